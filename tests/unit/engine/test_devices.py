@@ -1,0 +1,50 @@
+"""Device lists as people write them."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from virnuc_core.config import Devices
+from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.errors import ConfigError, DeviceError
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "ids"),
+    [
+        ("cpu", "cpu", ("0",)),
+        ("cpu:2", "cpu", ("0", "1")),
+        ("cuda:0", "cuda", ("0",)),
+        ("cuda:2, cuda:3", "cuda", ("2", "3")),
+        ("cuda:GPU-12ab-34", "cuda", ("GPU-12ab-34",)),
+        ("auto", "auto", ()),
+    ],
+)
+def test_device_lists_are_read(text: str, kind: str, ids: tuple[str, ...]) -> None:
+    devices = Devices.parse(text)
+    assert (devices.kind, devices.ids) == (kind, ids)
+
+
+@pytest.mark.parametrize("text", ["cpu:0", "gpu:1", "cuda", "cuda:0,cuda:0", "cuda:0,cpu:1", "", "cuda:-1"])
+def test_what_is_no_device_list_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match="devices"):
+        Devices.parse(text)
+
+
+def test_cores_are_distinct_and_allowed_ones() -> None:
+    count = min(2, len(os.sched_getaffinity(0)))
+    cores = [device.core for device in resolve(Devices.parse(f"cpu:{count}"))]
+    assert len(set(cores)) == count
+    assert set(cores) <= os.sched_getaffinity(0)
+
+
+def test_more_cores_than_there_are_is_an_error() -> None:
+    with pytest.raises(DeviceError, match="may use"):
+        resolve(Devices.parse(f"cpu:{len(os.sched_getaffinity(0)) + 1}"))
+
+
+def test_a_gpu_worker_sees_its_gpu_alone_by_uuid() -> None:
+    assert Device("GPU-12", "cuda", "x").environment() == {"CUDA_VISIBLE_DEVICES": "GPU-12"}
+    assert Device("cpu-core-1", "cpu", "x", 1).environment()["CUDA_VISIBLE_DEVICES"] == ""

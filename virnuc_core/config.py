@@ -1,0 +1,211 @@
+"""Typed settings that every part takes: built once at the edge, handed down, written to the run record."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from virnuc_core.errors import ConfigError
+
+Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
+Attention = Literal["auto", "varlen", "fused", "reference"]
+BaselineName = Literal["vanilla", "v1"]
+Comparison = Literal["<", "<=", ">", ">="]
+
+DEFAULT_MODEL_LENGTH = 500
+
+
+class Spec(BaseModel):
+    """Base of all settings: frozen, and an unknown key is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class EngineSpec(Spec):
+    """How the packing engine computes. The fields of `RESULT_FIELDS` may change result bytes, the others never do."""
+
+    precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU")
+    attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
+    compile: bool | None = Field(None, description="compile the encoder blocks; unset: on CUDA only")
+    token_budget: int = Field(16_384, ge=64, description="token slots of one packed ESM-2 batch")
+    dna_token_budget: int = Field(16_384, ge=64, description="token slots of one packed DNABERT-S batch")
+    shard_tokens: int = Field(262_144, ge=64, description="ESM-2 tokens of one shard: the unit of commit and of loss")
+    dedup: bool = Field(True, description="embed identical sequences once")
+    num_workers: int = Field(0, ge=0, le=64, description="loader processes of one worker; 0: a thread of the worker")
+    prefetch_factor: int = Field(4, ge=1, le=64, description="packed batches kept ready for each loader")
+    pin_memory: bool = Field(True, description="pack into page-locked memory on CUDA")
+    commit: bool = Field(True, description="write shards to disk; off only to measure what commits cost")
+    max_shard_attempts: int = Field(2, ge=1, le=10, description="workers a shard may kill before it is set aside")
+    heartbeat_s: float = Field(2.0, gt=0, description="a worker says at least this often that it lives")
+    device_wait_s: float = Field(0.0, ge=0, description="wait this long for a GPU another run is using")
+    silence_s: float = Field(120.0, gt=0, description="a worker silent for longer is ended and restarted")
+
+
+RESULT_FIELDS = ("precision", "attention", "compile", "token_budget", "dna_token_budget", "shard_tokens", "dedup")
+
+
+class Devices(Spec):
+    """The devices of a run: CUDA devices by index or UUID, or a number of CPU cores.
+
+    `parse` reads `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) and `auto` (all CUDA devices, else one
+    core; resolved in `engine.devices`).
+    """
+
+    kind: Literal["cuda", "cpu", "auto"]
+    ids: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Devices:
+        """Read a device list; raises `ConfigError` naming the part that cannot be read."""
+        cleaned = text.strip()
+        if cleaned == "auto":
+            return cls(kind="auto")
+        if match := re.fullmatch(r"cpu(?::(\d+))?", cleaned):
+            count = int(match[1] or 1)
+            if count < 1:
+                raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
+            return cls(kind="cpu", ids=tuple(str(i) for i in range(count)))
+        parts = [part.strip() for part in cleaned.split(",")]
+        ids = []
+        for part in parts:
+            match = re.fullmatch(r"cuda:(\d+|(?:GPU|MIG)-[0-9a-fA-F-]+)", part)
+            if match is None:
+                raise ConfigError(f"devices '{text}': '{part}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto")
+            ids.append(match[1])
+        if len(set(ids)) != len(ids):
+            raise ConfigError(f"devices '{text}': a device is named twice; name each once")
+        return cls(kind="cuda", ids=tuple(ids))
+
+    def first(self, count: int) -> Devices:
+        """The first `count` devices."""
+        return Devices(kind=self.kind, ids=self.ids[:count])
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __str__(self) -> str:
+        if self.kind == "cuda":
+            return ",".join(f"cuda:{i}" for i in self.ids)
+        return f"cpu:{len(self.ids)}" if self.kind == "cpu" else "auto"
+
+
+class RunSpec(Spec):
+    """One predict run: reads in, result files out."""
+
+    reads: tuple[str, ...] = Field(min_length=1, description="FASTA or FASTQ files, plain or compressed")
+    out: Path = Field(description="run directory")
+    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    devices: str = Field("auto", description="cuda:0,cuda:1 or cpu:2 or auto")
+    engine: EngineSpec = Field(default_factory=EngineSpec)
+    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+
+    @field_validator("devices")
+    @classmethod
+    def _devices_readable(cls, value: str) -> str:
+        Devices.parse(value)
+        return value
+
+
+class Target(Spec):
+    """A threshold: the measured value must stand in this relation to `value`."""
+
+    op: Comparison
+    value: float
+
+    def met(self, measured: float) -> bool:
+        """Whether `measured op value` holds."""
+        match self.op:
+            case "<":
+                return measured < self.value
+            case "<=":
+                return measured <= self.value
+            case ">":
+                return measured > self.value
+            case ">=":
+                return measured >= self.value
+
+
+class BaselineSpec(Spec):
+    """What the run is compared with, and how its time is known."""
+
+    name: BaselineName = "v1"
+    source: Literal["measured", "recorded"] = "measured"
+    reads: int | None = Field(None, ge=1, description="measure on this many reads and scale by tokens; unset: all")
+    recorded_seconds: float | None = Field(None, gt=0)
+    recorded_device: str | None = Field(None, description="device name the recorded time belongs to")
+    recorded_devices: int | None = Field(None, ge=1)
+
+
+class ProfileTargets(Spec):
+    """Thresholds of the seven criteria and of the further checks. Unset means: this profile does not ask."""
+
+    one_device_seconds: Target | None = None
+    two_device_seconds: Target | None = None
+    scaling: Target | None = None
+    speedup: Target | None = None
+    consensus_agreement: Target | None = None
+    gpu_utilisation: Target | None = None
+    packing_efficiency: Target | None = None
+    starved_share: Target | None = None
+    checkpoint_overhead: Target | None = None
+    device_time_spread: Target | None = None
+
+
+class Profile(Spec):
+    """Sizes and thresholds of a validation, read from `profiles/*.toml` or a user's own file."""
+
+    name: str
+    title: str
+    device_names: tuple[str, ...] = Field((), description="substrings of device names the thresholds are meant for")
+    min_reads: int = Field(1, ge=1, description="fewer reads than this: no evidence")
+    time_limit_s: float | None = Field(None, gt=0, description="a run over this is ended and reported as failed")
+    score_tolerance: float = Field(0.01, gt=0)
+    window_s: float = Field(30.0, gt=0, description="length of a telemetry window")
+    sample_s: float = Field(0.5, gt=0, description="interval of GPU and CPU samples")
+    projection_reads: int = Field(6_000_000, ge=1)
+    baseline: BaselineSpec = Field(default_factory=BaselineSpec)
+    engine: EngineSpec = Field(default_factory=EngineSpec)
+    targets: ProfileTargets = Field(default_factory=ProfileTargets)
+    scaling_bands: dict[str, tuple[float, float]] = Field(
+        default_factory=dict, description="devices -> expected low, high"
+    )
+
+
+def profile_names() -> list[str]:
+    """Names of the profiles that come with virnuc."""
+    folder = resources.files("virnuc_core.profiles")
+    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+
+
+def load_profile(name_or_path: str) -> Profile:
+    """A shipped profile by name, or a user's `.toml` file by path; `ConfigError` names the key that is wrong."""
+    if name_or_path.endswith(".toml"):
+        path = Path(name_or_path)
+        if not path.is_file():
+            raise ConfigError(f"profile {path}: no such file")
+        text = path.read_text(encoding="utf-8")
+    elif name_or_path in profile_names():
+        text = (resources.files("virnuc_core.profiles") / f"{name_or_path}.toml").read_text(encoding="utf-8")
+    else:
+        raise ConfigError(f"profile '{name_or_path}' is not known; choose {', '.join(profile_names())} or a .toml file")
+    try:
+        raw: dict[str, Any] = tomllib.loads(text)
+        return Profile.model_validate(raw)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"profile {name_or_path}: not valid TOML: {error}") from error
+    except ValidationError as error:
+        raise ConfigError(f"profile {name_or_path}: {explain(error)}") from error
+
+
+def explain(error: ValidationError) -> str:
+    """A pydantic error as one line: `engine.token_budget: should be ≥ 64 (given 3)`."""
+    parts = []
+    for item in error.errors():
+        place = ".".join(str(step) for step in item["loc"]) or "settings"
+        parts.append(f"{place}: {item['msg'][0].lower()}{item['msg'][1:]} (given {item.get('input')!r})")
+    return "; ".join(parts)

@@ -1,0 +1,1 @@
+"""Models over packed tokens: ESM-2, DNABERT-S, the head, their tokenisers and weights."""

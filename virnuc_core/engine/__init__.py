@@ -1,0 +1,1 @@
+"""The async packing core: shards, packing, loader, runner, worker, pool."""

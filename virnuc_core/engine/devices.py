@@ -1,0 +1,91 @@
+"""Which devices a run uses, and how a worker is tied to exactly one of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from virnuc_core.config import Devices
+from virnuc_core.errors import DeviceError
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One device of a run: a GPU by UUID, or one CPU core."""
+
+    id: str  # "GPU-3f2c…" or "cpu-core-1"
+    kind: Literal["cuda", "cpu"]
+    name: str  # as the driver or the processor calls itself
+    core: int | None = None  # CPU only: the core the worker is pinned to
+
+    def record(self) -> dict[str, Any]:
+        """As written to run.json."""
+        return asdict(self)
+
+    def environment(self) -> dict[str, str]:
+        """What the worker's environment sets so that it sees this device and no other."""
+        if self.kind == "cuda":
+            return {"CUDA_VISIBLE_DEVICES": self.id}
+        return {
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            "MKL_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+
+
+def cpu_name() -> str:
+    """The processor's own name."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def visible_gpus() -> list[Device]:
+    """The GPUs this process may use, in CUDA's order, without starting CUDA; none when there is no driver."""
+    import nvitop
+
+    try:
+        gpus = nvitop.Device.cuda.all()
+        return [Device(gpu.uuid(), "cuda", gpu.name()) for gpu in gpus]
+    except nvitop.NVMLError:
+        return []
+
+
+def resolve(devices: Devices) -> tuple[Device, ...]:
+    """The devices asked for; `DeviceError` names the first that is not here."""
+    if devices.kind == "cpu":
+        return _cores(len(devices))
+    gpus = visible_gpus()
+    if devices.kind == "auto":
+        return tuple(gpus) if gpus else _cores(1)
+    return tuple(_gpu(wanted, gpus) for wanted in devices.ids)
+
+
+def _gpu(wanted: str, gpus: list[Device]) -> Device:
+    if not gpus:
+        raise DeviceError(f"cuda:{wanted} asked for, but no NVIDIA driver or GPU is visible; use --devices cpu:1")
+    for index, gpu in enumerate(gpus):
+        if wanted in (str(index), gpu.id):
+            return gpu
+    here = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(gpus))
+    raise DeviceError(f"cuda:{wanted} is not here; visible: {here}")
+
+
+def _cores(count: int) -> tuple[Device, ...]:
+    cores = sorted(os.sched_getaffinity(0))
+    if count > len(cores):
+        raise DeviceError(f"cpu:{count} asked for, but this process may use {len(cores)} cores; use cpu:{len(cores)}")
+    name = cpu_name()
+    return tuple(Device(f"cpu-core-{core}", "cpu", name, core) for core in cores[:count])
+
+
+def pin_to_core(core: int) -> None:
+    """Tie this process, and every thread it starts, to one CPU core."""
+    os.sched_setaffinity(0, {core})

@@ -1,0 +1,221 @@
+"""Shards to packed batches, ahead of the device.
+
+Tokenising runs in `num_workers` loader processes (or in the feeder thread itself); packing runs in the feeder thread;
+the launch loop only takes finished batches from a bounded queue. CUDA is never touched in a loader process.
+"""
+
+from __future__ import annotations
+
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.encoders.packed import PackedBatch, Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.telemetry.records import Encoder
+
+SLICE_ROWS = 1024  # uniques tokenised in one call
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStart:
+    """The next batches belong to this shard."""
+
+    shard: int
+    lo: int
+    hi: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """One batch, ready to launch. `rows` are positions within the shard."""
+
+    shard: int
+    encoder: Encoder
+    index: int
+    batch: PackedBatch
+    rows: Tensor  # int64 [batch.rows]
+    arrived_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEnd:
+    """All batches of the shard have been handed over."""
+
+    shard: int
+    protein_tokens: int
+    dna_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The feeder failed; the launch loop raises this."""
+
+    error: BaseException
+    shard: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """No more shards will come."""
+
+
+Item = ShardStart | Ready | ShardEnd | Failure | Finished
+Slice = tuple[int, int]
+Tokens = tuple[Tensor, Tensor]  # all tokens end to end, row offsets
+
+
+class Slices(Dataset[tuple[Tokens, Tokens]]):
+    """Ranges of uniques as tokens: `[lo, hi)` -> (protein tokens, DNA tokens).
+
+    The store is opened in whichever process reads.
+    """
+
+    def __init__(self, store: Path, models: Path) -> None:
+        self.store_path, self.models = store, models
+        self._store: OrfStore | None = None
+        self._protein: Tokenizer | None = None
+        self._dna: Tokenizer | None = None
+
+    def __getitem__(self, span: Slice) -> tuple[Tokens, Tokens]:
+        if self._store is None or self._protein is None or self._dna is None:
+            self._store = OrfStore.open(self.store_path)
+            self._protein, self._dna = Esm2Tokenizer(), DnabertTokenizer(self.models)
+        return self._protein.encode(self._store.protein(*span)), self._dna.encode(self._store.dna(*span))
+
+    def __getstate__(self) -> tuple[Path, Path]:
+        return self.store_path, self.models
+
+    def __setstate__(self, state: tuple[Path, Path]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+
+
+class _Spans(Sampler[Slice]):
+    """The slices of the shard at hand, in order."""
+
+    def __init__(self) -> None:
+        self.spans: list[Slice] = []
+
+    def __iter__(self) -> Iterator[Slice]:
+        return iter(self.spans)
+
+    def __len__(self) -> int:
+        return len(self.spans)
+
+
+def _die_with_worker(_: int) -> None:
+    """Loader processes leave with the worker that started them, and let it handle Ctrl-C."""
+    from virnuc_core.engine.process import die_with_parent
+
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Loader:
+    """Turns shard ranges into packed batches, through `num_workers` processes that stay up between shards."""
+
+    def __init__(self, store: Path, models: Path, engine: EngineSpec, *, pin: bool) -> None:
+        self.engine, self.pin = engine, pin
+        self.pads: dict[Encoder, int] = {"esm2": Esm2Tokenizer().pad_id, "dnabert_s": DnabertTokenizer(models).pad_id}
+        self._spans = _Spans()
+        workers = engine.num_workers
+        self._loader: DataLoader[tuple[Tokens, Tokens]] = DataLoader(
+            Slices(store, models),
+            sampler=self._spans,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=engine.prefetch_factor if workers else None,
+            persistent_workers=workers > 0,
+            multiprocessing_context="spawn" if workers else None,
+            worker_init_fn=_die_with_worker if workers else None,
+        )
+
+    def shard(self, shard: int, lo: int, hi: int) -> Iterator[Item]:
+        """The shard's batches between its start and end marks, DNA first."""
+        yield ShardStart(shard, lo, hi)
+        self._spans.spans = [(at, min(at + SLICE_ROWS, hi)) for at in range(lo, hi, SLICE_ROWS)]
+        parts = list(self._loader)
+        protein, dna = join([p for p, _ in parts]), join([d for _, d in parts])
+        for encoder, tokens, budget in (
+            ("dnabert_s", dna, self.engine.dna_token_budget),
+            ("esm2", protein, self.engine.token_budget),
+        ):
+            name: Encoder = "esm2" if encoder == "esm2" else "dnabert_s"
+            for index, (plan, batch) in enumerate(packed(tokens, budget, self.pads[name])):
+                ready = batch.pin() if self.pin else batch
+                yield Ready(shard, name, index, ready, torch.from_numpy(plan.rows), time.monotonic())
+        yield ShardEnd(shard, int(protein[1][-1]), int(dna[1][-1]))
+
+
+def join(parts: list[Tokens]) -> Tokens:
+    """Token runs of consecutive slices as one."""
+    offsets = [torch.zeros(1, dtype=torch.int64)]
+    total = 0
+    for _, starts in parts:
+        offsets.append(starts[1:] + total)
+        total += int(starts[-1])
+    tokens = [tokens for tokens, _ in parts] or [torch.zeros(0, dtype=torch.int64)]
+    return torch.cat(tokens), torch.cat(offsets)
+
+
+def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, PackedBatch]]:
+    """Pack rows of tokens into batches of fixed shapes."""
+    flat, starts = tokens[0].numpy(), tokens[1].numpy()
+    lengths = np.diff(starts)
+    for plan in pack(lengths, budget):
+        yield plan, fill(plan, flat, starts, pad)
+
+
+def fill(plan: BatchPlan, flat: NDArray[np.int64], starts: NDArray[np.int64], pad: int) -> PackedBatch:
+    """Lay the plan's rows end to end in its slots."""
+    lengths = (starts[plan.rows + 1] - starts[plan.rows]).astype(np.int64)
+    ends = np.cumsum(lengths)
+    source = np.repeat(starts[plan.rows] - (ends - lengths), lengths) + np.arange(plan.tokens)
+    slots = np.full(plan.slots, pad, dtype=np.int64)
+    slots[: plan.tokens] = flat[source]
+    cu_seqlens = np.full(row_capacity(plan.slots) + 1, plan.tokens, dtype=np.int32)
+    cu_seqlens[0] = 0
+    cu_seqlens[1 : len(ends) + 1] = ends
+    return PackedBatch(
+        torch.from_numpy(slots), torch.from_numpy(cu_seqlens), len(plan.rows), plan.max_seqlen, plan.tokens
+    )
+
+
+class Feeder:
+    """A thread that keeps the launch loop's queue filled with the shards it is told."""
+
+    def __init__(self, loader: Loader, next_shard: Callable[[], tuple[int, int, int] | None], depth: int) -> None:
+        self._loader, self._next = loader, next_shard
+        self.items: queue.Queue[Item] = queue.Queue(maxsize=depth)
+        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        shard: int | None = None
+        try:
+            while (job := self._next()) is not None:
+                shard = job[0]
+                for item in self._loader.shard(*job):
+                    self.items.put(item)
+            self.items.put(Finished())
+        except BaseException as error:  # noqa: BLE001 - handed to the launch loop, which raises it
+            self.items.put(Failure(error, shard))
+
+    def take(self) -> tuple[Item, float]:
+        """The next item and how long it took to come, in milliseconds."""
+        asked = time.perf_counter()
+        item = self.items.get()
+        return item, (time.perf_counter() - asked) * 1e3

@@ -1,0 +1,67 @@
+"""Locks of the operating system: freed by death, so that a killed holder never blocks anybody."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from virnuc_core.errors import ConfigError, DeviceError
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(path: Path) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    return f"process {text}" if text else "another process"
+
+
+@contextmanager
+def run_lock(root: Path) -> Iterator[None]:
+    """Hold a run directory; `ConfigError` names the process that holds it already."""
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / ".lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        if not _try_lock(handle):
+            raise ConfigError(f"{root}: {_holder(path)} is working here; wait for it or choose another directory")
+        os.ftruncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        yield
+    finally:
+        os.close(handle)
+
+
+def device_lock_path(device: str) -> Path:
+    """The lock file of a device, the same for every run of this user on this machine."""
+    folder = Path(tempfile.gettempdir()) / f"virnuc-devices-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder / f"{device}.lock"
+
+
+def lock_device(device: str, wait_s: float) -> int:
+    """Take a device for this process until it ends; returns the open handle, which must be kept.
+
+    Waits up to `wait_s` for another run to finish with it, then `DeviceError` names the holder.
+    """
+    path = device_lock_path(device)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    deadline = time.monotonic() + wait_s
+    while not _try_lock(handle):
+        if time.monotonic() >= deadline:
+            os.close(handle)
+            raise DeviceError(f"{device} is in use by {_holder(path)}; wait for it or choose another device")
+        time.sleep(0.2)
+    os.ftruncate(handle, 0)
+    os.write(handle, str(os.getpid()).encode())
+    return handle

@@ -1,0 +1,176 @@
+"""The launch loop: batches in, results out, and nothing in between that makes the device wait."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from virnuc_core.encoders.head import Head
+from virnuc_core.encoders.packed import Encoder
+from virnuc_core.engine.loader import Failure, Feeder, Finished, Ready, ShardEnd, ShardStart
+from virnuc_core.engine.shards import ShardResult
+from virnuc_core.telemetry.records import BatchRecord
+
+
+@dataclass(slots=True)
+class Span:
+    """Device time of one launch: events on CUDA, the host's clock on CPU."""
+
+    start: torch.cuda.Event | float
+    end: torch.cuda.Event | float
+
+    def milliseconds(self) -> float:
+        """Valid once the device has passed the end."""
+        if isinstance(self.start, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
+            return float(self.start.elapsed_time(self.end))
+        assert isinstance(self.start, float)
+        assert isinstance(self.end, float)
+        return (self.end - self.start) * 1e3
+
+
+@dataclass(slots=True)
+class Launched:
+    """One batch on its way through the device."""
+
+    item: Ready
+    wait_ms: float
+    launched_s: float
+    span: Span
+
+
+@dataclass(slots=True)
+class Pending:
+    """A shard whose batches have been launched; its results arrive on a side stream."""
+
+    shard: int
+    rows: int
+    started_s: float
+    protein_tokens: int = 0
+    dna_tokens: int = 0
+    launched: list[Launched] = field(default_factory=list)
+    head: Span | None = None
+    embeddings: Tensor | None = None  # host, float32 [rows, dna + protein]
+    scores: Tensor | None = None  # host, float32 [rows, 2]
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> ShardResult:
+        """Block until the results are on the host."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        assert self.embeddings is not None
+        assert self.scores is not None
+        return ShardResult(self.embeddings.numpy(), self.scores.numpy())
+
+    def batches(self, device: str) -> tuple[BatchRecord, ...]:
+        """What the launch loop saw of each batch."""
+        return tuple(
+            BatchRecord(
+                device=device,
+                encoder=one.item.encoder,
+                shard=self.shard,
+                index=one.item.index,
+                rows=one.item.batch.rows,
+                tokens=one.item.batch.real_tokens,
+                slots=one.item.batch.slots,
+                wait_ms=one.wait_ms,
+                arrived_s=one.item.arrived_s,
+                launched_s=one.launched_s,
+                device_ms=one.span.milliseconds(),
+            )
+            for one in self.launched
+        )
+
+
+class Runner:
+    """Both encoders and the head on one device."""
+
+    def __init__(self, esm2: Encoder, dnabert_s: Encoder, head: Head, device: torch.device) -> None:
+        self.esm2, self.dnabert_s, self.head, self.device = esm2, dnabert_s, head, device
+        self.dna_width = dnabert_s.width
+        self.width = dnabert_s.width + esm2.width
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.progress_s = time.monotonic()
+
+    def run(self, feeder: Feeder, hand_over: Callable[[Pending], None]) -> None:
+        """Launch everything the feeder gives; each finished shard goes to `hand_over`, which may block (back-pressure).
+
+        Errors: what the feeder or a launch raised.
+        """
+        pending: Pending | None = None
+        features: Tensor | None = None
+        while True:
+            item, wait_ms = feeder.take()
+            self.progress_s = time.monotonic()
+            match item:
+                case Finished():
+                    return
+                case Failure():
+                    raise item.error
+                case ShardStart():
+                    pending = Pending(item.shard, item.hi - item.lo, time.monotonic())
+                    features = torch.zeros(pending.rows, self.width, dtype=torch.float32, device=self.device)
+                case Ready():
+                    assert pending is not None
+                    assert features is not None
+                    pending.launched.append(self._launch(item, wait_ms, features))
+                case ShardEnd():
+                    assert pending is not None
+                    assert features is not None
+                    pending.protein_tokens, pending.dna_tokens = item.protein_tokens, item.dna_tokens
+                    self._finish(pending, features)
+                    hand_over(pending)
+                    pending = features = None
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _launch(self, item: Ready, wait_ms: float, features: Tensor) -> Launched:
+        launched_s = time.monotonic()
+        start = self._mark()
+        encoder = self.dnabert_s if item.encoder == "dnabert_s" else self.esm2
+        first = 0 if item.encoder == "dnabert_s" else self.dna_width
+        with torch.inference_mode(), torch.profiler.record_function(item.encoder):
+            pooled = encoder.embed(item.batch.to(self.device))  # [row_capacity, width]
+            rows = item.rows.to(self.device, non_blocking=True)
+            features[:, first : first + encoder.width].index_copy_(0, rows, pooled[: item.batch.rows])
+        return Launched(item, wait_ms, launched_s, Span(start, self._mark()))
+
+    def _finish(self, pending: Pending, features: Tensor) -> None:
+        start = self._mark()
+        with torch.inference_mode(), torch.profiler.record_function("head"):
+            scores = self.head.scores(features)  # [rows, 2]
+        pending.head = Span(start, self._mark())
+        if self._side is None:
+            pending.embeddings, pending.scores = features, scores
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._side.wait_event(done)
+        with torch.cuda.stream(self._side):
+            pending.embeddings = _to_host(features)
+            pending.scores = _to_host(scores)
+            pending.arrived = torch.cuda.Event()
+            pending.arrived.record()
+        for tensor in (features, scores):
+            tensor.record_stream(self._side)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
+
+
+def not_finite_rows(result: ShardResult) -> list[int]:
+    """Positions within the shard whose embedding or score is NaN or infinite."""
+    fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
+    return [int(i) for i in np.flatnonzero(~fine)]

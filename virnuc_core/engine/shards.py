@@ -1,0 +1,203 @@
+"""Shards: the unit of work, of commit and of loss.
+
+A shard is a range of the store's unique sequences. Its file holds what `f(sequences, weights, settings)` gave, under a
+fingerprint of all three and a checksum; it appears by rename. What is committed is never computed again; nothing else
+remembers progress.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+from numpy.typing import NDArray
+
+from virnuc_core.errors import ShardError
+from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+
+SCHEMA_VERSION = 1
+SMALLEST_SHARE = 8  # the last shards shrink to 1/8, so that unequal devices end together
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which uniques each shard holds: shard i is `bounds[i]` … `bounds[i + 1]`."""
+
+    bounds: tuple[int, ...]
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.bounds) - 1
+
+    def range(self, shard: int) -> tuple[int, int]:
+        """First unique and one past the last."""
+        return self.bounds[shard], self.bounds[shard + 1]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardResult:
+    """What a shard's computation gave."""
+
+    embeddings: NDArray[np.float32]  # [n, dna_width + protein_width], DNA first
+    scores: NDArray[np.float32]  # [n, 2]: P(others), P(virus)
+
+
+def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, fingerprint: str) -> Plan:
+    """Cut the uniques into shards of about `shard_tokens` ESM-2 tokens, smaller towards the end.
+
+    The cuts depend on the sequences and on `shard_tokens` only, never on the devices.
+    """
+    uniques = len(protein_offsets) - 1
+    ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(uniques + 1)  # start and end token each
+    total = int(ends[-1])
+    bounds = [0]
+    while bounds[-1] < uniques:
+        done = int(ends[bounds[-1]])
+        left = total - done
+        size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, left // SMALLEST_SHARE))
+        cut = int(np.searchsorted(ends, done + size, side="right")) - 1
+        bounds.append(min(uniques, max(cut, bounds[-1] + 1)))
+    return Plan(tuple(bounds), fingerprint)
+
+
+def write_plan(run: RunDir, plan: Plan) -> None:
+    """Write `shards/plan.json`."""
+    body = {"schema_version": SCHEMA_VERSION, "fingerprint": plan.fingerprint, "bounds": list(plan.bounds)}
+    write_text_whole(run.plan, json.dumps(body) + "\n")
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Read `shards/plan.json`; `ShardError` when it is missing or not one of ours."""
+    try:
+        body = json.loads(run.plan.read_text(encoding="utf-8"))
+        return Plan(tuple(int(b) for b in body["bounds"]), str(body["fingerprint"]))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ShardError(f"{run.plan}: not a readable shard plan ({error}); start over with --force") from error
+
+
+def shard_path(run: RunDir, shard: int) -> Path:
+    """Where a committed shard lies."""
+    return run.shards / f"{shard:05d}.h5"
+
+
+def _checksum(result: ShardResult, lo: int, hi: int, fingerprint: str) -> str:
+    digest = hashlib.blake2b(f"{lo}:{hi}:{fingerprint}".encode(), digest_size=32)
+    for array in (result.embeddings, result.scores):
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data.cast("B"))
+    return digest.hexdigest()
+
+
+def commit(run: RunDir, plan: Plan, shard: int, result: ShardResult) -> Path:
+    """Make a shard's result permanent: write aside, flush, checksum, rename. The same result gives the same bytes.
+
+    Errors: `ShardError` when the result has not one finite row per unique; `OSError` of the disk.
+    """
+    lo, hi = plan.range(shard)
+    if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
+        raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
+    path = shard_path(run, shard)
+    with whole_file(path) as aside, h5py.File(aside, "w", libver="latest") as file:
+        file.create_dataset("embeddings", data=result.embeddings)
+        file.create_dataset("scores", data=result.scores)
+        file.attrs["schema_version"] = SCHEMA_VERSION
+        file.attrs["shard"] = shard
+        file.attrs["range"] = [lo, hi]
+        file.attrs["fingerprint"] = plan.fingerprint
+        file.attrs["checksum"] = _checksum(result, lo, hi, plan.fingerprint)
+    return path
+
+
+def read_shard(run: RunDir, plan: Plan, shard: int) -> ShardResult:
+    """A committed shard, proven by its checksum; `ShardError` says what is wrong with the file."""
+    path = shard_path(run, shard)
+    lo, hi = plan.range(shard)
+    try:
+        with h5py.File(path, "r") as file:
+            attributes: dict[str, Any] = dict(file.attrs)
+            result = ShardResult(file["embeddings"][:], file["scores"][:])
+        if attributes["fingerprint"] != plan.fingerprint:
+            raise ShardError(f"{path} belongs to another run", shard=shard)
+        if list(attributes["range"]) != [lo, hi] or attributes["checksum"] != _checksum(
+            result, lo, hi, plan.fingerprint
+        ):
+            raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
+    return result
+
+
+def committed(run: RunDir, plan: Plan) -> tuple[list[int], list[str]]:
+    """Shards that are proven committed, and a word on each damaged file, which has been moved to `shards/damaged/`."""
+    good, moved = [], []
+    for shard in range(len(plan)):
+        if not shard_path(run, shard).exists():
+            continue
+        try:
+            read_shard(run, plan, shard)
+        except ShardError as error:
+            moved.append(f"{error}; moved to {_set_aside(run, shard)}")
+        else:
+            good.append(shard)
+    return good, moved
+
+
+def _set_aside(run: RunDir, shard: int) -> Path:
+    source = shard_path(run, shard)
+    folder = run.shards / "damaged"
+    folder.mkdir(exist_ok=True)
+    number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
+    target = folder / f"{source.stem}.{number}.h5"
+    os.replace(source, target)
+    return target
+
+
+def results(run: RunDir, plan: Plan, shards: Iterable[int] | None = None) -> Iterator[tuple[int, ShardResult]]:
+    """Every shard's result in order, each proven."""
+    for shard in range(len(plan)) if shards is None else shards:
+        yield shard, read_shard(run, plan, shard)
+
+
+def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Scores of all uniques, float32 [n_uniques, 2], and which of them failed, bool [n_uniques].
+
+    A unique has failed when its scores are NaN: the engine writes that only for rows it has set aside and named.
+    """
+    plan = read_plan(run)
+    uniques = plan.bounds[-1]
+    scores = np.full((uniques, 2), np.nan, dtype=np.float32)
+    for shard, result in results(run, plan):
+        lo, hi = plan.range(shard)
+        scores[lo:hi] = result.scores
+    failed: NDArray[np.bool_] = np.isnan(scores[:, 0]) | np.isnan(scores[:, 1])
+    return scores, failed
+
+
+def write_virtual_embeddings(run: RunDir) -> Path:
+    """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved."""
+    plan = read_plan(run)
+    uniques = plan.bounds[-1]
+    if len(plan) == 0:
+        with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
+            file.create_dataset("embeddings", shape=(0, 0), dtype=np.float32)
+            file.create_dataset("scores", shape=(0, 2), dtype=np.float32)
+        return run.embeddings
+    with h5py.File(shard_path(run, 0), "r") as first:
+        width = first["embeddings"].shape[1]
+    with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
+        for name, columns in (("embeddings", width), ("scores", 2)):
+            layout = h5py.VirtualLayout(shape=(uniques, columns), dtype=np.float32)
+            for shard in range(len(plan)):
+                lo, hi = plan.range(shard)
+                relative = f"{run.shards.name}/{shard_path(run, shard).name}"
+                layout[lo:hi] = h5py.VirtualSource(relative, name, shape=(hi - lo, columns))
+            file.create_virtual_dataset(name, layout, fillvalue=np.nan)
+        file.attrs["fingerprint"] = plan.fingerprint
+    return run.embeddings

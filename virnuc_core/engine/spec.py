@@ -1,0 +1,76 @@
+"""What a worker is told, and what `auto` became: resolved once, recorded, part of the fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from virnuc_core.config import RESULT_FIELDS, EngineSpec
+from virnuc_core.engine.devices import Device
+from virnuc_core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprints:
+    """Digests of all that decides a result, besides the settings."""
+
+    reads: str
+    esm2: str
+    dnabert_s: str
+    head: str
+
+
+def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:
+    """Replace every `auto` by what it means on this kind of device; `ConfigError` for what cannot run there."""
+    precision = engine.precision
+    if precision == "auto":
+        precision = "fp16" if kind == "cuda" else "fp32"
+    if kind == "cpu" and precision != "fp32":
+        raise ConfigError(f"precision {precision} needs a CUDA device; on CPU choose fp32 or auto")
+    compiled = kind == "cuda" if engine.compile is None else engine.compile
+    return engine.model_copy(update={"precision": precision, "compile": compiled})
+
+
+def result_settings(engine: EngineSpec) -> dict[str, Any]:
+    """The settings that may change result bytes."""
+    return {name: getattr(engine, name) for name in RESULT_FIELDS}
+
+
+def job_fingerprint(prints: Fingerprints, engine: EngineSpec, kind: str) -> str:
+    """Digest of reads, weights, result settings and kind of device: what a shard's bytes depend on."""
+    body = {"prints": asdict(prints), "settings": result_settings(engine), "kind": kind}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """The first line a worker reads."""
+
+    run: str
+    store: str
+    models: str
+    device: Device
+    engine: EngineSpec
+
+    def to_json(self) -> dict[str, Any]:
+        """As sent to the worker."""
+        return {
+            "run": self.run,
+            "store": self.store,
+            "models": self.models,
+            "device": self.device.record(),
+            "engine": self.engine.model_dump(mode="json"),
+        }
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> WorkerSpec:
+        """As read by the worker."""
+        return cls(
+            body["run"],
+            body["store"],
+            body["models"],
+            Device(**body["device"]),
+            EngineSpec.model_validate(body["engine"]),
+        )

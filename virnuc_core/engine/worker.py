@@ -1,0 +1,175 @@
+"""The worker process: one device, pinned; shard numbers in, committed shards out.
+
+`python -m virnuc_core.engine.worker PARENT_PID`; JSON lines on standard input and output. In: a WorkerSpec, then
+`{"op": "shard", "shard": n}` any number of times, then `{"op": "stop"}`. Out: `ready`, `alive`, `committed`, `error`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import threading
+import time
+import traceback
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from virnuc_core.engine.process import Parent
+from virnuc_core.engine.spec import WorkerSpec
+
+COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
+TERM_GRACE_S = 5.0
+
+
+class Worker:
+    """Everything between the parent's messages and the device."""
+
+    def __init__(self, parent: Parent, spec: WorkerSpec) -> None:
+        self.parent, self.spec = parent, spec
+        self.stopping = threading.Event()
+        self.device_lock: int | None = None  # kept open for as long as this process lives
+        self._writes: queue.Queue[Any] = queue.Queue(maxsize=COMMITS_AHEAD)
+        self._write_error: BaseException | None = None
+
+    def run(self) -> None:
+        """Load, then compute shards until told to stop."""
+        started = time.monotonic()
+        import torch
+
+        from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+        from virnuc_core.engine.loader import Feeder, Loader
+        from virnuc_core.engine.runner import Runner
+        from virnuc_core.engine.shards import read_plan
+        from virnuc_core.rundir import RunDir
+
+        spec, engine = self.spec, self.spec.engine
+        device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
+        if spec.device.kind == "cpu":
+            torch.set_num_threads(1)
+        models = Path(spec.models)
+        self.run_dir = RunDir(Path(spec.run))
+        self.plan = read_plan(self.run_dir)
+        arguments = (models, device, engine.precision, engine.attention, bool(engine.compile))
+        esm2, dnabert_s, head = load_esm2(*arguments), load_dnabert_s(*arguments), load_head(models, device)
+        self.runner = Runner(esm2, dnabert_s, head, device)
+        loader = Loader(Path(spec.store), models, engine, pin=engine.pin_memory and device.type == "cuda")
+        self.parent.send(
+            {
+                "event": "ready",
+                "pid": os.getpid(),
+                "load_s": time.monotonic() - started,
+                "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
+                "torch": torch.__version__,
+            }
+        )
+        self.parent.beat(engine.heartbeat_s, lambda: self.runner.progress_s)
+        writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        writer.start()
+        depth = engine.prefetch_factor * max(1, engine.num_workers)
+        self.runner.run(Feeder(loader, self._next_shard, depth), self._hand_over)
+        self._writes.put(None)
+        writer.join()
+        if self._write_error is not None:
+            raise self._write_error
+
+    def _next_shard(self) -> tuple[int, int, int] | None:
+        while not self.stopping.is_set():
+            try:
+                message = self.parent.messages.get(timeout=0.2)
+            except queue.Empty:
+                self.runner.progress_s = time.monotonic()  # idle is not stuck
+                continue
+            if message is None or message["op"] == "stop":
+                return None
+            shard = int(message["shard"])
+            return (shard, *self.plan.range(shard))
+        return None
+
+    def _hand_over(self, pending: Any) -> None:
+        if self._write_error is not None:
+            raise self._write_error
+        self._writes.put(pending)
+
+    def _write(self) -> None:
+        try:
+            while (pending := self._writes.get()) is not None:
+                self._commit(pending)
+        except BaseException as error:  # noqa: BLE001 - raised by the launch loop at its next hand-over
+            self._write_error = error
+            while self._writes.get() is not None:
+                pass
+
+    def _commit(self, pending: Any) -> None:
+        from virnuc_core.engine.runner import not_finite_rows
+        from virnuc_core.engine.shards import commit
+        from virnuc_core.errors import ShardError
+
+        result = pending.wait()
+        finished = time.monotonic()
+        bad = not_finite_rows(result)
+        if bad:
+            first = self.plan.range(pending.shard)[0]
+            names = ", ".join(str(first + i) for i in bad[:5])
+            raise ShardError(f"{len(bad)} rows are not finite (sequences {names})", shard=pending.shard)
+        if self.spec.engine.commit:
+            commit(self.run_dir, self.plan, pending.shard, result)
+        committed = time.monotonic()
+        batches = pending.batches(self.spec.device.id)
+        seconds = {
+            name: sum(b.device_ms or 0.0 for b in batches if b.encoder == name) / 1e3 for name in ("dnabert_s", "esm2")
+        }
+        self.parent.send(
+            {
+                "event": "committed",
+                "device": self.spec.device.id,
+                "shard": pending.shard,
+                "rows": pending.rows,
+                "protein_tokens": pending.protein_tokens,
+                "dna_tokens": pending.dna_tokens,
+                "started_s": pending.started_s,
+                "finished_s": finished,
+                "dnabert_s": seconds["dnabert_s"],
+                "esm2_s": seconds["esm2"],
+                "head_s": pending.head.milliseconds() / 1e3,
+                "commit_s": committed - finished,
+                "merge_s": 0.0,
+                "batches": [asdict(batch) for batch in batches],
+            }
+        )
+
+
+def main() -> None:
+    """Run one worker until its parent says stop, closes its input or dies."""
+    parent = Parent()
+    spec = WorkerSpec.from_json(parent.spec)
+    worker = Worker(parent, spec)
+
+    def terminate(*_: object) -> None:
+        worker.stopping.set()
+        threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGTERM, terminate)
+    if spec.device.core is not None:
+        from virnuc_core.engine.devices import pin_to_core
+
+        pin_to_core(spec.device.core)
+    parent.listen()
+    try:
+        if spec.device.kind == "cuda":
+            from virnuc_core.engine.locks import lock_device
+
+            worker.device_lock = lock_device(spec.device.id, spec.engine.device_wait_s)
+        worker.run()
+    except Exception as error:  # noqa: BLE001 - a worker's failure reaches the pool with its traceback
+        parent.send(
+            {"event": "error", "kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        )
+        os._exit(1)
+    os._exit(0)  # skip interpreter shutdown: everything is committed, and threads or CUDA may linger
+
+
+if __name__ == "__main__":
+    main()

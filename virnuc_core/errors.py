@@ -1,0 +1,71 @@
+"""The errors people see. Each says what is wrong, where, and the way out, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class VirnucError(Exception):
+    """Root of the family. ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class InputError(VirnucError):
+    """Reads that cannot be used: names the file, the line or the read, and what to do."""
+
+    exit_code = 2
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        file: Path | str | None = None,
+        line: int | None = None,
+        read_id: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.file, self.line, self.read_id, self.hint = file, line, read_id, hint
+        place = "" if file is None else str(file)
+        if line is not None:
+            place += f":{line}" if place else f"line {line}"
+        who = "" if read_id is None else f"read '{read_id}': "
+        super().__init__(f"{place}{': ' if place else ''}{who}{problem}{'; ' + hint if hint else ''}")
+
+
+class ConfigError(VirnucError):
+    """Settings that contradict each other, are unknown or out of range."""
+
+    exit_code = 2
+
+
+class WeightsError(VirnucError):
+    """A models directory, or a checkpoint, that cannot be used as it is."""
+
+    exit_code = 3
+
+
+class DeviceError(VirnucError):
+    """A device that is absent, taken, or cannot hold the work."""
+
+    exit_code = 4
+
+
+class ShardError(VirnucError):
+    """A shard that could not be computed, or whose file is not what was committed."""
+
+    def __init__(self, problem: str, *, shard: int | None = None) -> None:
+        self.shard = shard
+        super().__init__(problem if shard is None else f"shard {shard:05d}: {problem}")
+
+
+class WorkerError(VirnucError):
+    """A worker process that failed for good; carries the worker's own traceback."""
+
+    def __init__(self, problem: str, *, worker_traceback: str = "") -> None:
+        self.worker_traceback = worker_traceback
+        super().__init__(problem)
+
+
+class RunMismatchError(ConfigError):
+    """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""

@@ -1,0 +1,1 @@
+"""Sizes and thresholds of validations, one TOML file each."""

@@ -1,0 +1,1 @@
+"""Files of reads to open frames: parse, chunk, translate, store."""

@@ -1,0 +1,354 @@
+"""The files people read: VirNucPro's two result files, and one line for every read that came in.
+
+- `prediction_results.txt`: one line per row (an open frame of a chunk), in input order.
+- `prediction_results_highestscore.csv`: one line per chunk that has a scored row, in input order. A chunk is a virus
+  when the largest `score2` of its rows is at least the largest `score1`; a tie is a virus.
+- `reads.tsv`: one line per read, in input order, with exactly one fate. VirNucPro judges no reads; our rule follows.
+- `failed.tsv`: the rows that could not be embedded.
+
+The verdict on a read. Each scored chunk gives a margin, its largest `score2` minus its largest `score1`. The read's
+`viral_score` is `(1 + mean margin of its chunks) / 2`, and the read is viral when that reaches the threshold (0.5). So
+- a read of one chunk gets that chunk's consensus, tie included, and a read of one row gets that row's `score2`;
+- a long read is not called viral for being long: "any chunk" would multiply the chance of one false call by the number
+  of chunks, and "the majority" would let many doubtful chunks outvote a few certain ones;
+- chunks without an open frame have no say.
+A read with a row that failed has the fate `failed` and no score: half the evidence is not a verdict.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from virnuc_core.errors import ShardError, VirnucError
+from virnuc_core.rundir import RunDir, whole_file
+
+if TYPE_CHECKING:
+    from virnuc_core.reads.store import OrfStore
+
+FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
+VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED = range(len(FATES))
+READ_LABELS: Final = ("virus", "others", "", "", "")  # by fate
+ROW_LABELS: Final = ("others", "virus")
+THRESHOLD: Final = 0.5
+
+PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
+CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
+READS_HEADER: Final = "id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel\tflags\n"
+FAILED_HEADER: Final = "Sequence_ID\n"
+
+BLOCK_READS: Final = 65_536
+BLOCK_ROWS: Final = 131_072
+FRAME_SUFFIX: Final = 2  # "F1" … "R3" at the end of a row's id
+_BELOW_HALF: Final = np.nextafter(np.float32(0.5), np.float32(0))
+
+
+@dataclass(frozen=True, slots=True)
+class ResultSummary:
+    """What the result files hold. The five fates add up to `reads`."""
+
+    reads: int
+    viral: int
+    others: int
+    no_open_frame: int
+    empty: int
+    failed: int
+    rows: int  # rows of the store, failed ones included
+    rows_virus: int
+    rows_failed: int
+    chunks: int  # chunks with a verdict
+    chunks_virus: int
+    threshold: float
+    predict_s: float  # seconds spent on VirNucPro's two files
+    consensus_s: float  # seconds spent on the votes and reads.tsv
+
+
+@dataclass(frozen=True, slots=True)
+class RowBlock:
+    """Consecutive scored rows, in input order, with all the scored rows of every chunk in it."""
+
+    ids: list[str]
+    read: NDArray[np.int64]  # [rows]
+    chunk: NDArray[np.int32]  # [rows] from 0 within the read
+    scores: NDArray[np.float32]  # [rows, 2]: P(others), P(virus)
+
+    def chunk_starts(self) -> NDArray[np.int64]:
+        """The first row of each chunk, [chunks]."""
+        if not self.ids:
+            return np.empty(0, dtype=np.int64)
+        new = (np.diff(self.read) != 0) | (np.diff(self.chunk) != 0)
+        return np.concatenate(([0], np.flatnonzero(new) + 1)).astype(np.int64)
+
+    def where(self, keep: NDArray[np.bool_]) -> RowBlock:
+        """The rows marked in `keep` [rows]."""
+        if keep.all():
+            return self
+        kept = np.flatnonzero(keep)
+        return RowBlock([self.ids[i] for i in kept.tolist()], self.read[kept], self.chunk[kept], self.scores[kept])
+
+
+@dataclass(frozen=True, slots=True)
+class Consensus:
+    """The verdict on each chunk of a block, by the rows that decide it."""
+
+    starts: NDArray[np.int64]  # [chunks] first row of each chunk within the block
+    top_others: NDArray[np.int64]  # [chunks] a row with the chunk's largest score1
+    top_virus: NDArray[np.int64]  # [chunks] a row with the chunk's largest score2
+    margin: NDArray[np.float64]  # [chunks] largest score2 minus largest score1
+
+    @property
+    def is_virus(self) -> NDArray[np.bool_]:
+        """A tie is a virus."""
+        return self.margin >= 0  # exact: the difference of two float32 numbers has the right sign in float64
+
+
+def row_labels(scores: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Which rows are labelled virus, [rows]; a tie is `others`."""
+    return scores[:, 1] > scores[:, 0]
+
+
+def consensus(block: RowBlock) -> Consensus:
+    """The rows with the largest score of either class in each chunk."""
+    starts = block.chunk_starts()
+    others, virus = _top_rows(block.scores[:, 0], starts), _top_rows(block.scores[:, 1], starts)
+    margin = block.scores[virus, 1].astype(np.float64) - block.scores[others, 0].astype(np.float64)
+    return Consensus(starts, others, virus, margin)
+
+
+def _top_rows(values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """For each chunk a row that holds its largest value."""
+    if len(starts) == 0:
+        return np.empty(0, dtype=np.int64)
+    sizes = np.diff(starts, append=len(values))
+    is_top = np.flatnonzero(values == np.repeat(np.maximum.reduceat(values, starts), sizes))
+    top = np.empty(len(starts), dtype=np.int64)
+    top[np.searchsorted(starts, is_top, side="right") - 1] = is_top
+    return top
+
+
+def read_scores(margin: NDArray[np.float64], chunk_read: NDArray[np.int64], reads: int) -> NDArray[np.float32]:
+    """`viral_score` of each read, float32 [reads], NaN for reads without a scored chunk.
+
+    `margin` and `chunk_read` [chunks] are each chunk's margin and its read, counted from 0. A score is at least 0.5
+    exactly when the mean margin is at least 0, however small the margin: rounding never lifts a read over the line.
+    """
+    total = np.bincount(chunk_read, weights=margin, minlength=reads)
+    chunks = np.bincount(chunk_read, minlength=reads)
+    mean = np.divide(total, chunks, out=np.full(reads, np.nan), where=chunks > 0)
+    score: NDArray[np.float32] = (0.5 + mean / 2).astype(np.float32)
+    score[mean < 0] = np.minimum(score[mean < 0], _BELOW_HALF)
+    return score
+
+
+def block_lines(block: RowBlock, votes: Consensus) -> tuple[bytes, bytes]:
+    """The block's lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`.
+
+    A score has the shortest form that reads back as the same float32.
+    """
+    shown = np.array(_shortest(block.scores.ravel()), dtype=object).reshape(-1, 2)
+    labels = np.array(ROW_LABELS, dtype=object)[row_labels(block.scores).astype(np.int64)]
+    predictions = _lines(block.ids, labels.tolist(), shown[:, 0].tolist(), shown[:, 1].tolist())
+    chunk_ids = [block.ids[start][:-FRAME_SUFFIX] for start in votes.starts.tolist()]
+    verdicts = list(map(str, votes.is_virus.tolist()))
+    highest = shown[votes.top_others, 0].tolist(), shown[votes.top_virus, 1].tolist()
+    return predictions, _lines(chunk_ids, verdicts, *highest)
+
+
+def write_results(
+    run: RunDir,
+    store: OrfStore,
+    scores: NDArray[np.float32],
+    failed: NDArray[np.bool_],
+    *,
+    threshold: float = THRESHOLD,
+) -> ResultSummary:
+    """Write the result files of a run; memory holds one block of reads at a time.
+
+    `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
+    verdict on reads only; VirNucPro's files know no threshold. Errors: `ShardError` when a sequence that did not fail
+    has no score; `VirnucError` when the counts do not add up to the input.
+    """
+    _check_scores(store, scores, failed)
+    tally = _Tally(threshold)
+    with ExitStack() as stack:
+        files = _Files.open(stack, run)
+        for span in spans(store):
+            unique = np.asarray(store.row_unique[span.row_lo : span.row_hi])
+            _write_span(files, tally, store, span, row_block(store, span, scores[unique]), failed=failed[unique])
+        if int(tally.fates.sum()) != store.n_reads:
+            raise VirnucError(f"{run.root}: {store.n_reads} reads came in, {int(tally.fates.sum())} are accounted for")
+    return tally.summary(store)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Consecutive reads and all their rows."""
+
+    read_lo: int
+    read_hi: int
+    row_lo: int
+    row_hi: int
+
+
+def spans(store: OrfStore) -> Iterator[Span]:
+    """Cut the store into spans of bounded size; a read is never cut, however many rows it has."""
+    read, row = 0, 0
+    while read < store.n_reads:
+        ends = np.cumsum(store.read_rows[read : read + BLOCK_READS], dtype=np.int64)
+        count = max(1, int(np.searchsorted(ends, BLOCK_ROWS, side="right")))
+        next_row = row + int(ends[count - 1])
+        yield Span(read, read + count, row, next_row)
+        read, row = read + count, next_row
+    if row != store.n_rows:
+        raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")
+
+
+def row_block(store: OrfStore, span: Span, scores: NDArray[np.float32]) -> RowBlock:
+    """The span's rows with their scores [rows, 2]; `VirnucError` when the rows are not of the span's reads."""
+    read = np.asarray(store.row_read[span.row_lo : span.row_hi])
+    if len(read) and (read[0] < span.read_lo or read[-1] >= span.read_hi):
+        raise VirnucError(
+            f"{store.path}: rows {span.row_lo}…{span.row_hi} are not of reads {span.read_lo}…{span.read_hi}"
+        )
+    chunk = np.asarray(store.row_chunk[span.row_lo : span.row_hi])
+    return RowBlock(store.row_ids(span.row_lo, span.row_hi), read, chunk, scores)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What has been written so far."""
+
+    threshold: float
+    fates: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(FATES), dtype=np.int64))
+    rows_virus: int = 0
+    rows_failed: int = 0
+    chunks: int = 0
+    chunks_virus: int = 0
+    predict_s: float = 0.0
+    consensus_s: float = 0.0
+
+    def summary(self, store: OrfStore) -> ResultSummary:
+        viral, others, no_open_frame, empty, failed = self.fates.tolist()
+        return ResultSummary(
+            reads=store.n_reads,
+            viral=viral,
+            others=others,
+            no_open_frame=no_open_frame,
+            empty=empty,
+            failed=failed,
+            rows=store.n_rows,
+            rows_virus=self.rows_virus,
+            rows_failed=self.rows_failed,
+            chunks=self.chunks,
+            chunks_virus=self.chunks_virus,
+            threshold=self.threshold,
+            predict_s=self.predict_s,
+            consensus_s=self.consensus_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Files:
+    """The four result files while they are written; they appear together, when the stack closes without an error."""
+
+    predictions: BinaryIO
+    consensus: BinaryIO
+    reads: BinaryIO
+    failed: BinaryIO
+
+    @classmethod
+    def open(cls, stack: ExitStack, run: RunDir) -> _Files:
+        return cls(
+            open_whole(stack, run.predictions, PREDICTION_HEADER),
+            open_whole(stack, run.consensus, CONSENSUS_HEADER),
+            open_whole(stack, run.reads_table, READS_HEADER),
+            open_whole(stack, run.failed_rows, FAILED_HEADER),
+        )
+
+
+def open_whole(stack: ExitStack, path: Path, header: str) -> BinaryIO:
+    """A file that begins with `header` and appears under its name when `stack` closes without an error."""
+    handle = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
+    handle.write(header.encode("utf-8"))
+    return handle
+
+
+def _check_scores(store: OrfStore, scores: NDArray[np.float32], failed: NDArray[np.bool_]) -> None:
+    if scores.shape != (store.n_uniques, 2) or failed.shape != (store.n_uniques,):
+        raise ShardError(f"scores of shape {scores.shape} for {store.n_uniques} sequences of {store.path}")
+    missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
+    if len(missing):
+        raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
+
+
+def _write_span(
+    files: _Files, tally: _Tally, store: OrfStore, span: Span, rows: RowBlock, *, failed: NDArray[np.bool_]
+) -> None:
+    """Write one span's lines into all files and count them; `failed` [rows] marks the rows without a score."""
+    began = time.perf_counter()
+    scored = rows.where(~failed)
+    votes = consensus(scored)
+    judged = time.perf_counter()
+    predictions, chunks = block_lines(scored, votes)
+    files.predictions.write(predictions)
+    files.consensus.write(chunks)
+    if failed.any():
+        files.failed.write(_lines(rows.where(failed).ids))
+    written = time.perf_counter()
+    score = read_scores(votes.margin, scored.read[votes.starts] - span.read_lo, span.read_hi - span.read_lo)
+    fate = _fates(store, span, score, rows.read[failed] - span.read_lo, tally.threshold)
+    files.reads.write(_read_lines(store, span, score, fate))
+    tally.fates += np.bincount(fate, minlength=len(FATES))
+    tally.rows_virus += int(row_labels(scored.scores).sum())
+    tally.rows_failed += int(failed.sum())
+    tally.chunks += len(votes.starts)
+    tally.chunks_virus += int(votes.is_virus.sum())
+    tally.predict_s += written - judged
+    tally.consensus_s += time.perf_counter() - written + judged - began
+
+
+def _fates(
+    store: OrfStore, span: Span, score: NDArray[np.float32], failed_reads: NDArray[np.int64], threshold: float
+) -> NDArray[np.int64]:
+    """One index into `FATES` for every read of the span."""
+    fate = np.where(score >= threshold, VIRAL, OTHERS)
+    fate[np.asarray(store.read_rows[span.read_lo : span.read_hi]) == 0] = NO_OPEN_FRAME
+    fate[np.asarray(store.read_chunks[span.read_lo : span.read_hi]) == 0] = EMPTY
+    fate[failed_reads] = FAILED
+    return fate
+
+
+def _read_lines(store: OrfStore, span: Span, score: NDArray[np.float32], fate: NDArray[np.int64]) -> bytes:
+    lo, hi = span.read_lo, span.read_hi
+    judged = fate <= OTHERS
+    shown = np.full(hi - lo, "", dtype=object)
+    shown[judged] = _shortest(score[judged])
+    return _lines(
+        store.read_ids(lo, hi),
+        list(map(str, store.read_length[lo:hi].tolist())),
+        list(map(str, store.read_chunks[lo:hi].tolist())),
+        list(map(str, store.read_rows[lo:hi].tolist())),
+        np.array(FATES, dtype=object)[fate].tolist(),
+        shown.tolist(),
+        np.array(READ_LABELS, dtype=object)[fate].tolist(),
+        store.flag_names(lo, hi),
+    )
+
+
+def _shortest(values: NDArray[np.float32]) -> list[str]:
+    """Each value in the fewest digits that read back as the same float32."""
+    return list(map(str, values))
+
+
+def _lines(*columns: list[str]) -> bytes:
+    """Columns of equal length as TAB-separated lines."""
+    if not columns[0]:
+        return b""
+    return ("\n".join(map("\t".join, zip(*columns, strict=True))) + "\n").encode("utf-8")

@@ -1,0 +1,1 @@
+"""What a run measures: samples, stage clock, batches, progress, operations."""

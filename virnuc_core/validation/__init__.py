@@ -1,0 +1,1 @@
+"""Comparisons, criteria, regression, reports and plots."""
