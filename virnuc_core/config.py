@@ -163,6 +163,11 @@ class Profile(Spec):
     title: str
     device_names: tuple[str, ...] = Field((), description="substrings of device names the thresholds are meant for")
     min_reads: int = Field(1, ge=1, description="fewer reads than this: no evidence")
+    target_reads: int | None = Field(
+        None, ge=1, description="reads the time targets speak of; a time from fewer is projected, which never passes"
+    )
+    min_compared_chunks: int = Field(1, ge=1, description="agreement over fewer chunks than this: no evidence")
+    price_per_device_hour: float | None = Field(None, gt=0, description="for the cost line; in any currency")
     time_limit_s: float | None = Field(None, gt=0, description="a run over this is ended and reported as failed")
     score_tolerance: float = Field(0.01, gt=0)
     window_s: float = Field(30.0, gt=0, description="length of a telemetry window")

@@ -24,6 +24,7 @@ from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.packed import PackedBatch, Tokenizer
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
+from virnuc_core.engine.spec import Order
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.telemetry.records import Encoder
 
@@ -32,11 +33,9 @@ SLICE_ROWS = 1024  # uniques tokenised in one call
 
 @dataclass(frozen=True, slots=True)
 class ShardStart:
-    """The next batches belong to this shard."""
+    """The next batches belong to this order."""
 
-    shard: int
-    lo: int
-    hi: int
+    order: Order
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +52,8 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class ShardEnd:
-    """All batches of the shard have been handed over."""
+    """All batches of the order have been handed over."""
 
-    shard: int
     protein_tokens: int
     dna_tokens: int
 
@@ -65,7 +63,6 @@ class Failure:
     """The feeder failed; the launch loop raises this."""
 
     error: BaseException
-    shard: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +140,11 @@ class Loader:
             worker_init_fn=_die_with_worker if workers else None,
         )
 
-    def shard(self, shard: int, lo: int, hi: int) -> Iterator[Item]:
-        """The shard's batches between its start and end marks, DNA first."""
-        yield ShardStart(shard, lo, hi)
-        self._spans.spans = [(at, min(at + SLICE_ROWS, hi)) for at in range(lo, hi, SLICE_ROWS)]
+    def load(self, order: Order) -> Iterator[Item]:
+        """The order's batches between its start and end marks, DNA first."""
+        yield ShardStart(order)
+        kept = np.setdiff1d(np.arange(order.lo, order.hi), np.array(order.skip, dtype=np.int64))
+        self._spans.spans = slices(kept)
         parts = list(self._loader)
         protein, dna = join([p for p, _ in parts]), join([d for _, d in parts])
         for encoder, tokens, budget in (
@@ -154,10 +152,23 @@ class Loader:
             ("esm2", protein, self.engine.token_budget),
         ):
             name: Encoder = "esm2" if encoder == "esm2" else "dnabert_s"
-            for index, (plan, batch) in enumerate(packed(tokens, budget, self.pads[name])):
+            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // order.divisor), self.pads[name])):
                 ready = batch.pin() if self.pin else batch
-                yield Ready(shard, name, index, ready, torch.from_numpy(plan.rows), time.monotonic())
-        yield ShardEnd(shard, int(protein[1][-1]), int(dna[1][-1]))
+                rows = torch.from_numpy(kept[plan.rows] - order.lo)
+                yield Ready(order.shard, name, index, ready, rows, time.monotonic())
+        yield ShardEnd(int(protein[1][-1]), int(dna[1][-1]))
+
+
+def slices(kept: NDArray[np.int64]) -> list[Slice]:
+    """Runs of consecutive uniques, none longer than `SLICE_ROWS`."""
+    if len(kept) == 0:
+        return []
+    breaks = np.flatnonzero(np.diff(kept) != 1) + 1
+    spans = []
+    for run in np.split(kept, breaks):
+        first, end = int(run[0]), int(run[-1]) + 1
+        spans += [(at, min(at + SLICE_ROWS, end)) for at in range(first, end, SLICE_ROWS)]
+    return spans
 
 
 def join(parts: list[Tokens]) -> Tokens:
@@ -195,24 +206,22 @@ def fill(plan: BatchPlan, flat: NDArray[np.int64], starts: NDArray[np.int64], pa
 
 
 class Feeder:
-    """A thread that keeps the launch loop's queue filled with the shards it is told."""
+    """A thread that keeps the launch loop's queue filled with the orders it is told."""
 
-    def __init__(self, loader: Loader, next_shard: Callable[[], tuple[int, int, int] | None], depth: int) -> None:
-        self._loader, self._next = loader, next_shard
+    def __init__(self, loader: Loader, next_order: Callable[[], Order | None], depth: int) -> None:
+        self._loader, self._next = loader, next_order
         self.items: queue.Queue[Item] = queue.Queue(maxsize=depth)
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        shard: int | None = None
         try:
-            while (job := self._next()) is not None:
-                shard = job[0]
-                for item in self._loader.shard(*job):
+            while (order := self._next()) is not None:
+                for item in self._loader.load(order):
                     self.items.put(item)
             self.items.put(Finished())
         except BaseException as error:  # noqa: BLE001 - handed to the launch loop, which raises it
-            self.items.put(Failure(error, shard))
+            self.items.put(Failure(error))
 
     def take(self) -> tuple[Item, float]:
         """The next item and how long it took to come, in milliseconds."""

@@ -1,8 +1,9 @@
 """The pool: one worker process a device; shards handed out one by one, so that a slow device simply takes fewer.
 
-A worker that dies is restarted and its shards are handed out again; one that is silent for too long is ended first. A
-shard that was first in line at several deaths stops the run, by name. Errors of reads, weights and settings stop it at
-once.
+A worker that dies is restarted and what it held is handed out again; one that is silent for too long is ended first. A
+shard at which workers die repeatedly is searched for the row that does it (`suspects`); that row is set aside and the
+rest is computed. A device that runs out of memory gets the shard again with half the token budget. Errors of reads,
+weights, settings and devices stop the run at once.
 """
 
 from __future__ import annotations
@@ -12,20 +13,25 @@ import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core import errors
 from virnuc_core.engine.process import Child, end_children, generation, spawn
-from virnuc_core.engine.spec import WorkerSpec
+from virnuc_core.engine.shards import Plan
+from virnuc_core.engine.spec import Order, WorkerSpec
+from virnuc_core.engine.suspects import Search
 from virnuc_core.telemetry.records import BatchRecord, ShardDone
 
 log = logging.getLogger(__name__)
 
-SHARDS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
+ORDERS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
 TICK_S: Final = 0.5
-MAX_RESTARTS_WITHOUT_PROGRESS: Final = 3  # of one worker, before it has committed anything
+MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
+MAX_DIVISOR: Final = 64
+NOT_TO_BE_RETRIED: Final = ("InputError", "ConfigError", "WeightsError", "DeviceError", "ShardError")
+OF_THE_SYSTEM: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
 @dataclass(slots=True)
@@ -34,11 +40,12 @@ class Seat:
 
     spec: WorkerSpec
     child: Child | None = None
-    held: deque[int] = field(default_factory=deque)  # shards given and not committed, oldest first
-    ready: dict[str, Any] | None = None
+    held: deque[Order] = field(default_factory=deque)  # given and not answered, oldest first
+    ready: dict[str, Any] | None = None  # what the present worker said when it was ready
+    failure: dict[str, Any] | None = None  # what it said of its failure
     progress_s: float = 0.0
     restarts: int = 0
-    fruitless: int = 0  # deaths since the last commit
+    unready_deaths: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,43 +56,61 @@ class PoolSummary:
     restarts: int
     deaths: tuple[str, ...]  # one line each
     workers: tuple[dict[str, Any], ...]  # what each said when ready
+    set_aside: tuple[int, ...]  # uniques that end every worker
+    reduced: tuple[tuple[int, int], ...]  # shard and what its token budgets were divided by
 
 
 class Pool:
-    """Computes shards on workers. Use `run` once."""
+    """Computes shards of a plan on workers. Use `run` once."""
 
-    def __init__(self, workers: Sequence[WorkerSpec], logs: Path, on_done: Callable[[ShardDone], None]) -> None:
-        self._inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
+    def __init__(
+        self, plan: Plan, workers: Sequence[WorkerSpec], logs: Path, on_done: Callable[[ShardDone], None]
+    ) -> None:
+        self._plan, self._logs, self._on_done = plan, logs, on_done
         self._seats = [Seat(spec) for spec in workers]
-        self._logs, self._on_done = logs, on_done
+        self._attempts = workers[0].engine.max_shard_attempts
+        self._inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
         self._born = generation()
-        self._todo: deque[int] = deque()
+        self._todo: deque[Order] = deque()
         self._left: set[int] = set()
         self._killed: Counter[int] = Counter()  # deaths with this shard first in line
+        self._searches: dict[int, Search] = {}
         self._deaths: list[str] = []
+        self._workers: dict[str, dict[str, Any]] = {}
+        self._reduced: list[tuple[int, int]] = []
 
     def run(self, shards: Sequence[int]) -> PoolSummary:
         """Compute `shards`; returns when all are committed. Workers are gone when it returns or raises.
 
-        Errors: `ShardError` names a shard that ends every worker; `WeightsError`, `ConfigError`, `DeviceError`,
-        `InputError` as the worker raised them; `WorkerError` with the worker's traceback for anything else.
+        Errors: `InputError`, `ConfigError`, `WeightsError`, `DeviceError`, `ShardError` as the worker raised them;
+        `ShardError` for a shard that ends workers though no row of it does alone; `WorkerError` with the worker's
+        traceback for workers that never get ready, and after `end_all_children`.
         """
-        self._todo.extend(shards)
+        self._todo.extend(Order(shard, *self._plan.range(shard)) for shard in shards)
         self._left.update(shards)
-        count = len(self._left)
         try:
-            for seat in self._seats[: max(1, count)] if count else []:
+            for seat in self._seats[: len(self._left)]:
                 self._start(seat)
             while self._left:
                 self._step()
-            self._stop()
+            for seat in self._seats:
+                if seat.child is not None:
+                    seat.child.send({"op": "stop"})
         finally:
             end_children([seat.child for seat in self._seats if seat.child is not None])
-        ready = tuple({"device": s.spec.device.id, **s.ready} for s in self._seats if s.ready is not None)
-        return PoolSummary(count, sum(s.restarts for s in self._seats), tuple(self._deaths), ready)
+        aside = tuple(sorted(row for search in self._searches.values() for row in search.guilty))
+        return PoolSummary(
+            len(shards),
+            sum(seat.restarts for seat in self._seats),
+            tuple(self._deaths),
+            tuple(self._workers.values()),
+            aside,
+            tuple(self._reduced),
+        )
 
     def _start(self, seat: Seat) -> None:
         device = seat.spec.device
+        seat.ready = seat.failure = None
         seat.child = spawn(
             "virnuc_core.engine.worker",
             seat.spec.to_json(),
@@ -99,91 +124,122 @@ class Pool:
         self._feed(seat)
 
     def _feed(self, seat: Seat) -> None:
-        """Give the worker shards until it holds enough; one that killed before travels alone: it can be named."""
+        """Give the worker orders until it holds enough; a suspect travels alone, so that a death names it."""
         assert seat.child is not None
-        while self._todo and len(seat.held) < SHARDS_AHEAD:
-            suspect = self._killed[self._todo[0]] > 0
-            if seat.held and (suspect or self._killed[seat.held[0]] > 0):
+        while self._todo and len(seat.held) < ORDERS_AHEAD:
+            if seat.held and (self._suspect(self._todo[0]) or self._suspect(seat.held[0])):
                 return
-            shard = self._todo.popleft()
-            seat.held.append(shard)
-            seat.child.send({"op": "shard", "shard": shard})
+            order = self._todo.popleft()
+            seat.held.append(order)
+            seat.child.send(order.to_json())
+
+    def _suspect(self, order: Order) -> bool:
+        return order.probe or self._killed[order.shard] > 0
 
     def _step(self) -> None:
+        self._end_silent()
         try:
             child, message = self._inbox.get(timeout=TICK_S)
         except queue.Empty:
-            self._end_silent()
             return
         seat = next((s for s in self._seats if s.child is child), None)
         if seat is None:
             return  # an earlier worker's last message
         match message["event"]:
             case "ready":
-                seat.ready = {k: v for k, v in message.items() if k != "event"}
-                seat.progress_s = time.monotonic()
-                log.info("%s ready after %.1f s", seat.spec.device.id, message["load_s"])
+                self._ready(seat, message)
             case "alive":
                 seat.progress_s = max(seat.progress_s, float(message["progress_s"]))
             case "committed":
                 self._committed(seat, message)
-            case "error":
-                self._refuse(seat, message)
+            case "probed":
+                self._probed(seat)
+            case "oom" | "error":
+                self._failed(seat, message)
             case "closed":
                 self._died(seat)
-        self._end_silent()
+
+    def _ready(self, seat: Seat, message: dict[str, Any]) -> None:
+        device = seat.spec.device.id
+        message = {key: value for key, value in message.items() if key != "event"}
+        seat.ready, seat.unready_deaths, seat.progress_s = message, 0, time.monotonic()
+        self._workers[device] = {"device": device, **message}
+        log.info("%s ready after %.1f s", device, message["load_s"])
 
     def _committed(self, seat: Seat, message: dict[str, Any]) -> None:
         shard = int(message["shard"])
-        seat.held.remove(shard)
-        seat.fruitless = 0
+        order = seat.held.popleft()
+        if order.divisor > 1:
+            self._reduced.append((shard, order.divisor))
         seat.progress_s = time.monotonic()
         self._left.discard(shard)
+        self._killed.pop(shard, None)
+        batches = tuple(BatchRecord(**batch) for batch in message["batches"])
         body = {key: value for key, value in message.items() if key not in ("event", "batches")}
-        self._on_done(ShardDone(**body, batches=tuple(BatchRecord(**batch) for batch in message["batches"])))
+        self._on_done(ShardDone(**body, batches=batches))
         self._feed(seat)
 
-    def _refuse(self, seat: Seat, message: dict[str, Any]) -> None:
-        """Errors that another try cannot mend stop the run; the rest is left to the restart that follows the death."""
-        kind, text = message["kind"], message["message"]
+    def _probed(self, seat: Seat) -> None:
+        order = seat.held.popleft()
+        seat.progress_s = time.monotonic()
+        self._todo.extendleft([self._searches[order.shard].survived(order)])
+        self._feed(seat)
+
+    def _failed(self, seat: Seat, message: dict[str, Any]) -> None:
+        """What another try cannot mend stops the run; the rest is left to the death that follows."""
+        kind, text = str(message["kind"]), str(message["message"])
         log.error("%s: %s: %s", seat.spec.device.id, kind, text)
-        known = getattr(errors, kind, None)
-        if kind in ("InputError", "ConfigError", "WeightsError", "DeviceError", "ShardError"):
-            raise known(text)  # type: ignore[misc]
-        if kind in ("OSError", "PermissionError", "FileNotFoundError"):
+        seat.failure = message
+        if kind in NOT_TO_BE_RETRIED:
+            raise _as_raised(kind, text)
+        if kind in OF_THE_SYSTEM:
             raise errors.VirnucError(text)
-        seat.ready = {**(seat.ready or {}), "last_error": f"{kind}: {text}", "traceback": message["traceback"]}
 
     def _died(self, seat: Seat) -> None:
         assert seat.child is not None
         status = seat.child.end(0.5)
         if self._born != generation():
             raise errors.WorkerError("the run was interrupted; what was committed stays, run again to go on")
-        words = seat.child.last_words().splitlines()
-        said = (seat.ready or {}).get("last_error") or (words[-1] if words else "nothing")
-        held = list(seat.held)
+        said = self._last_words(seat, seat.child)
+        held = [order.shard for order in seat.held]
         line = f"worker on {seat.spec.device.id} ended (status {status}), holding shards {held}; it said: {said}"
         log.warning("%s", line)
         self._deaths.append(line)
-        trace = str((seat.ready or {}).get("traceback", ""))
-        if seat.held:
-            self._killed[seat.held[0]] += 1
-            worst = seat.held[0]
-            if self._killed[worst] >= seat.spec.engine.max_shard_attempts:
-                raise errors.ShardError(
-                    f"ended {self._killed[worst]} workers; last words: {said}; see {seat.child.log}", shard=worst
+        if seat.ready is None:
+            seat.unready_deaths += 1
+            if seat.unready_deaths >= MAX_DEATHS_BEFORE_READY:
+                trace = str((seat.failure or {}).get("traceback", ""))
+                raise errors.WorkerError(
+                    f"workers on {seat.spec.device.id} ended {seat.unready_deaths} times before they were ready; "
+                    f"last words: {said}; see {seat.child.log}",
+                    worker_traceback=trace,
                 )
+        elif seat.held:
+            seat.held[0] = self._after_death(seat.held[0], seat.failure or {}, said)
         self._todo.extendleft(reversed(seat.held))
         seat.held.clear()
         seat.child = None
-        seat.fruitless += 1
-        if seat.fruitless >= MAX_RESTARTS_WITHOUT_PROGRESS:
-            raise errors.WorkerError(
-                f"worker on {seat.spec.device.id} ended {seat.fruitless} times in a row; last words: {said}",
-                worker_traceback=trace,
-            )
         seat.restarts += 1
         self._start(seat)
+
+    def _last_words(self, seat: Seat, child: Child) -> str:
+        if seat.failure is not None:
+            return f"{seat.failure['kind']}: {seat.failure['message']}"
+        words = child.last_words().splitlines()
+        return words[-1] if words else "nothing"
+
+    def _after_death(self, order: Order, failure: dict[str, Any], said: str) -> Order:
+        """What to try next with the order at which a worker died."""
+        if failure.get("kind") == "OutOfMemoryError":
+            return _on_half_the_budget(order)
+        if order.probe:
+            return self._searches[order.shard].ended(order)
+        self._killed[order.shard] += 1
+        if self._killed[order.shard] < self._attempts:
+            return order
+        search = self._searches.setdefault(order.shard, Search(order))
+        log.warning("shard %05d ended %d workers; searching for the row", order.shard, self._killed[order.shard])
+        return search.begin(said)
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""
@@ -195,7 +251,18 @@ class Pool:
                 seat.progress_s = now
                 seat.child.end(0.5)
 
-    def _stop(self) -> None:
-        for seat in self._seats:
-            if seat.child is not None:
-                seat.child.send({"op": "stop"})
+
+def _as_raised(kind: str, text: str) -> errors.VirnucError:
+    """The worker's error as one of ours."""
+    known: type[errors.VirnucError] = getattr(errors, kind)
+    return known(text)
+
+
+def _on_half_the_budget(order: Order) -> Order:
+    if order.divisor >= MAX_DIVISOR:
+        raise errors.DeviceError(
+            f"out of memory on shard {order.shard} even with 1/{order.divisor} of the token budget; "
+            "free the device or choose a smaller --token-budget"
+        )
+    log.warning("out of memory on shard %05d: trying 1/%d of the token budget", order.shard, order.divisor * 2)
+    return replace(order, divisor=order.divisor * 2)

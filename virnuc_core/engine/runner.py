@@ -14,6 +14,7 @@ from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.packed import Encoder
 from virnuc_core.engine.loader import Failure, Feeder, Finished, Ready, ShardEnd, ShardStart
 from virnuc_core.engine.shards import ShardResult
+from virnuc_core.engine.spec import Order
 from virnuc_core.telemetry.records import BatchRecord
 
 
@@ -47,8 +48,7 @@ class Launched:
 class Pending:
     """A shard whose batches have been launched; its results arrive on a side stream."""
 
-    shard: int
-    rows: int
+    order: Order
     started_s: float
     protein_tokens: int = 0
     dna_tokens: int = 0
@@ -57,6 +57,10 @@ class Pending:
     embeddings: Tensor | None = None  # host, float32 [rows, dna + protein]
     scores: Tensor | None = None  # host, float32 [rows, 2]
     arrived: torch.cuda.Event | None = None
+
+    @property
+    def rows(self) -> int:
+        return self.order.hi - self.order.lo
 
     def wait(self) -> ShardResult:
         """Block until the results are on the host."""
@@ -72,7 +76,7 @@ class Pending:
             BatchRecord(
                 device=device,
                 encoder=one.item.encoder,
-                shard=self.shard,
+                shard=self.order.shard,
                 index=one.item.index,
                 rows=one.item.batch.rows,
                 tokens=one.item.batch.real_tokens,
@@ -112,7 +116,7 @@ class Runner:
                 case Failure():
                     raise item.error
                 case ShardStart():
-                    pending = Pending(item.shard, item.hi - item.lo, time.monotonic())
+                    pending = Pending(item.order, time.monotonic())
                     features = torch.zeros(pending.rows, self.width, dtype=torch.float32, device=self.device)
                 case Ready():
                     assert pending is not None
@@ -147,6 +151,9 @@ class Runner:
     def _finish(self, pending: Pending, features: Tensor) -> None:
         start = self._mark()
         with torch.inference_mode(), torch.profiler.record_function("head"):
+            if pending.order.skip:
+                left_out = torch.tensor(pending.order.skip, device=self.device) - pending.order.lo
+                features[left_out] = torch.nan
             scores = self.head.scores(features)  # [rows, 2]
         pending.head = Span(start, self._mark())
         if self._side is None:
@@ -170,7 +177,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host
 
 
-def not_finite_rows(result: ShardResult) -> list[int]:
-    """Positions within the shard whose embedding or score is NaN or infinite."""
+def not_finite(result: ShardResult, order: Order) -> list[int]:
+    """Uniques whose embedding or score is NaN or infinite, those left out on purpose excepted."""
     fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
-    return [int(i) for i in np.flatnonzero(~fine)]
+    return sorted(set((np.flatnonzero(~fine) + order.lo).tolist()) - set(order.skip))

@@ -45,6 +45,27 @@ def job_fingerprint(prints: Fingerprints, engine: EngineSpec, kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
+class Order:
+    """What a worker is asked to compute: a shard, or, looking for a row that ends workers, a part of one."""
+
+    shard: int
+    lo: int
+    hi: int
+    divisor: int = 1  # of the token budgets
+    skip: tuple[int, ...] = ()  # uniques left out
+    probe: bool = False  # compute and say so, commit nothing
+
+    def to_json(self) -> dict[str, Any]:
+        """As sent to the worker."""
+        return {"op": "compute", **asdict(self)}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> Order:
+        """As read by the worker."""
+        return cls(body["shard"], body["lo"], body["hi"], body["divisor"], tuple(body["skip"]), body["probe"])
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSpec:
     """The first line a worker reads."""
 

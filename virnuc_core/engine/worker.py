@@ -1,7 +1,8 @@
-"""The worker process: one device, pinned; shard numbers in, committed shards out.
+"""The worker process: one device, pinned; orders in, committed shards out.
 
-`python -m virnuc_core.engine.worker PARENT_PID`; JSON lines on standard input and output. In: a WorkerSpec, then
-`{"op": "shard", "shard": n}` any number of times, then `{"op": "stop"}`. Out: `ready`, `alive`, `committed`, `error`.
+`python -m virnuc_core.engine.worker PARENT_PID`; JSON lines on standard input and output. In: a WorkerSpec, then any
+number of Orders (`"op": "compute"`), then `{"op": "stop"}`. Out: `ready`, `alive`, `committed`, `probed`, `oom`,
+`error`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from virnuc_core.engine.process import Parent
-from virnuc_core.engine.spec import WorkerSpec
+from virnuc_core.engine.spec import Order, WorkerSpec
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 5.0
@@ -42,6 +43,7 @@ class Worker:
         from virnuc_core.engine.loader import Feeder, Loader
         from virnuc_core.engine.runner import Runner
         from virnuc_core.engine.shards import read_plan
+        from virnuc_core.reads.store import OrfStore
         from virnuc_core.rundir import RunDir
 
         spec, engine = self.spec, self.spec.engine
@@ -51,6 +53,7 @@ class Worker:
         models = Path(spec.models)
         self.run_dir = RunDir(Path(spec.run))
         self.plan = read_plan(self.run_dir)
+        self.store = OrfStore.open(Path(spec.store))
         arguments = (models, device, engine.precision, engine.attention, bool(engine.compile))
         esm2, dnabert_s, head = load_esm2(*arguments), load_dnabert_s(*arguments), load_head(models, device)
         self.runner = Runner(esm2, dnabert_s, head, device)
@@ -68,13 +71,13 @@ class Worker:
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
         depth = engine.prefetch_factor * max(1, engine.num_workers)
-        self.runner.run(Feeder(loader, self._next_shard, depth), self._hand_over)
+        self.runner.run(Feeder(loader, self._next_order, depth), self._hand_over)
         self._writes.put(None)
         writer.join()
         if self._write_error is not None:
             raise self._write_error
 
-    def _next_shard(self) -> tuple[int, int, int] | None:
+    def _next_order(self) -> Order | None:
         while not self.stopping.is_set():
             try:
                 message = self.parent.messages.get(timeout=0.2)
@@ -83,8 +86,7 @@ class Worker:
                 continue
             if message is None or message["op"] == "stop":
                 return None
-            shard = int(message["shard"])
-            return (shard, *self.plan.range(shard))
+            return Order.from_json(message)
         return None
 
     def _hand_over(self, pending: Any) -> None:
@@ -102,19 +104,26 @@ class Worker:
                 pass
 
     def _commit(self, pending: Any) -> None:
-        from virnuc_core.engine.runner import not_finite_rows
+        from virnuc_core.engine.runner import not_finite
         from virnuc_core.engine.shards import commit
         from virnuc_core.errors import ShardError
 
         result = pending.wait()
         finished = time.monotonic()
-        bad = not_finite_rows(result)
+        order: Order = pending.order
+        if order.probe:
+            self.parent.send({"event": "probed", "shard": order.shard, "lo": order.lo, "hi": order.hi})
+            return
+        bad = not_finite(result, order)
         if bad:
-            first = self.plan.range(pending.shard)[0]
-            names = ", ".join(str(first + i) for i in bad[:5])
-            raise ShardError(f"{len(bad)} rows are not finite (sequences {names})", shard=pending.shard)
+            rows = self.store.unique_row[bad[:5]].tolist()
+            names = ", ".join(self.store.row_ids(row, row + 1)[0] for row in rows)
+            raise ShardError(
+                f"{len(bad)} embeddings are not finite (first: {names}); do not trust these weights at this precision",
+                shard=order.shard,
+            )
         if self.spec.engine.commit:
-            commit(self.run_dir, self.plan, pending.shard, result)
+            commit(self.run_dir, self.plan, order.shard, result)
         committed = time.monotonic()
         batches = pending.batches(self.spec.device.id)
         seconds = {
@@ -124,8 +133,10 @@ class Worker:
             {
                 "event": "committed",
                 "device": self.spec.device.id,
-                "shard": pending.shard,
+                "shard": order.shard,
                 "rows": pending.rows,
+                "budget_divisor": order.divisor,
+                "skipped": len(order.skip),
                 "protein_tokens": pending.protein_tokens,
                 "dna_tokens": pending.dna_tokens,
                 "started_s": pending.started_s,
@@ -164,9 +175,9 @@ def main() -> None:
             worker.device_lock = lock_device(spec.device.id, spec.engine.device_wait_s)
         worker.run()
     except Exception as error:  # noqa: BLE001 - a worker's failure reaches the pool with its traceback
-        parent.send(
-            {"event": "error", "kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        )
+        event = "oom" if type(error).__name__ == "OutOfMemoryError" else "error"
+        text = {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
+        parent.send({"event": event, **text})
         os._exit(1)
     os._exit(0)  # skip interpreter shutdown: everything is committed, and threads or CUDA may linger
 

@@ -66,6 +66,8 @@ class ShardDone:
     commit_s: float
     merge_s: float  # joining the two embeddings; 0 when both encoders write into one buffer
     batches: tuple[BatchRecord, ...]
+    budget_divisor: int = 1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
+    skipped: int = 0  # rows set aside because they end every worker
 
 
 @dataclass(frozen=True, slots=True)

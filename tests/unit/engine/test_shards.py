@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import h5py
@@ -120,4 +121,16 @@ def test_the_virtual_dataset_shows_all_shards_also_after_a_move(tmp_path: Path) 
     run.root.rename(tmp_path / "there")
     with h5py.File(tmp_path / "there" / "embeddings.h5", "r") as file:
         assert np.array_equal(file["embeddings"][:], np.concatenate([p.embeddings for p in parts]))
+        assert np.array_equal(file["scores"][2:4], np.concatenate([p.scores for p in parts])[2:4])
         assert file["embeddings"].is_virtual
+
+
+def test_the_virtual_dataset_does_not_know_the_time(tmp_path: Path) -> None:
+    written = []
+    for name in ("a", "b"):
+        run, plan = RunDir(tmp_path / name), Plan((0, 3), "f")
+        shards.write_plan(run, plan)
+        shards.commit(run, plan, 0, result(3))
+        written.append(shards.write_virtual_embeddings(run).read_bytes())
+        time.sleep(1.1)
+    assert written[0] == written[1]

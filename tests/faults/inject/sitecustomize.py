@@ -1,0 +1,89 @@
+"""Faults for worker processes, put in from outside: Python imports this at start when its folder is on PYTHONPATH.
+
+The product has no switch for any of this. `VIRNUC_FAULT` is a JSON object:
+`{"kind": "poison" | "raise" | "oom" | "hang" | "nan", "protein": "...", "marker": "path or absent"}`. The fault strikes when
+a batch holds the tokens of `protein`; with a marker it strikes once only, the first time.
+"""
+
+import importlib.abc
+import importlib.machinery
+import json
+import os
+import sys
+
+FAULT = json.loads(os.environ.get("VIRNUC_FAULT", "{}"))
+
+
+def strike(batch: object) -> bool:
+    """Whether the fault is due: the guilty row is in this batch."""
+    import numpy as np
+
+    from virnuc_core.encoders.tokenize import Esm2Tokenizer
+
+    wanted = Esm2Tokenizer().encode([FAULT["protein"].encode()])[0].numpy()
+    tokens = batch.tokens.cpu().numpy()  # type: ignore[attr-defined]
+    if len(tokens) < len(wanted):
+        return False
+    windows = np.lib.stride_tricks.sliding_window_view(tokens, len(wanted))
+    if not (windows == wanted).all(axis=1).any():
+        return False
+    marker = FAULT.get("marker")
+    if marker:
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+    return True
+
+
+def infect(module: object) -> None:
+    """Wrap `Esm2.embed` of the freshly imported module."""
+    cls = module.Esm2  # type: ignore[attr-defined]
+    healthy = cls.embed
+
+    def embed(self: object, batch: object) -> object:
+        if strike(batch):
+            import time
+
+            import torch
+
+            kind = FAULT["kind"]
+            if kind == "poison":
+                os.kill(os.getpid(), 9)
+            elif kind == "raise":
+                raise RuntimeError("device-side assert triggered")
+            elif kind == "oom":
+                if batch.slots > FAULT["fits"]:  # type: ignore[attr-defined]
+                    raise torch.OutOfMemoryError("CUDA out of memory")
+            elif kind == "hang":
+                time.sleep(3600)
+            elif kind == "nan":
+                return healthy(self, batch) * float("nan")
+        return healthy(self, batch)
+
+    cls.embed = embed
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Lets the module load as it is, then wraps it."""
+
+    def find_spec(self, name: str, path: object, target: object = None) -> object:
+        if name != "virnuc_core.encoders.esm2" or not FAULT:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        assert spec is not None
+        load = spec.loader.exec_module  # type: ignore[union-attr]
+
+        def exec_module(module: object) -> None:
+            load(module)  # type: ignore[arg-type]
+            infect(module)
+
+        spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
+        return spec
+
+
+if FAULT:
+    import importlib.util
+
+    sys.meta_path.insert(0, Finder())

@@ -1,0 +1,39 @@
+"""A tiny models directory and a small staged store, made once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.encoders.weights import init_random
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    init_random(folder, "tiny", "tiny", model_length=300, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """900 reads of 60 to 700 bases, one in nine a copy of an earlier one."""
+    rng = random.Random(5)
+    path = tmp_path_factory.mktemp("reads") / "small.fasta"
+    lines: list[str] = []
+    sequences: list[str] = []
+    for i in range(900):
+        fresh = "".join(rng.choices("ACGT", k=rng.randint(60, 700)))
+        sequences.append(rng.choice(sequences) if i % 9 == 8 else fresh)
+        lines += [f">read{i}", sequences[-1]]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def staged(tmp_path_factory: pytest.TempPathFactory, reads_file: Path) -> tuple[Path, StageSummary]:
+    store = tmp_path_factory.mktemp("store") / "orfs.h5"
+    return store, stage(StageSpec(reads=(str(reads_file),), model_length=300), store)

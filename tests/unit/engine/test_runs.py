@@ -1,0 +1,261 @@
+"""Whole runs of the engine on tiny models: real workers, really killed; the bytes are the same every time."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine import process, shards
+from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
+from virnuc_core.pipeline import Watch, classify, prepare, read_summary
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+
+SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
+RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
+
+
+@pytest.fixture(params=["cpu:1", "cpu:2"])
+def workers(request: pytest.FixtureRequest) -> Devices:
+    devices = Devices.parse(str(request.param))
+    if len(devices) > len(os.sched_getaffinity(0)):
+        pytest.skip("this machine lends fewer cores")
+    return devices
+
+
+def go(root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object):
+    engine = more.pop("engine", SMALL)
+    return classify(RunDir(root), staged[1], store=staged[0], models=models, devices=devices, engine=engine, **more)  # type: ignore[arg-type]
+
+
+def result_bytes(root: Path) -> dict[str, bytes]:
+    files = [*(root / name for name in RESULTS), *sorted((root / "shards").glob("*.h5"))]
+    return {str(f.relative_to(root)): f.read_bytes() for f in files}
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path) -> Path:
+    root = tmp_path_factory.mktemp("reference") / "run"
+    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    return root
+
+
+def no_children() -> bool:
+    return not [c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_one_and_two_workers_agree_byte_for_byte(
+    workers: Devices, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    summary = go(tmp_path / "run", staged, tiny_models, workers)
+    assert result_bytes(tmp_path / "run") == result_bytes(reference)
+    assert summary.shards_computed == summary.shards > 4
+    assert len(summary.workers) == len(workers)
+    assert no_children()
+
+
+def test_each_read_has_one_fate_and_each_row_a_score(reference: Path, staged: tuple[Path, StageSummary]) -> None:
+    store, summary = OrfStore.open(staged[0]), read_summary(RunDir(reference))
+    assert summary is not None
+    assert sum(summary.fates.values()) == store.n_reads == 900
+    lines = (reference / "prediction_results.txt").read_text().splitlines()
+    assert len(lines) == store.n_rows + 1
+    assert [line.split("\t")[0] for line in lines[1:]] == store.row_ids(0, store.n_rows)
+
+
+def test_embeddings_stand_on_the_rows_they_belong_to(
+    reference: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    """The slow twin: each sequence alone, straight through the encoders."""
+    import torch
+
+    from virnuc_core.encoders.load import load_dnabert_s, load_esm2
+    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+    from virnuc_core.engine.loader import packed
+
+    store, cpu = OrfStore.open(staged[0]), torch.device("cpu")
+    pairs = (
+        (load_dnabert_s(tiny_models, cpu, "fp32", "reference", False), DnabertTokenizer(tiny_models), store.dna),
+        (load_esm2(tiny_models, cpu, "fp32", "reference", False), Esm2Tokenizer(), store.protein),
+    )
+    with h5py.File(reference / "embeddings.h5") as file:
+        for unique in np.random.default_rng(0).integers(0, store.n_uniques, 25).tolist():
+            alone = []
+            for encoder, tokenizer, sequence in pairs:
+                tokens = tokenizer.encode(sequence(unique, unique + 1))
+                ((_, batch),) = packed(tokens, 2048, tokenizer.pad_id)
+                with torch.inference_mode():
+                    alone.append(encoder.embed(batch)[0])
+            assert torch.allclose(torch.cat(alone), torch.from_numpy(file["embeddings"][unique]), atol=2e-5)
+
+
+def test_a_finished_run_is_not_computed_again(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    first = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
+    started = time.monotonic()
+    again = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
+    assert again == first
+    assert time.monotonic() - started < 5
+    assert len(list((tmp_path / "run" / "telemetry").glob("*.json"))) == 1
+
+
+def test_killed_workers_cost_nothing_but_time(
+    workers: Devices, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    """SIGKILL a worker after the second and the fourth commit: it is restarted and the bytes are the same."""
+    root, stop = tmp_path / "run", threading.Event()
+
+    def kill_now_and_then() -> None:
+        for count in (2, 4):
+            while len(list((root / "shards").glob("0*.h5"))) < count and not stop.is_set():
+                time.sleep(0.005)
+            children = psutil.Process().children()
+            if children:
+                children[0].kill()
+            time.sleep(1)
+
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    summary = go(root, staged, tiny_models, workers)
+    stop.set()
+    killer.join()
+    assert summary.restarts >= 1
+    assert summary.rows_set_aside == 0
+    assert result_bytes(root) == result_bytes(reference)
+    assert no_children()
+
+
+@pytest.mark.parametrize("resume_on", ["cpu:1", "cpu:2"])
+def test_a_run_killed_half_way_goes_on_to_the_same_bytes(
+    resume_on: str,
+    tmp_path: Path,
+    staged: tuple[Path, StageSummary],
+    reads_file: Path,
+    tiny_models: Path,
+    reference: Path,
+) -> None:
+    root = tmp_path / "run"
+    program = "from tests.unit.engine.test_runs import child_main; child_main()"
+    arguments = [str(root), str(staged[0]), str(tiny_models), str(reads_file), "cpu:2", SMALL.model_dump_json()]
+    run = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3])
+    while len(list((root / "shards").glob("0*.h5"))) < 4:
+        time.sleep(0.005)
+        assert run.poll() is None, "the run ended before it could be killed"
+    family = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGKILL)
+    run.wait()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert not alive
+    before = len(list((root / "shards").glob("0*.h5")))
+    summary = go(root, staged, tiny_models, Devices.parse(resume_on))
+    assert summary.resumed
+    assert 0 < summary.shards_computed <= summary.shards - before
+    assert result_bytes(root) == result_bytes(reference)
+
+
+def child_main() -> None:
+    """A run in a process of its own: `root store models reads devices engine`."""
+    from virnuc_core.reads.stage import StageSpec, stage
+
+    root, store, models, reads, devices, engine = sys.argv[1:]
+    staging = stage(StageSpec(reads=(reads,), model_length=300), Path(store))
+    classify(
+        RunDir(Path(root)),
+        staging,
+        store=Path(store),
+        models=Path(models),
+        devices=Devices.parse(devices),
+        engine=EngineSpec.model_validate_json(engine),
+    )
+
+
+def test_damaged_shards_are_computed_again(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    root = tmp_path / "run"
+    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    victims = sorted((root / "shards").glob("0*.h5"))[:2]
+    victims[0].write_bytes(victims[0].read_bytes()[:100])
+    body = bytearray(victims[1].read_bytes())
+    body[len(body) // 2] ^= 255
+    victims[1].write_bytes(body)
+    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    assert summary.shards_computed == 2
+    assert len(summary.damaged) == 2
+    assert result_bytes(root) == result_bytes(reference)
+
+
+def test_another_setting_weights_or_reads_are_refused_by_name(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    root = tmp_path / "run"
+    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    other = SMALL.model_copy(update={"token_budget": 2048})
+    with pytest.raises(RunMismatchError, match="token_budget 1024 → 2048"):
+        go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other)
+    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other, force=True)
+    assert summary.shards_computed == summary.shards
+
+
+def test_a_directory_at_work_is_refused(tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path) -> None:
+    from virnuc_core.engine.locks import run_lock
+
+    with run_lock(tmp_path / "run"), pytest.raises(ConfigError, match=f"process {os.getpid()} is working here"):
+        go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
+
+
+def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    root = tmp_path / "run"
+    seen: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            go(root, staged, tiny_models, Devices.parse("cpu:1"), watch=Watch(sample_s=0.1))
+        except WorkerError as error:
+            seen.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    while not list((root / "shards").glob("0*.h5")):
+        time.sleep(0.01)
+    assert process.end_all_children(3) == 1
+    thread.join(20)
+    assert not thread.is_alive()
+    assert "interrupted" in str(seen[0])
+    assert no_children()
+    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    assert result_bytes(root) == result_bytes(reference)
+
+
+def test_the_plan_does_not_depend_on_the_devices(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    jobs = [
+        prepare(
+            RunDir(tmp_path / text),
+            store=staged[0],
+            models=tiny_models,
+            devices=Devices.parse(text),
+            engine=SMALL,
+            force=False,
+            spec={},
+        )
+        for text in ("cpu:1", "cpu:2")
+    ]
+    assert jobs[0].plan == jobs[1].plan
+    assert shards.read_plan(RunDir(tmp_path / "cpu:1")) == jobs[0].plan

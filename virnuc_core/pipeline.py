@@ -1,0 +1,349 @@
+"""The nine stages composed, without Prefect: reads in, a run directory out.
+
+`stage` (reads → store) runs once for any number of runs over it; `classify` (store → verdicts) is one run: it plans,
+embeds what is not committed yet, writes the result files, and measures all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from virnuc_core import provenance
+from virnuc_core.config import Devices, EngineSpec, RunSpec
+from virnuc_core.encoders.weights import fingerprint, open_dnabert, open_esm2, open_head
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.engine.locks import run_lock
+from virnuc_core.engine.pool import Pool, PoolSummary
+from virnuc_core.engine.spec import Fingerprints, WorkerSpec, job_fingerprint, resolve_engine, result_settings
+from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.results import ResultSummary, write_results
+from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.telemetry.batches import busiest, device_busy
+from virnuc_core.telemetry.clock import StageClock, pipeline_summary
+from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
+from virnuc_core.telemetry.monitor import RunMonitor
+from virnuc_core.telemetry.progress import InferenceProgressReporter, ProgressSnapshot
+from virnuc_core.telemetry.records import ShardDone
+from virnuc_core.telemetry.sampler import Sampler
+
+log = logging.getLogger(__name__)
+
+SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How a run is observed: none of it changes results."""
+
+    sample_s: float = 0.5
+    window_s: float = 30.0
+    show: bool = False  # the live display on standard error
+    on_progress: Callable[[ProgressSnapshot], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """summary.json: what a run did and how long it took. Written last: its presence means the run is complete."""
+
+    schema_version: int
+    wall_s: float  # this run, without staging
+    staging_s: float
+    total_s: float
+    stages: dict[str, float | None]  # the nine; None: fused
+    n_reads: int
+    n_chunks: int
+    n_rows: int
+    n_uniques: int
+    protein_tokens: int  # of the uniques, specials included
+    fates: dict[str, int]
+    rows_virus: int
+    chunks_virus: int
+    chunks_scored: int
+    telemetry: str | None  # file name within telemetry/; None when nothing had to be computed
+    devices: tuple[dict[str, Any], ...]
+    workers: tuple[dict[str, Any], ...]
+    resumed: bool
+    shards: int
+    shards_computed: int
+    shards_reused: int
+    restarts: int
+    deaths: tuple[str, ...]
+    damaged: tuple[str, ...]
+    rows_set_aside: int  # uniques that ended every worker
+    reduced_budgets: dict[str, int]  # shard → what its token budgets were divided by, for want of memory
+
+    def to_json(self) -> str:
+        """As written to summary.json."""
+        return json.dumps({**asdict(self)}, indent=2) + "\n"
+
+
+def read_summary(run: RunDir) -> RunSummary | None:
+    """The summary of a complete run; None when it is not complete."""
+    if not run.summary.is_file():
+        return None
+    body = json.loads(run.summary.read_text(encoding="utf-8"))
+    for name in ("devices", "workers", "deaths", "damaged"):
+        body[name] = tuple(body[name])
+    return RunSummary(**body)
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run made ready: everything decided, nothing computed."""
+
+    run: RunDir
+    store: OrfStore
+    models: Path
+    devices: tuple[Device, ...]
+    engine: EngineSpec
+    plan: shards.Plan
+    todo: tuple[int, ...]
+    damaged: tuple[str, ...]
+
+
+def stage_reads(spec: StageSpec, out: Path) -> StageSummary:
+    """Reads to the ORF store at `out`; reused when it already holds the same content under the same settings."""
+    return stage(spec, out)
+
+
+def model_length(models: Path) -> int:
+    """The length S the head of a models directory was trained for."""
+    return open_head(models)[0].model_length
+
+
+def classify(
+    run: RunDir,
+    staging: StageSummary,
+    *,
+    store: Path,
+    models: Path,
+    devices: Devices,
+    engine: EngineSpec,
+    force: bool = False,
+    watch: Watch | None = None,
+    spec: dict[str, Any] | None = None,
+) -> RunSummary:
+    """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
+
+    A run that is complete is not computed again: its summary comes back. Errors: `ConfigError` (another run works here,
+    or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`,
+    `OSError` of the disk. Whatever was committed stays.
+    """
+    with run_lock(run.root):
+        started_s = time.monotonic()
+        job = prepare(run, store=store, models=models, devices=devices, engine=engine, force=force, spec=spec or {})
+        before = read_summary(run)
+        if before is not None and not job.todo and _results_present(run):
+            log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
+            return before
+        run.summary.unlink(missing_ok=True)
+        return _compute(job, staging, watch or Watch(), started_s)
+
+
+def prepare(
+    run: RunDir,
+    *,
+    store: Path,
+    models: Path,
+    devices: Devices,
+    engine: EngineSpec,
+    force: bool,
+    spec: dict[str, Any],
+) -> Job:
+    """Decide everything a run depends on, write run.json and the plan, and find out what is left to do."""
+    orfs = OrfStore.open(store)
+    length = model_length(models)
+    open_esm2(models)
+    open_dnabert(models)
+    if length != orfs.model_length:
+        raise ConfigError(
+            f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
+        )
+    found = resolve(devices)
+    resolved = resolve_engine(engine, found[0].kind)
+    weights = fingerprint(models)
+    prints = Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
+    fresh = provenance.new_record(
+        spec=spec,
+        model_length=length,
+        fingerprints=asdict(prints),
+        resolved={**result_settings(resolved), "kind": found[0].kind},
+        devices=tuple(device.record() for device in found),
+        store=os.path.relpath(store, run.root),
+    )
+    if force:
+        _start_over(run)
+    record = provenance.resume_or_refuse(run, fresh)
+    plan = shards.make_plan(
+        orfs.protein_offsets, resolved.shard_tokens, job_fingerprint(prints, resolved, found[0].kind)
+    )
+    shards.write_plan(run, plan)
+    provenance.write_record(run, record)
+    done, damaged = shards.committed(run, plan)
+    for line in damaged:
+        log.warning("%s; it will be computed again", line)
+    left = tuple(sorted(set(range(len(plan))) - set(done)))
+    return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged))
+
+
+def _start_over(run: RunDir) -> None:
+    for folder in (run.shards, run.telemetry, run.root / "logs"):
+        shutil.rmtree(folder, ignore_errors=True)
+    for file in (run.record, run.summary, run.embeddings, run.predictions, run.consensus, run.reads_table):
+        file.unlink(missing_ok=True)
+    run.failed_rows.unlink(missing_ok=True)
+
+
+def _results_present(run: RunDir) -> bool:
+    return all(path.is_file() for path in (run.predictions, run.consensus, run.reads_table, run.embeddings))
+
+
+def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float) -> RunSummary:
+    clock = _staging_clock(staging)
+    ids = [device.id for device in job.devices]
+    telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
+    with Sampler(ids, interval_s=watch.sample_s) as sampler:
+        pool = _embed(job, telemetry, sampler, watch)
+    measured = telemetry.telemetry(sampler.samples(), sampler.host_samples(), ())
+    busy = busiest(device_busy(measured.shards))
+    clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
+    clock.add("ESM-2", busy.esm2_s if busy else 0.0)
+    clock.fuse("Feature Merging", "ESM-2")
+    clock.add("Model Prediction", busy.head_s if busy else 0.0)
+    results = _write_results(job, clock)
+    wall_s = time.monotonic() - started_s
+    files: TelemetryFiles | None = None
+    if job.todo:
+        files = telemetry.finish(
+            sampler.samples(), sampler.host_samples(), clock.times(), n_reads=job.store.n_reads, wall_s=wall_s
+        )
+    summary = _summary(job, staging, pool, results, clock, wall_s, files)
+    write_text_whole(job.run.summary, summary.to_json())
+    for line in pipeline_summary(clock.times(), summary.total_s).splitlines():
+        log.info("%s", line)
+    return summary
+
+
+def _staging_clock(staging: StageSummary) -> StageClock:
+    """The clock of a run, with the seconds its store took to make."""
+    clock = StageClock()
+    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
+    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
+    clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
+    clock.fuse("Protein Splitting", "Six-Frame Translation")
+    return clock
+
+
+def _embed(job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch) -> PoolSummary:
+    """Compute the shards that are left, on one worker a device."""
+    specs = [
+        WorkerSpec(
+            str(job.run.root.resolve()), str(job.store.path.resolve()), str(job.models.resolve()), device, job.engine
+        )
+        for device in job.devices
+    ]
+    done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))
+    monitor = RunMonitor([device.id for device in job.devices], sampler)
+    reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
+    if job.todo and (watch.show or watch.on_progress is not None):
+        reporter = InferenceProgressReporter(
+            job.store.n_uniques,
+            monitor,
+            unit="sequences",
+            plain=None if watch.show else lambda line: log.info("%s", line),
+            on_progress=watch.on_progress,
+        )
+
+    def on_done(shard: ShardDone) -> None:
+        nonlocal done
+        done += shard.rows
+        telemetry.add_shard(shard)
+        monitor.add_shard(shard)
+        if live is not None:
+            live.update(done)
+
+    with reporter as live:
+        return Pool(job.plan, specs, job.run.root / "logs", on_done).run(job.todo)
+
+
+def _write_results(job: Job, clock: StageClock) -> ResultSummary:
+    if not job.engine.commit:
+        raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
+    scores, failed = shards.read_scores(job.run)
+    results = write_results(job.run, job.store, scores, failed)
+    shards.write_virtual_embeddings(job.run)
+    clock.add("Model Prediction", results.predict_s)
+    clock.add("Consensus Scoring", results.consensus_s)
+    total = results.viral + results.others + results.no_open_frame + results.empty + results.failed
+    if total != job.store.n_reads:
+        raise VirnucError(f"{total} reads have a fate, but {job.store.n_reads} came in; nothing may get lost")
+    return results
+
+
+def _summary(
+    job: Job,
+    staging: StageSummary,
+    pool: PoolSummary,
+    results: ResultSummary,
+    clock: StageClock,
+    wall_s: float,
+    files: TelemetryFiles | None,
+) -> RunSummary:
+    orfs = job.store
+    return RunSummary(
+        schema_version=SCHEMA_VERSION,
+        wall_s=wall_s,
+        staging_s=staging.total_s,
+        total_s=staging.total_s + wall_s,
+        stages=clock.seconds(),
+        n_reads=orfs.n_reads,
+        n_chunks=orfs.n_chunks,
+        n_rows=orfs.n_rows,
+        n_uniques=orfs.n_uniques,
+        protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
+        fates={name: getattr(results, name) for name in ("viral", "others", "no_open_frame", "empty", "failed")},
+        rows_virus=results.rows_virus,
+        chunks_virus=results.chunks_virus,
+        chunks_scored=results.chunks,
+        telemetry=files.json.name if files else None,
+        devices=tuple(device.record() for device in job.devices),
+        workers=pool.workers,
+        resumed=len(job.todo) < len(job.plan),
+        shards=len(job.plan),
+        shards_computed=pool.computed,
+        shards_reused=len(job.plan) - len(job.todo),
+        restarts=pool.restarts,
+        deaths=pool.deaths,
+        damaged=job.damaged,
+        rows_set_aside=len(pool.set_aside),
+        reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced},
+    )
+
+
+def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
+    """Reads to result files in `spec.out`: stage, then classify."""
+    run = RunDir(spec.out)
+    staging = stage_reads(StageSpec(reads=spec.reads, model_length=model_length(spec.models)), run.store)
+    return classify(
+        run,
+        staging,
+        store=run.store,
+        models=spec.models,
+        devices=Devices.parse(spec.devices),
+        engine=spec.engine,
+        force=spec.force,
+        watch=watch,
+        spec=spec.model_dump(mode="json"),
+    )
