@@ -187,7 +187,7 @@ def prepare(
         _start_over(run)
     record = provenance.resume_or_refuse(run, fresh)
     plan = shards.make_plan(
-        orfs.protein_offsets, resolved.shard_tokens, job_fingerprint(prints, resolved, found[0].kind)
+        orfs.protein_offsets, resolved.shard_tokens, resolved.token_budget, job_fingerprint(prints, resolved, found[0].kind)
     )
     shards.write_plan(run, plan)
     provenance.write_record(run, record)
@@ -234,6 +234,27 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float) ->
     for line in pipeline_summary(clock.times(), summary.total_s).splitlines():
         log.info("%s", line)
     return summary
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingMeasured:
+    """What embedding alone took."""
+
+    wall_s: float
+    pool: PoolSummary
+    telemetry: TelemetryFiles
+
+
+def measure_embedding(job: Job, watch: Watch) -> EmbeddingMeasured:
+    """Embed what is left of a job and write its telemetry, but no results: for benchmarks, with commits on or off."""
+    started_s = time.monotonic()
+    ids = [device.id for device in job.devices]
+    telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
+    with Sampler(ids, interval_s=watch.sample_s) as sampler:
+        pool = _embed(job, telemetry, sampler, watch)
+    wall_s = time.monotonic() - started_s
+    files = telemetry.finish(sampler.samples(), sampler.host_samples(), (), n_reads=job.store.n_reads, wall_s=wall_s)
+    return EmbeddingMeasured(wall_s, pool, files)
 
 
 def _staging_clock(staging: StageSummary) -> StageClock:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import shutil
@@ -96,9 +97,15 @@ def committed(root: Path) -> int:
 
 
 def strike(kind: str, run: subprocess.Popen[bytes], rng: random.Random) -> list[psutil.Process]:
-    """Hit the run; the processes that must be gone afterwards if the parent was hit."""
+    """Hit the run; the processes that must be gone afterwards."""
     parent = psutil.Process(run.pid)
     family = parent.children(recursive=True)
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ended in this very moment
+        _hit(kind, parent, family, rng)
+    return family
+
+
+def _hit(kind: str, parent: psutil.Process, family: list[psutil.Process], rng: random.Random) -> None:
     workers = parent.children()
     loaders = [p for p in family if p not in workers]
     if kind == "worker" and workers:
@@ -109,10 +116,10 @@ def strike(kind: str, run: subprocess.Popen[bytes], rng: random.Random) -> list[
         parent.kill()
     elif kind == "everything":
         for process in [parent, *family]:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     elif kind in ("interrupt", "terminate"):
         parent.send_signal(signal.SIGINT if kind == "interrupt" else signal.SIGTERM)
-    return family
 
 
 def damage(root: Path, kind: str, rng: random.Random) -> None:

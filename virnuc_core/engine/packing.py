@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SMALLEST_GROUP = 64
+NEARLY = 16  # a shape is worth launching when less than one part in this many stays empty
 MIN_TOKENS_PER_ROW = 8  # row capacity of a batch = slots / this; only rows shorter than 6 residues could ask for more
 
 
@@ -89,10 +90,10 @@ def _pack_group(members: NDArray[np.int64], sizes: NDArray[np.int64], bound: int
 
 
 def _slots(remaining: int, longest: int, budget: int) -> int:
-    """The largest shape the remaining tokens fill, or the smallest; never too small for the longest row."""
+    """The largest shape the remaining tokens nearly fill, or the smallest; never too small for the longest row."""
     sizes = shapes(budget)
     if longest > sizes[0]:
         return -(-longest // budget) * budget
     fitting = [s for s in sizes if longest <= s]
-    filled = [s for s in fitting if s <= remaining]
+    filled = [s for s in fitting if remaining >= s - s // NEARLY]
     return filled[0] if filled else fitting[-1]

@@ -130,6 +130,7 @@ class Pool:
             if seat.held and (self._suspect(self._todo[0]) or self._suspect(seat.held[0])):
                 return
             order = self._todo.popleft()
+            order = replace(order, divisor=max(order.divisor, seat.spec.divisor))
             seat.held.append(order)
             seat.child.send(order.to_json())
 
@@ -164,7 +165,7 @@ class Pool:
         message = {key: value for key, value in message.items() if key != "event"}
         seat.ready, seat.unready_deaths, seat.progress_s = message, 0, time.monotonic()
         self._workers[device] = {"device": device, **message}
-        log.info("%s ready after %.1f s", device, message["load_s"])
+        log.info("%s ready after %.1f s", device, message["ready_s"])
 
     def _committed(self, seat: Seat, message: dict[str, Any]) -> None:
         shard = int(message["shard"])
@@ -205,7 +206,9 @@ class Pool:
         line = f"worker on {seat.spec.device.id} ended (status {status}), holding shards {held}; it said: {said}"
         log.warning("%s", line)
         self._deaths.append(line)
-        if seat.ready is None:
+        if seat.ready is None and (seat.failure or {}).get("kind") == "OutOfMemoryError":
+            seat.spec = replace(seat.spec, divisor=_halved(seat.spec.divisor, seat.spec.device.id))
+        elif seat.ready is None:
             seat.unready_deaths += 1
             if seat.unready_deaths >= MAX_DEATHS_BEFORE_READY:
                 trace = str((seat.failure or {}).get("traceback", ""))
@@ -231,7 +234,7 @@ class Pool:
     def _after_death(self, order: Order, failure: dict[str, Any], said: str) -> Order:
         """What to try next with the order at which a worker died."""
         if failure.get("kind") == "OutOfMemoryError":
-            return _on_half_the_budget(order)
+            return replace(order, divisor=_halved(order.divisor, f"shard {order.shard:05d}"))
         if order.probe:
             return self._searches[order.shard].ended(order)
         self._killed[order.shard] += 1
@@ -258,11 +261,11 @@ def _as_raised(kind: str, text: str) -> errors.VirnucError:
     return known(text)
 
 
-def _on_half_the_budget(order: Order) -> Order:
-    if order.divisor >= MAX_DIVISOR:
+def _halved(divisor: int, what: str) -> int:
+    """The next smaller budget for a device or shard that ran out of memory."""
+    if divisor >= MAX_DIVISOR:
         raise errors.DeviceError(
-            f"out of memory on shard {order.shard} even with 1/{order.divisor} of the token budget; "
-            "free the device or choose a smaller --token-budget"
+            f"{what}: out of memory even with 1/{divisor} of the token budget; free the device or use a smaller model"
         )
-    log.warning("out of memory on shard %05d: trying 1/%d of the token budget", order.shard, order.divisor * 2)
-    return replace(order, divisor=order.divisor * 2)
+    log.warning("%s: out of memory, trying 1/%d of the token budget", what, divisor * 2)
+    return divisor * 2

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.packed import Encoder
-from virnuc_core.engine.loader import Failure, Feeder, Finished, Ready, ShardEnd, ShardStart
+from virnuc_core.engine.loader import Failure, Feeder, Finished, Ready, ShardEnd, ShardStart, packed
 from virnuc_core.engine.shards import ShardResult
 from virnuc_core.engine.spec import Order
 from virnuc_core.telemetry.records import BatchRecord
@@ -98,6 +98,23 @@ class Runner:
         self.dna_width = dnabert_s.width
         self.width = dnabert_s.width + esm2.width
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.progress_s = time.monotonic()
+
+    def warm_up(self, budgets: dict[str, int], length: int) -> None:
+        """Launch one full batch of rows of `length` tokens on each encoder: compiles, and proves that the budget fits.
+
+        Errors: `torch.OutOfMemoryError` when it does not.
+        """
+        for encoder, budget in ((self.dnabert_s, budgets["dnabert_s"]), (self.esm2, budgets["esm2"])):
+            rows = max(1, budget // length)
+            tokens = torch.full((rows * length,), encoder.pad_id, dtype=torch.int64).random_(5, 9)
+            starts = torch.arange(rows + 1) * length
+            for _, batch in packed((tokens, starts), budget, encoder.pad_id):
+                with torch.inference_mode():
+                    encoder.embed(batch.to(self.device))
+                break
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         self.progress_s = time.monotonic()
 
     def run(self, feeder: Feeder, hand_over: Callable[[Pending], None]) -> None:

@@ -23,7 +23,8 @@ from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
 
 SCHEMA_VERSION = 1
-SMALLEST_SHARE = 8  # the last shards shrink to 1/8, so that unequal devices end together
+SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
+FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +50,11 @@ class ShardResult:
     scores: NDArray[np.float32]  # [n, 2]: P(others), P(virus)
 
 
-def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, fingerprint: str) -> Plan:
-    """Cut the uniques into shards of about `shard_tokens` ESM-2 tokens, smaller towards the end.
+def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> Plan:
+    """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end.
 
-    The cuts depend on the sequences and on `shard_tokens` only, never on the devices.
+    A shard is a whole number of batches, nearly full, where it can be. The cuts depend on the sequences and these two
+    settings only, never on the devices.
     """
     uniques = len(protein_offsets) - 1
     ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(uniques + 1)  # start and end token each
@@ -61,7 +63,9 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, fingerprint
     while bounds[-1] < uniques:
         done = int(ends[bounds[-1]])
         left = total - done
-        size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, left // SMALLEST_SHARE))
+        size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, left // (2 * SMALLEST_SHARE)))
+        if size >= token_budget:
+            size = int(size // token_budget * token_budget * FILL)
         cut = int(np.searchsorted(ends, done + size, side="right")) - 1
         bounds.append(min(uniques, max(cut, bounds[-1] + 1)))
     return Plan(tuple(bounds), fingerprint)
@@ -183,7 +187,6 @@ def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
 def write_virtual_embeddings(run: RunDir) -> Path:
     """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved."""
     plan = read_plan(run)
-    uniques = plan.bounds[-1]
     if len(plan) == 0:
         with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
             file.create_dataset("embeddings", shape=(0, 0), dtype=np.float32)

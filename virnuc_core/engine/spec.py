@@ -74,6 +74,7 @@ class WorkerSpec:
     models: str
     device: Device
     engine: EngineSpec
+    divisor: int = 1  # of the token budgets, after the device was found too small for them
 
     def to_json(self) -> dict[str, Any]:
         """As sent to the worker."""
@@ -83,6 +84,7 @@ class WorkerSpec:
             "models": self.models,
             "device": self.device.record(),
             "engine": self.engine.model_dump(mode="json"),
+            "divisor": self.divisor,
         }
 
     @classmethod
@@ -94,4 +96,5 @@ class WorkerSpec:
             body["models"],
             Device(**body["device"]),
             EngineSpec.model_validate(body["engine"]),
+            body["divisor"],
         )

@@ -22,6 +22,7 @@ from virnuc_core.engine.spec import Order, WorkerSpec
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 5.0
+SAMPLED_ROWS = 10_000  # of the store, to warm up with rows of its usual length
 
 
 class Worker:
@@ -37,6 +38,7 @@ class Worker:
     def run(self) -> None:
         """Load, then compute shards until told to stop."""
         started = time.monotonic()
+        import numpy as np
         import torch
 
         from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
@@ -56,13 +58,19 @@ class Worker:
         self.store = OrfStore.open(Path(spec.store))
         arguments = (models, device, engine.precision, engine.attention, bool(engine.compile))
         esm2, dnabert_s, head = load_esm2(*arguments), load_dnabert_s(*arguments), load_head(models, device)
+        loaded_s = time.monotonic() - started
         self.runner = Runner(esm2, dnabert_s, head, device)
+        if device.type == "cuda":
+            budgets = {"dnabert_s": engine.dna_token_budget, "esm2": engine.token_budget}
+            typical = int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
+            self.runner.warm_up({name: n // spec.divisor for name, n in budgets.items()}, typical)
         loader = Loader(Path(spec.store), models, engine, pin=engine.pin_memory and device.type == "cuda")
         self.parent.send(
             {
                 "event": "ready",
                 "pid": os.getpid(),
-                "load_s": time.monotonic() - started,
+                "load_s": loaded_s,
+                "ready_s": time.monotonic() - started,
                 "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
                 "torch": torch.__version__,
             }

@@ -31,7 +31,7 @@ def result(rows: int, seed: int = 0) -> ShardResult:
 @given(st.lists(st.integers(1, 300), max_size=200), st.integers(64, 5000))
 def test_a_plan_covers_every_sequence_once_within_the_size(lengths: list[int], size: int) -> None:
     offsets = np.array([0, *np.cumsum(lengths)], dtype=np.int64)
-    plan = make_plan(offsets, size, "f")
+    plan = make_plan(offsets, size, 1024, "f")
     assert plan.bounds[0] == 0
     assert plan.bounds[-1] == len(lengths)
     assert all(a < b for a, b in zip(plan.bounds, plan.bounds[1:], strict=False))
