@@ -102,6 +102,8 @@ class RunSpec(Spec):
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     devices: str = Field("auto", description="cuda:0,cuda:1 or cpu:2 or auto")
     engine: EngineSpec = Field(default_factory=EngineSpec)
+    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
+    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
     @field_validator("devices")

@@ -13,7 +13,7 @@ import shutil
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,7 @@ from virnuc_core.engine.spec import Fingerprints, WorkerSpec, job_fingerprint, r
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import ResultSummary, write_results
+from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.batches import busiest, device_busy
 from virnuc_core.telemetry.clock import StageClock, pipeline_summary
@@ -68,6 +68,7 @@ class RunSummary:
     n_uniques: int
     protein_tokens: int  # of the uniques, specials included
     fates: dict[str, int]
+    threshold: float  # viral score from which a read is called viral
     rows_virus: int
     chunks_virus: int
     chunks_scored: int
@@ -111,6 +112,7 @@ class Job:
     plan: shards.Plan
     todo: tuple[int, ...]
     damaged: tuple[str, ...]
+    threshold: float = THRESHOLD
 
 
 def stage_reads(spec: StageSpec, out: Path) -> StageSummary:
@@ -132,22 +134,25 @@ def classify(
     devices: Devices,
     engine: EngineSpec,
     force: bool = False,
+    threshold: float = THRESHOLD,
     watch: Watch | None = None,
     spec: dict[str, Any] | None = None,
 ) -> RunSummary:
     """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
 
-    A run that is complete is not computed again: its summary comes back. Errors: `ConfigError` (another run works here,
+    A run that is complete is not computed again: its summary comes back, with the reads judged anew if the threshold is
+    another. Errors: `ConfigError` (another run works here,
     or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`,
     `OSError` of the disk. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
         job = prepare(run, store=store, models=models, devices=devices, engine=engine, force=force, spec=spec or {})
+        job = replace(job, threshold=threshold)
         before = read_summary(run)
-        if before is not None and not job.todo and _results_present(run):
+        if before is not None and not job.todo:
             log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
-            return before
+            return before if before.threshold == threshold and _results_present(run) else _judge_again(job, before)
         run.summary.unlink(missing_ok=True)
         return _compute(job, staging, watch or Watch(), started_s)
 
@@ -187,7 +192,10 @@ def prepare(
         _start_over(run)
     record = provenance.resume_or_refuse(run, fresh)
     plan = shards.make_plan(
-        orfs.protein_offsets, resolved.shard_tokens, resolved.token_budget, job_fingerprint(prints, resolved, found[0].kind)
+        orfs.protein_offsets,
+        resolved.shard_tokens,
+        resolved.token_budget,
+        job_fingerprint(prints, resolved, found[0].kind),
     )
     shards.write_plan(run, plan)
     provenance.write_record(run, record)
@@ -198,12 +206,31 @@ def prepare(
     return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged))
 
 
+def _judge_again(job: Job, before: RunSummary) -> RunSummary:
+    """The result files of a complete run once more: they were removed, or the threshold is another."""
+    results = _write_results(job, StageClock())
+    summary = replace(
+        before,
+        fates=_fates(results),
+        threshold=job.threshold,
+        rows_virus=results.rows_virus,
+        chunks_virus=results.chunks_virus,
+    )
+    write_text_whole(job.run.summary, summary.to_json())
+    return summary
+
+
+def _fates(results: ResultSummary) -> dict[str, int]:
+    return {name: getattr(results, name) for name in FATES}
+
+
 def _start_over(run: RunDir) -> None:
     for folder in (run.shards, run.telemetry, run.root / "logs"):
         shutil.rmtree(folder, ignore_errors=True)
     for file in (run.record, run.summary, run.embeddings, run.predictions, run.consensus, run.reads_table):
         file.unlink(missing_ok=True)
-    run.failed_rows.unlink(missing_ok=True)
+    for file in (run.failed_rows, viral_path(run, "fasta"), viral_path(run, "fastq")):
+        file.unlink(missing_ok=True)
 
 
 def _results_present(run: RunDir) -> bool:
@@ -303,7 +330,7 @@ def _write_results(job: Job, clock: StageClock) -> ResultSummary:
     if not job.engine.commit:
         raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
     scores, failed = shards.read_scores(job.run)
-    results = write_results(job.run, job.store, scores, failed)
+    results = write_results(job.run, job.store, scores, failed, threshold=job.threshold)
     shards.write_virtual_embeddings(job.run)
     clock.add("Model Prediction", results.predict_s)
     clock.add("Consensus Scoring", results.consensus_s)
@@ -334,7 +361,8 @@ def _summary(
         n_rows=orfs.n_rows,
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
-        fates={name: getattr(results, name) for name in ("viral", "others", "no_open_frame", "empty", "failed")},
+        fates=_fates(results),
+        threshold=job.threshold,
         rows_virus=results.rows_virus,
         chunks_virus=results.chunks_virus,
         chunks_scored=results.chunks,
@@ -354,10 +382,10 @@ def _summary(
 
 
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
-    """Reads to result files in `spec.out`: stage, then classify."""
+    """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for."""
     run = RunDir(spec.out)
     staging = stage_reads(StageSpec(reads=spec.reads, model_length=model_length(spec.models)), run.store)
-    return classify(
+    summary = classify(
         run,
         staging,
         store=run.store,
@@ -365,6 +393,10 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         devices=Devices.parse(spec.devices),
         engine=spec.engine,
         force=spec.force,
+        threshold=spec.threshold,
         watch=watch,
         spec=spec.model_dump(mode="json"),
     )
+    if spec.write_viral:
+        write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
+    return summary

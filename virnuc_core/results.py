@@ -5,6 +5,7 @@
   when the largest `score2` of its rows is at least the largest `score1`; a tie is a virus.
 - `reads.tsv`: one line per read, in input order, with exactly one fate. VirNucPro judges no reads; our rule follows.
 - `failed.tsv`: the rows that could not be embedded.
+- `viral.fastq.gz`, `viral.fasta.gz`: on request, the viral reads as they came.
 
 The verdict on a read. Each scored chunk gives a margin, its largest `score2` minus its largest `score1`. The read's
 `viral_score` is `(1 + mean margin of its chunks) / 2`, and the read is viral when that reaches the threshold (0.5). So
@@ -13,25 +14,31 @@ The verdict on a read. Each scored chunk gives a margin, its largest `score2` mi
   of chunks, and "the majority" would let many doubtful chunks outvote a few certain ones;
 - chunks without an open frame have no say.
 A read with a row that failed has the fate `failed` and no score: half the evidence is not a verdict.
+
+VirNucPro's files name reads as the input does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Final
+from typing import BinaryIO, Final
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.errors import ShardError, VirnucError
+from virnuc_core.decimals import shortest
+from virnuc_core.errors import InputError, ShardError, VirnucError
+from virnuc_core.reads.parse import OnError, ParseLog, parse
+from virnuc_core.reads.sources import STDIN, find_inputs
+from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL, OrfStore
 from virnuc_core.rundir import RunDir, whole_file
-
-if TYPE_CHECKING:
-    from virnuc_core.reads.store import OrfStore
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED = range(len(FATES))
@@ -47,6 +54,10 @@ FAILED_HEADER: Final = "Sequence_ID\n"
 BLOCK_READS: Final = 65_536
 BLOCK_ROWS: Final = 131_072
 FRAME_SUFFIX: Final = 2  # "F1" … "R3" at the end of a row's id
+_REMARKS: Final = tuple(
+    ",".join(["short_for_model"] * bool(bits & SHORT_FOR_MODEL) + ["ambiguous"] * bool(bits & AMBIGUOUS))
+    for bits in range((SHORT_FOR_MODEL | AMBIGUOUS) + 1)
+)
 _BELOW_HALF: Final = np.nextafter(np.float32(0.5), np.float32(0))
 
 
@@ -74,7 +85,7 @@ class ResultSummary:
 class RowBlock:
     """Consecutive scored rows, in input order, with all the scored rows of every chunk in it."""
 
-    ids: list[str]
+    ids: list[str]  # made of the read ids of the input
     read: NDArray[np.int64]  # [rows]
     chunk: NDArray[np.int32]  # [rows] from 0 within the read
     scores: NDArray[np.float32]  # [rows, 2]: P(others), P(virus)
@@ -152,7 +163,7 @@ def block_lines(block: RowBlock, votes: Consensus) -> tuple[bytes, bytes]:
 
     A score has the shortest form that reads back as the same float32.
     """
-    shown = np.array(_shortest(block.scores.ravel()), dtype=object).reshape(-1, 2)
+    shown = np.array(shortest(block.scores.ravel()), dtype=object).reshape(-1, 2)
     labels = np.array(ROW_LABELS, dtype=object)[row_labels(block.scores).astype(np.int64)]
     predictions = _lines(block.ids, labels.tolist(), shown[:, 0].tolist(), shown[:, 1].tolist())
     chunk_ids = [block.ids[start][:-FRAME_SUFFIX] for start in votes.starts.tolist()]
@@ -180,11 +191,103 @@ def write_results(
     with ExitStack() as stack:
         files = _Files.open(stack, run)
         for span in spans(store):
+            began = time.perf_counter()
             unique = np.asarray(store.row_unique[span.row_lo : span.row_hi])
-            _write_span(files, tally, store, span, row_block(store, span, scores[unique]), failed=failed[unique])
+            rows = row_block(store, span, scores[unique])
+            tally.predict_s += time.perf_counter() - began
+            _write_span(files, tally, store, span, rows, failed=failed[unique])
         if int(tally.fates.sum()) != store.n_reads:
             raise VirnucError(f"{run.root}: {store.n_reads} reads came in, {int(tally.fates.sum())} are accounted for")
     return tally.summary(store)
+
+
+def write_covered(run: RunDir, store: OrfStore, covered: NDArray[np.bool_], scores: NDArray[np.float32]) -> int:
+    """Write VirNucPro's two files for the reads marked in `covered` [n_reads]; returns how many chunks are a virus.
+
+    `scores` [rows of those reads, 2] are in row order. Errors: `VirnucError` when their number is not that of the rows.
+    """
+    done = viral = 0
+    with ExitStack() as stack:
+        predictions = open_whole(stack, run.predictions, PREDICTION_HEADER)
+        chunks = open_whole(stack, run.consensus, CONSENSUS_HEADER)
+        for span in spans(store):
+            keep = covered[np.asarray(store.row_read[span.row_lo : span.row_hi])]
+            count = int(keep.sum())
+            here = np.full((len(keep), 2), np.nan, dtype=np.float32)
+            if done + count > len(scores):
+                raise VirnucError(f"{run.root}: {len(scores)} scores for more rows than that")
+            here[keep] = scores[done : done + count]
+            done += count
+            rows = row_block(store, span, here).where(keep)
+            votes = consensus(rows)
+            viral += int(votes.is_virus.sum())
+            row_lines, chunk_lines = block_lines(rows, votes)
+            predictions.write(row_lines)
+            chunks.write(chunk_lines)
+        if done != len(scores):
+            raise VirnucError(f"{run.root}: {len(scores)} scores for {done} rows")
+    return viral
+
+
+@dataclass(frozen=True, slots=True)
+class ViralReads:
+    """Where the viral reads were written, and how many they are."""
+
+    files: tuple[Path, ...]  # one for each format of the input
+    reads: int
+    threshold: float
+
+
+def write_viral(
+    run: RunDir, store: OrfStore, reads: Sequence[str], *, threshold: float = THRESHOLD, on_error: OnError = "stop"
+) -> ViralReads:
+    """Write the reads whose `viral_score` in `reads.tsv` reaches `threshold`, as they stand in the input.
+
+    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`; the same input gives the same bytes. `reads`
+    and `on_error` are those the store was made from. Errors: `InputError` when the input is not what was staged, or
+    was standard input.
+    """
+    if STDIN in reads:
+        raise InputError("standard input cannot be read twice", hint="put the reads into a file to get the viral ones")
+    wanted = _viral_scores(run, store) >= threshold
+    read = 0
+    with ExitStack() as stack:
+        out: dict[str, gzip.GzipFile] = {}
+        for batch in parse(find_inputs(tuple(reads)).files, ParseLog(on_error)):
+            last = read + len(batch)
+            if last > store.n_reads or store.original_ids(read, last) != [batch.id(i) for i in range(len(batch))]:
+                raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
+            for i in np.flatnonzero(wanted[read:last]).tolist():
+                if batch.form not in out:
+                    out[batch.form] = _open_gzip(stack, viral_path(run, batch.form))
+                out[batch.form].write(batch.record(i))
+            read = last
+        if read != store.n_reads:
+            raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
+        for form in ("fasta", "fastq"):
+            if form not in out:
+                viral_path(run, form).unlink(missing_ok=True)  # of an earlier threshold
+    return ViralReads(tuple(viral_path(run, form) for form in sorted(out)), int(wanted.sum()), threshold)
+
+
+def viral_path(run: RunDir, form: str) -> Path:
+    """Where the viral reads of one format go."""
+    return run.root / f"viral.{form}.gz"
+
+
+def _viral_scores(run: RunDir, store: OrfStore) -> NDArray[np.float32]:
+    """The `viral_score` of every read, NaN where it has none."""
+    columns = {"viral_score": np.float32}
+    table = pd.read_csv(run.reads_table, sep="\t", usecols=list(columns), dtype=columns, quoting=csv.QUOTE_NONE)
+    if len(table) != store.n_reads:
+        raise InputError(f"{len(table)} lines for {store.n_reads} reads", file=run.reads_table)
+    return table["viral_score"].to_numpy()
+
+
+def _open_gzip(stack: ExitStack, path: Path) -> gzip.GzipFile:
+    """A gzip file without name or time in it, which appears when `stack` closes without an error."""
+    raw = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
+    return stack.enter_context(gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +321,7 @@ def row_block(store: OrfStore, span: Span, scores: NDArray[np.float32]) -> RowBl
             f"{store.path}: rows {span.row_lo}…{span.row_hi} are not of reads {span.read_lo}…{span.read_hi}"
         )
     chunk = np.asarray(store.row_chunk[span.row_lo : span.row_hi])
-    return RowBlock(store.row_ids(span.row_lo, span.row_hi), read, chunk, scores)
+    return RowBlock(store.row_ids(span.row_lo, span.row_hi, original=True), read, chunk, scores)
 
 
 @dataclass(slots=True)
@@ -300,7 +403,8 @@ def _write_span(
     files.predictions.write(predictions)
     files.consensus.write(chunks)
     if failed.any():
-        files.failed.write(_lines(rows.where(failed).ids))
+        ids = store.row_ids(span.row_lo, span.row_hi)
+        files.failed.write(_lines([ids[i] for i in np.flatnonzero(failed).tolist()]))
     written = time.perf_counter()
     score = read_scores(votes.margin, scored.read[votes.starts] - span.read_lo, span.read_hi - span.read_lo)
     fate = _fates(store, span, score, rows.read[failed] - span.read_lo, tally.threshold)
@@ -329,22 +433,35 @@ def _read_lines(store: OrfStore, span: Span, score: NDArray[np.float32], fate: N
     lo, hi = span.read_lo, span.read_hi
     judged = fate <= OTHERS
     shown = np.full(hi - lo, "", dtype=object)
-    shown[judged] = _shortest(score[judged])
+    shown[judged] = shortest(score[judged])
     return _lines(
         store.read_ids(lo, hi),
-        list(map(str, store.read_length[lo:hi].tolist())),
-        list(map(str, store.read_chunks[lo:hi].tolist())),
-        list(map(str, store.read_rows[lo:hi].tolist())),
+        _counts(store.read_length[lo:hi]),
+        _counts(store.read_chunks[lo:hi]),
+        _counts(store.read_rows[lo:hi]),
         np.array(FATES, dtype=object)[fate].tolist(),
         shown.tolist(),
         np.array(READ_LABELS, dtype=object)[fate].tolist(),
-        store.flag_names(lo, hi),
+        read_flags(store, lo, hi),
     )
 
 
-def _shortest(values: NDArray[np.float32]) -> list[str]:
-    """Each value in the fewest digits that read back as the same float32."""
-    return list(map(str, values))
+def read_flags(store: OrfStore, lo: int, hi: int) -> list[str]:
+    """The remarks on reads `lo` to `hi`, joined by commas; the id a `duplicate_of=` names comes last."""
+    bits = np.asarray(store.read_flags[lo:hi])
+    flags = np.array(_REMARKS, dtype=object)[bits & (SHORT_FOR_MODEL | AMBIGUOUS)]
+    for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():
+        first = store.original_ids(lo + i, lo + i + 1)[0]
+        flags[i] = ",".join(filter(None, (flags[i], f"duplicate_of={first}")))
+    remarks: list[str] = flags.tolist()
+    return remarks
+
+
+def _counts(column: NDArray[np.int32]) -> list[str]:
+    """Small whole numbers as text; most of them are alike."""
+    values, place = np.unique(column, return_inverse=True)
+    texts: list[str] = np.array(list(map(str, values.tolist())), dtype=object)[place].tolist()
+    return texts
 
 
 def _lines(*columns: list[str]) -> bytes:

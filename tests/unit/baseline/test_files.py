@@ -1,0 +1,150 @@
+"""How the originals cut work: exact batches, files and shares."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virnuc_core.baseline.crew import FileDone, Phase
+from virnuc_core.baseline.files import (
+    Folder,
+    assign,
+    choose_reads,
+    cut,
+    dna_token_estimate,
+    filled_batches,
+    merge_file,
+    read_fasta,
+    sorted_batches,
+    write_fasta,
+)
+from virnuc_core.baseline.scaling import Growth, scale_phase
+from virnuc_core.errors import InputError
+
+lengths = st.lists(st.integers(1, 166), max_size=200)
+
+
+@given(lengths)
+def test_sorted_batches_hold_each_row_once_within_the_padded_budget(sizes: list[int]) -> None:
+    batches = sorted_batches(sizes, 400)
+    assert sorted(row for batch in batches for row in batch) == list(range(len(sizes)))
+    order = [sizes[row] for batch in batches for row in batch]
+    assert order == sorted(order)
+    for batch, following in pairwise(batches):
+        longest = sizes[batch[-1]] + 1
+        assert longest * len(batch) <= 400 or len(batch) == 1
+        widened = max(longest, sizes[following[0]] + 1)
+        assert widened * (len(batch) + 1) > 400, "the batch was closed although the next row would have fitted"
+
+
+@given(lengths)
+def test_filled_batches_keep_file_order_within_the_sum(sizes: list[int]) -> None:
+    batches = filled_batches(sizes, 300)
+    assert [row for batch in batches for row in batch] == list(range(len(sizes)))
+    for batch, following in pairwise(batches):
+        filled = sum(sizes[row] for row in batch)
+        assert filled <= 300
+        assert filled + sizes[following[0]] > 300
+
+
+def test_the_budget_counts_one_token_more_than_residues() -> None:
+    assert sorted_batches([1023, 1023], 2048) == [[0, 1]]
+    assert sorted_batches([1023, 1024], 2048) == [[0], [1]]
+    assert filled_batches([1024, 1024, 1], 2048) == [[0, 1], [2]]
+    assert sorted_batches([]) == filled_batches([]) == []
+    assert sorted_batches([5000, 3]) == [[1], [0]]
+
+
+def test_dna_tokens_are_guessed_as_v1_does() -> None:
+    assert [dna_token_estimate(n) for n in (0, 5, 6, 500)] == [2, 2, 3, 85]
+
+
+@given(st.lists(st.integers(1, 10_000), max_size=40), st.integers(1, 4))
+def test_files_go_largest_first_to_the_least_loaded(sizes: list[int], devices: int) -> None:
+    plan = assign(sizes, devices)
+    assert sorted(i for share in plan for i in share) == list(range(len(sizes)))
+    for share in plan:
+        assert [sizes[i] for i in share] == sorted((sizes[i] for i in share), reverse=True)
+    loads = [sum(sizes[i] for i in share) for share in plan]
+    for share, load in zip(plan, loads, strict=True):
+        if share:
+            assert load - sizes[share[-1]] <= min(loads), "the last file went to a device that was not the least loaded"
+
+
+@given(st.integers(1, 5_000), st.integers(1, 300), st.integers(0, 3))
+def test_chosen_reads_come_one_from_each_stretch(total: int, wanted: int, seed: int) -> None:
+    reads = choose_reads(total, wanted, seed)
+    assert len(reads) == min(total, wanted)
+    assert reads.tolist() == sorted(set(reads.tolist()))
+    assert reads[0] >= 0
+    assert reads[-1] < total
+    if wanted < total:
+        bounds = np.arange(wanted + 1) * total // wanted
+        assert (reads >= bounds[:-1]).all()
+        assert (reads < bounds[1:]).all()
+    assert np.array_equal(reads, choose_reads(total, wanted, seed))
+
+
+def test_chosen_reads_do_not_follow_a_pattern_of_the_input() -> None:
+    reads = choose_reads(100_000, 10_000, 0)  # mates in turn: a fixed step of ten would see one kind only
+    assert (reads % 2).mean() == pytest.approx(0.5, abs=0.02)  # 4 standard deviations of a fair coin
+
+
+def test_cut() -> None:
+    assert list(cut(25, 10)) == [(0, 10), (10, 20), (20, 25)]
+    assert list(cut(0, 10)) == []
+
+
+@given(st.lists(st.tuples(st.text("abZ9_.|é-", min_size=1), st.text("ACGTN").map(str.encode)), max_size=20))
+def test_fasta_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, bytes]]) -> None:
+    path = tmp_path_factory.mktemp("fasta") / "rows.fa"
+    write_fasta(path, [name for name, _ in rows], [sequence for _, sequence in rows])
+    back = read_fasta(path)
+    assert list(zip(back.ids, back.sequences, strict=True)) == rows
+
+
+@pytest.mark.parametrize("text", ["", "r1\nACGT\n", ">r1\nACGT", ">r1\nACGT\nACGT\n"])
+def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "rows.fa"
+    path.write_text(text)
+    if text == "":
+        assert read_fasta(path).ids == []
+        return
+    with pytest.raises(InputError, match="not rows of one line each"):
+        read_fasta(path)
+
+
+def test_merging_refuses_other_rows(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    dna, protein = np.array([[1.0], [2.0]], dtype=np.float32), np.array([[3.0], [4.0]], dtype=np.float32)
+    write_fasta(folder.nucleotide(1), ["a", "b"], [b"A", b"C"])
+    np.save(folder.dnabert_s(1), dna)
+    np.save(folder.esm2(1), protein)
+    write_fasta(folder.protein(1), ["a", "b"], [b"M", b"K"])
+    assert merge_file(folder, 1) == 2
+    assert np.load(folder.merged(1)).tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    np.save(folder.dnabert_s(1), dna)
+    np.save(folder.esm2(1), protein)
+    write_fasta(folder.protein(1), ["b", "a"], [b"M", b"K"])
+    with pytest.raises(InputError, match="different rows"):
+        merge_file(folder, 1)
+    write_fasta(folder.protein(1), ["a", "b"], [b"M", b"K"])
+    np.save(folder.esm2(1), protein[:1])
+    with pytest.raises(InputError, match="different rows"):
+        merge_file(folder, 1)
+
+
+def test_scaling_counts_loads_by_file_and_computing_by_token() -> None:
+    done = (FileDone("a", 1, 500, load_s=10.0, compute_s=3.0), FileDone("b", 2, 500, load_s=12.0, compute_s=5.0))
+    phase = Phase(wall_s=17.0, done=done)
+    growth = Growth(tokens=30.0, rows=30.0, total_rows=30_000, devices=2)  # three files: 10,000 rows each
+    per_file_s = (3.0 + 5.0) * 30.0 / 3
+    assert scale_phase(phase, growth, load_each_file=True) == pytest.approx(2 * (per_file_s + 11.0))
+    assert scale_phase(phase, growth, load_each_file=False) == pytest.approx(2 * per_file_s + 11.0)
+    one = Growth(tokens=30.0, rows=30.0, total_rows=30_000, devices=1)
+    assert scale_phase(phase, one, load_each_file=True) == pytest.approx(3 * (per_file_s + 11.0))

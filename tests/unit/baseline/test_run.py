@@ -1,0 +1,285 @@
+"""The baselines as whole runs in their own processes, on a small store with random models."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from virnuc_core.baseline import run as baseline_run
+from virnuc_core.baseline.algorithms import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
+from virnuc_core.baseline.run import BaselineProgress, BaselineSummary, fetch, read_baseline, run_baseline
+from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.engine.locks import run_lock
+from virnuc_core.engine.process import end_all_children
+from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.telemetry.records import STAGES
+
+CPU = torch.device("cpu")
+
+
+def cores(count: int) -> Devices:
+    if len(os.sched_getaffinity(0)) < count:
+        pytest.skip(f"needs {count} cores")
+    return Devices.parse(f"cpu:{count}")
+
+
+def predictions(run: RunDir) -> dict[str, tuple[float, float]]:
+    lines = [line.split("\t") for line in run.predictions.read_text().splitlines()[1:]]
+    return {line[0]: (float(line[2]), float(line[3])) for line in lines}
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "virnuc_core.baseline.worker" in p.cmdline()]
+
+
+@pytest.fixture(scope="module")
+def vanilla(tmp_path_factory: pytest.TempPathFactory, store: OrfStore, models: Path) -> tuple[RunDir, BaselineSummary]:
+    run = RunDir(tmp_path_factory.mktemp("vanilla"))
+    return run, run_baseline(run, store.path, models, cores(1), BaselineSpec(name="vanilla"))
+
+
+def test_vanilla_is_the_method_row_by_row(
+    vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
+) -> None:
+    unique = store.row_unique[:]
+    dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
+    features = torch.cat(
+        [
+            embed_rows(load_dnabert_s(models, CPU, torch.float32), dna, one_by_one([len(s) for s in dna])),
+            embed_rows(load_esm2(models, CPU, torch.float32), protein, one_by_one([len(s) for s in protein])),
+        ],
+        dim=1,
+    )
+    scores = load_head(models, CPU).scores(features).numpy()
+    written = predictions(vanilla[0])
+    assert list(written) == list(dict.fromkeys(store.row_ids(0, store.n_rows, original=True)))
+    ours = np.array([written[name] for name in store.row_ids(0, store.n_rows, original=True)])
+    assert np.abs(ours - scores).max() < 1e-5  # float32, padded against one by one
+    assert scores[:, 1].std() > 0.01, "the scores must differ for the comparison to mean anything"
+
+
+def test_vanilla_says_what_it_did(vanilla: tuple[RunDir, BaselineSummary], store: OrfStore) -> None:
+    run, summary = vanilla
+    assert tuple(summary.stages) == STAGES[2:], "chunks and frames come from the store"
+    assert summary.stages["DNABERT-S"] > 0
+    assert summary.stages["ESM-2"] > 0
+    assert sum(summary.stages.values()) <= summary.wall_s
+    assert summary.wall_s == summary.measured_s
+    assert (summary.subset, summary.scaled_s) == (None, None)
+    assert (summary.n_reads, summary.n_rows, summary.measured_rows) == (store.n_reads, store.n_rows, store.n_rows)
+    assert read_baseline(run) == summary
+    assert json.loads(run.summary.read_text())["schema_version"] == 1
+    assert not children()
+    assert not (run.root / "baseline_files").exists()
+    chunks = {name[:-2] for name in store.row_ids(0, store.n_rows, original=True)}
+    assert {line.split("\t")[0] for line in run.consensus.read_text().splitlines()[1:]} == chunks
+
+
+def test_v1_gives_the_same_bytes_on_any_number_of_devices_and_vanillas_scores(
+    tmp_path: Path,
+    vanilla: tuple[RunDir, BaselineSummary],
+    store: OrfStore,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(baseline_run, "FILE_ROWS", 60)
+    runs = []
+    for count in (1, 2):
+        runs.append(RunDir(tmp_path / str(count)))
+        summary = run_baseline(runs[-1], store.path, models, cores(count), BaselineSpec(name="v1"))
+        assert len(summary.devices) == count
+        assert summary.file_rows == 60
+    assert runs[0].predictions.read_bytes() == runs[1].predictions.read_bytes()
+    assert runs[0].consensus.read_bytes() == runs[1].consensus.read_bytes()
+    ours, theirs = predictions(runs[0]), predictions(vanilla[0])
+    assert ours.keys() == theirs.keys()
+    assert max(abs(ours[name][1] - theirs[name][1]) for name in ours) < 1e-5  # float32, other batches
+
+
+def test_a_subset_is_a_part_of_the_whole_and_its_time_is_scaled(
+    tmp_path: Path, vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
+) -> None:
+    run = RunDir(tmp_path)
+    told: list[BaselineProgress] = []
+    spec = BaselineSpec(name="vanilla", reads=40)
+    summary = run_baseline(run, store.path, models, cores(1), spec, on_progress=told.append)
+    whole, part = predictions(vanilla[0]), predictions(run)
+    assert 0 < len(part) < len(whole) / 2
+    assert all(abs(part[name][1] - whole[name][1]) < 1e-5 for name in part)
+    assert [name for name in whole if name in part] == list(part)
+    assert summary.subset is not None
+    assert summary.subset.reads == 40
+    residues = np.diff(store.protein_offsets) + 2
+    assert summary.subset.total_tokens == int(residues[store.row_unique[:]].sum())
+    assert summary.subset.tokens < summary.subset.total_tokens / 2
+    assert summary.wall_s == summary.scaled_s
+    assert summary.measured_s is not None
+    assert summary.scaled_s is not None
+    ratio = summary.subset.total_tokens / summary.subset.tokens
+    assert summary.scaled_s < ratio * summary.measured_s, "starting and loading happen once and must not be scaled"
+    assert summary.stages["ESM-2"] > summary.measured_stages["ESM-2"]
+    assert told[-1].rows == told[-1].total_rows == 2 * summary.measured_rows
+
+
+def test_a_finished_baseline_is_reused_and_another_is_not(tmp_path: Path, store: OrfStore, models: Path) -> None:
+    run, spec = RunDir(tmp_path), BaselineSpec(name="v1", reads=20)
+    first = run_baseline(run, store.path, models, cores(1), spec)
+    again = run_baseline(run, store.path, models, cores(1), spec)
+    assert again.reused
+    assert again == first
+    other = run_baseline(run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21))
+    assert not other.reused
+    run.predictions.unlink()
+    assert not run_baseline(run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21)).reused
+
+
+def test_a_recorded_baseline_writes_its_record_and_no_results(tmp_path: Path, store: OrfStore, models: Path) -> None:
+    spec = BaselineSpec(source="recorded", recorded_seconds=12_600, recorded_device="RTX 4090", recorded_devices=2)
+    summary = run_baseline(RunDir(tmp_path), store.path, models, cores(1), spec)
+    assert (summary.source, summary.wall_s, summary.measured_s) == ("recorded", 12_600, None)
+    assert [device.name for device in summary.devices] == ["RTX 4090", "RTX 4090"]
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+    with pytest.raises(ConfigError, match="recorded_seconds"):
+        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(source="recorded"))
+
+
+@pytest.mark.parametrize("text", ["", ">a\n" + "TAATTAATTAA" * 9 + "\n"])
+def test_no_rows_give_header_only_files(tmp_path: Path, models: Path, text: str) -> None:
+    (tmp_path / "reads.fa").write_text(text)
+    stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5")
+    run = RunDir(tmp_path / "run")
+    summary = run_baseline(run, tmp_path / "orfs.h5", models, cores(1), BaselineSpec(name="v1"))
+    assert summary.n_rows == 0
+    assert run.predictions.read_text() == "Sequence_ID\tPrediction\tscore1\tscore2\n"
+
+
+def test_a_subset_without_open_frames_is_refused(tmp_path: Path, models: Path) -> None:
+    closed = ">c%d\n" + "TAATTAATTAA" * 9 + "\n"
+    text = "".join(closed % i for i in range(50)) + ">open\n" + "ATGAAACCC" * 12 + "\n"
+    (tmp_path / "reads.fa").write_text(text)
+    stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5")
+    with pytest.raises(InputError, match="draw more"):
+        run_baseline(RunDir(tmp_path / "run"), tmp_path / "orfs.h5", models, cores(1), BaselineSpec(reads=1))
+
+
+def test_a_workers_own_error_arrives_by_its_type(tmp_path: Path, store: OrfStore, models: Path) -> None:
+    broken = tmp_path / "models"
+    for part in ("esm2", "dnabert_s", "head"):
+        (broken / part).mkdir(parents=True)
+        for file in (models / part).iterdir():
+            (broken / part / file.name).write_bytes(file.read_bytes())
+    config = broken / "esm2" / "config.json"
+    config.write_text(config.read_text().replace('"layers": 2', '"layers": 3'))
+    with pytest.raises(WeightsError, match="layers"):
+        run_baseline(RunDir(tmp_path / "run"), store.path, broken, cores(1), BaselineSpec(reads=20))
+    assert not children()
+    assert not (tmp_path / "run" / "summary.json").exists()
+
+
+# --- deaths ---
+
+
+def kill_once(found: list[int]) -> Callable[[BaselineProgress], None]:
+    """Ends the first worker seen, the hard way, at the first progress."""
+
+    def kill(_: BaselineProgress) -> None:
+        if not found:
+            found.append(children()[0].pid)
+            os.kill(found[0], signal.SIGKILL)
+
+    return kill
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
+    tmp_path: Path, store: OrfStore, models: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baseline_run, "FILE_ROWS", 30)
+    killed: list[int] = []
+    run = RunDir(tmp_path)
+    with pytest.raises(WorkerError, match=r"ended \(status -9\)"):
+        run_baseline(run, store.path, models, cores(count), BaselineSpec(name="v1"), on_progress=kill_once(killed))
+    assert killed
+    assert not children()
+    assert not run.summary.exists()
+    assert not run.predictions.exists()
+    summary = run_baseline(run, store.path, models, cores(count), BaselineSpec(name="v1"))
+    assert summary.measured_rows == store.n_rows, "another try does it all"
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from virnuc_core.baseline.run import run_baseline
+from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.rundir import RunDir
+run, store, models = map(Path, sys.argv[1:])
+say = lambda _: print("working", flush=True)
+run_baseline(RunDir(run), store, models, Devices.parse("cpu:1"), BaselineSpec(name="vanilla"), on_progress=say)
+"""
+
+
+def test_a_killed_parent_takes_its_workers_along(
+    tmp_path: Path, models: Path, write_reads: Callable[[Path, int, int], None]
+) -> None:
+    write_reads(tmp_path / "reads.fa", 3_000, 8)
+    stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5")
+    arguments = [str(tmp_path / "run"), str(tmp_path / "orfs.h5"), str(models)]
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    with parent.stdout:
+        assert parent.stdout.readline() == "working\n"
+        workers = psutil.Process(parent.pid).children()
+        assert workers
+        parent.kill()
+        parent.wait()
+        gone, alive = psutil.wait_procs(workers, timeout=10)
+    assert len(gone) == len(workers)
+    assert not alive
+
+
+def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, store: OrfStore, models: Path) -> None:
+    """Another thread ends all children, as a flow does when it is cancelled."""
+
+    def interrupt(_: BaselineProgress) -> None:
+        thread = threading.Thread(target=end_all_children, args=(1.0,))
+        thread.start()
+        thread.join()
+
+    with pytest.raises(WorkerError, match="was interrupted"):
+        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(), on_progress=interrupt)
+    assert not children()
+
+
+def test_two_at_once_in_one_directory_are_refused(tmp_path: Path, store: OrfStore, models: Path) -> None:
+    with run_lock(tmp_path), pytest.raises(ConfigError, match="is working here"):
+        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())
+
+
+def test_progress_is_timely(tmp_path: Path, store: OrfStore, models: Path) -> None:
+    """Rows are told while a file is worked on, not only at its end."""
+    times: list[float] = []
+    run_baseline(
+        RunDir(tmp_path),
+        store.path,
+        models,
+        cores(1),
+        BaselineSpec(name="vanilla"),
+        on_progress=lambda _: times.append(time.monotonic()),
+    )
+    assert len(times) > 2

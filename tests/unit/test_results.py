@@ -1,0 +1,389 @@
+"""The files people read: exact text, tie rules, and every read in exactly one fate."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from virnuc_core import results
+from virnuc_core.errors import InputError, ShardError, VirnucError
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL, OrfStore, StoreCounts
+from virnuc_core.results import FATES, write_covered, write_results, write_viral
+from virnuc_core.rundir import RunDir
+
+
+@dataclass(frozen=True)
+class Frame:
+    """One row of a made-up read: its chunk, frame and scores; `None` where it failed."""
+
+    chunk: int
+    frame: int
+    scores: tuple[float, float] | None
+
+
+@dataclass(frozen=True)
+class Read:
+    """A made-up read."""
+
+    name: str
+    length: int
+    chunks: int
+    frames: tuple[Frame, ...] = ()
+    flags: int = 0
+    copy: int = 0
+
+
+@dataclass(frozen=True)
+class Made:
+    """An ORF store of made-up reads with the scores of its rows; every row is its own unique."""
+
+    store: OrfStore
+    scores: NDArray[np.float32]
+    failed: NDArray[np.bool_]
+
+
+def make(reads: list[Read]) -> Made:
+    """Columns of a store, set by hand."""
+    pairs = [(i, frame) for i, read in enumerate(reads) for frame in read.frames]
+    store = OrfStore()
+    store.path = Path("made-up")
+    store.duplicate_mark = "."
+    store.counts = StoreCounts(len(reads), sum(r.chunks for r in reads), len(pairs), len(pairs), 0, 0, 0, 0, 0, 0)
+    store.read_length = np.array([r.length for r in reads], dtype=np.int32)
+    store.read_chunks = np.array([r.chunks for r in reads], dtype=np.int32)
+    store.read_rows = np.array([len(r.frames) for r in reads], dtype=np.int32)
+    store.read_flags = np.array([r.flags for r in reads], dtype=np.uint8)
+    store.read_copy = np.array([r.copy for r in reads], dtype=np.int32)
+    names = [r.name.encode() for r in reads]
+    store.read_id_offsets = np.cumsum([0, *map(len, names)], dtype=np.int64)
+    store.read_id_bytes = np.frombuffer(b"".join(names), dtype=np.uint8)
+    store.row_read = np.array([i for i, _ in pairs], dtype=np.int64)
+    store.row_chunk = np.array([f.chunk for _, f in pairs], dtype=np.int32)
+    store.row_frame = np.array([f.frame for _, f in pairs], dtype=np.uint8)
+    store.row_unique = np.arange(len(pairs), dtype=np.int64)
+    failed = np.array([f.scores is None for _, f in pairs], dtype=bool)
+    scores = np.array([f.scores or (np.nan, np.nan) for _, f in pairs], dtype=np.float32).reshape(-1, 2)
+    return Made(store, scores, failed)
+
+
+def one(name: str, *scores: tuple[float, float] | None) -> Read:
+    """A read of one chunk with these rows."""
+    return Read(name, 300, 1, tuple(Frame(0, i, s) for i, s in enumerate(scores)))
+
+
+def write(run: RunDir, reads: list[Read], **settings: float) -> results.ResultSummary:
+    made = make(reads)
+    return write_results(run, made.store, made.scores, made.failed, **settings)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "run")
+
+
+def test_the_files_are_exactly_these(run: RunDir) -> None:
+    reads = [
+        one("a", (0.12100612, 0.8789939), (0.0011595711, 0.9988405)),
+        Read("gone", 90, 1),
+        Read("nothing", 0, 0),
+        Read("b", 900, 2, (Frame(0, 0, (0.5501341, 0.4498659)), Frame(1, 5, (1.0, 0.0)))),
+    ]
+    summary = write(run, reads)
+    assert run.predictions.read_text() == (
+        "Sequence_ID\tPrediction\tscore1\tscore2\n"
+        "a_chunk_1F1\tvirus\t0.12100612\t0.8789939\n"
+        "a_chunk_1F2\tvirus\t0.0011595711\t0.9988405\n"
+        "b_chunk_1F1\tothers\t0.5501341\t0.4498659\n"
+        "b_chunk_2R3\tothers\t1.0\t0.0\n"
+    )
+    assert run.consensus.read_text() == (
+        "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
+        "a_chunk_1\tTrue\t0.12100612\t0.9988405\n"
+        "b_chunk_1\tFalse\t0.5501341\t0.4498659\n"
+        "b_chunk_2\tFalse\t1.0\t0.0\n"
+    )
+    margin = ((0.4498659 - 0.5501341) + (0.0 - 1.0)) / 2
+    table = run.reads_table.read_text().splitlines()
+    assert table[0] == "id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel\tflags"
+    assert table[1] == "a\t300\t1\t2\tviral\t0.9389172\tvirus\t"
+    assert table[2] == "gone\t90\t1\t0\tno_open_frame\t\t\t"
+    assert table[3] == "nothing\t0\t0\t0\tempty\t\t\t"
+    assert table[4].split("\t")[:5] == ["b", "900", "2", "2", "others"]
+    assert float(table[4].split("\t")[5]) == pytest.approx((1 + margin) / 2, abs=1e-7)  # float32
+    assert (summary.viral, summary.others, summary.no_open_frame, summary.empty, summary.failed) == (1, 1, 1, 1, 0)
+    assert (summary.rows, summary.rows_virus, summary.chunks, summary.chunks_virus) == (4, 2, 3, 1)
+    assert run.failed_rows.read_text() == results.FAILED_HEADER
+
+
+def test_a_tie_is_others_for_a_row_and_virus_for_a_chunk_and_a_read(run: RunDir) -> None:
+    summary = write(run, [one("tie", (0.5, 0.5)), one("cross", (0.9, 0.1), (0.1, 0.9))])
+    assert [line.split("\t")[1] for line in run.predictions.read_text().splitlines()[1:]] == [
+        "others",
+        "others",
+        "virus",
+    ]
+    assert [line.split("\t")[1] for line in run.consensus.read_text().splitlines()[1:]] == ["True", "True"]
+    assert summary.viral == 2
+
+
+def test_a_single_row_gives_the_read_its_own_score(run: RunDir) -> None:
+    write(run, [one("r", (0.25, 0.75))])
+    assert run.reads_table.read_text().splitlines()[1].split("\t")[5] == "0.75"
+
+
+def test_scores_have_the_shortest_float32_form(run: RunDir) -> None:
+    values = [(1e-5, 0.99999), (0.1, 0.9), (1 / 3, 2 / 3), (2.5e-8, 1.0)]
+    write(run, [one("r", *values)])
+    written = [line.split("\t")[2:] for line in run.predictions.read_text().splitlines()[1:]]
+    assert written == [["1e-05", "0.99999"], ["0.1", "0.9"], ["0.33333334", "0.6666667"], ["2.5e-08", "1.0"]]
+
+
+def test_a_long_read_is_not_viral_for_one_doubtful_chunk(run: RunDir) -> None:
+    frames = (Frame(0, 0, (0.45, 0.55)), *(Frame(i, 0, (0.9, 0.1)) for i in range(1, 10)))
+    write(run, [Read("long", 5000, 10, frames)])
+    assert run.reads_table.read_text().splitlines()[1].split("\t")[4] == "others"
+
+
+def test_few_certain_chunks_outweigh_many_doubtful_ones(run: RunDir) -> None:
+    frames = (Frame(0, 0, (0.01, 0.99)), Frame(1, 0, (0.55, 0.45)), Frame(2, 0, (0.52, 0.48)))
+    write(run, [Read("long", 1500, 3, frames)])
+    assert run.reads_table.read_text().splitlines()[1].split("\t")[4] == "viral"
+
+
+def test_no_margin_is_too_small_to_tell(run: RunDir) -> None:
+    below, above = np.nextafter(np.float32(0.5), np.float32(0)), np.float32(0.5)
+    write(run, [one("just_others", (float(above), 0.0), (0.0, float(below))), one("tiny", (1e-30, 0.0))])
+    fates = [line.split("\t")[4] for line in run.reads_table.read_text().splitlines()[1:]]
+    assert fates == ["others", "others"]
+
+
+def test_a_failed_row_leaves_the_score_files_and_decides_the_read(run: RunDir) -> None:
+    summary = write(run, [one("half", (0.1, 0.9), None), one("all", None), one("fine", (0.1, 0.9))])
+    assert [line.split("\t")[0] for line in run.predictions.read_text().splitlines()[1:]] == [
+        "half_chunk_1F1",
+        "fine_chunk_1F1",
+    ]
+    assert [line.split("\t")[0] for line in run.consensus.read_text().splitlines()[1:]] == [
+        "half_chunk_1",
+        "fine_chunk_1",
+    ]
+    assert run.failed_rows.read_text() == "Sequence_ID\nhalf_chunk_1F2\nall_chunk_1F1\n"
+    assert [line.split("\t")[4:7] for line in run.reads_table.read_text().splitlines()[1:]] == [
+        ["failed", "", ""],
+        ["failed", "", ""],
+        ["viral", "0.9", "virus"],
+    ]
+    assert (summary.failed, summary.rows_failed, summary.rows) == (2, 2, 4)
+    write(run, [one("fine", (0.1, 0.9))])
+    assert run.failed_rows.read_text() == results.FAILED_HEADER, "the list of an earlier attempt is gone"
+
+
+def test_no_reads_and_no_rows_give_headers_only(run: RunDir) -> None:
+    write(run, [])
+    assert run.predictions.read_text() == results.PREDICTION_HEADER
+    assert run.consensus.read_text() == results.CONSENSUS_HEADER
+    assert run.reads_table.read_text() == results.READS_HEADER
+    write(run, [Read("gone", 90, 1)])
+    assert run.predictions.read_text() == results.PREDICTION_HEADER
+    assert len(run.reads_table.read_text().splitlines()) == 2
+
+
+def test_the_threshold_moves_reads_and_nothing_else(run: RunDir) -> None:
+    reads = [one("weak", (0.3, 0.7)), one("strong", (0.02, 0.98))]
+    assert write(run, reads).viral == 2
+    before = run.predictions.read_bytes(), run.consensus.read_bytes()
+    assert write(run, reads, threshold=0.9).viral == 1
+    assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == before
+
+
+def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
+    reads = [
+        Read("r", 90, 1, flags=SHORT_FOR_MODEL),
+        Read("r", 90, 1, flags=SHORT_FOR_MODEL | AMBIGUOUS | DUPLICATE_ID, copy=2),
+        Read("r", 300, 1, (Frame(0, 0, (0.25, 0.75)),), flags=DUPLICATE_ID, copy=3),
+    ]
+    write(run, reads)
+    table = [line.split("\t") for line in run.reads_table.read_text().splitlines()[1:]]
+    assert [line[0] for line in table] == ["r", "r.2", "r.3"]
+    assert run.predictions.read_text().splitlines()[1].startswith("r_chunk_1F1\t"), "ids of the input"
+    assert [line[7] for line in table] == [
+        "short_for_model",
+        "short_for_model,ambiguous,duplicate_of=r",
+        "duplicate_of=r",
+    ]
+
+
+def test_a_missing_score_is_refused_and_nothing_is_written(run: RunDir) -> None:
+    made = make([one("r", (np.nan, np.nan))])
+    with pytest.raises(ShardError, match="no score and did not fail"):
+        write_results(run, made.store, made.scores, np.array([False]))
+    with pytest.raises(ShardError, match="shape"):
+        write_results(run, made.store, made.scores[:0], made.failed[:0])
+    assert not run.root.exists()
+
+
+def test_a_store_that_contradicts_itself_leaves_the_old_files(run: RunDir) -> None:
+    write(run, [one("r", (0.25, 0.75))])
+    before = run.predictions.read_bytes()
+    made = make([one("r", (0.25, 0.75)), one("s", (0.25, 0.75))])
+    made.store.read_rows[:] = [1, 0]
+    with pytest.raises(VirnucError, match="claim 1 rows, it holds 2"):
+        write_results(run, made.store, made.scores, made.failed)
+    assert run.predictions.read_bytes() == before
+    assert sorted(p.name for p in run.root.iterdir()) == [
+        "failed.tsv",
+        "prediction_results.txt",
+        "prediction_results_highestscore.csv",
+        "reads.tsv",
+    ]
+
+
+# --- the viral reads themselves ---
+
+
+def staged(folder: Path, fastq: str, fasta: str) -> tuple[RunDir, OrfStore, tuple[str, ...]]:
+    """A finished run over one FASTQ and one FASTA file; every row scores 0.9 when its read's id begins with v."""
+    (folder / "a.fastq").write_text(fastq)
+    (folder / "b.fasta").write_text(fasta)
+    reads = (str(folder / "a.fastq"), str(folder / "b.fasta"))
+    run = RunDir(folder / "run")
+    stage(StageSpec(reads=reads), run.store)
+    store = OrfStore.open(run.store)
+    virus = np.array([name.startswith("v") for name in store.row_ids(0, store.n_rows)])[store.unique_row[:]]
+    p = np.where(virus, 0.9, 0.1).astype(np.float32)
+    write_results(run, store, np.stack((1 - p, p), axis=1), np.zeros(len(p), dtype=bool))
+    return run, store, reads
+
+
+V, W, X, Y = (
+    "ATGAAACCCGGGATTACACCA" * 6,
+    "ATGGGCCAGTTTACCAGCCCA" * 6,
+    "GGGAAATCCACCATCAGGACA" * 6,
+    "CCCAAAGTTATCACCGGACCA" * 6,
+)
+FASTQ = f"@v1 first\n{V}\n+\n{'I' * 126}\n@h1\n{W}\n+\n{'#' * 126}\n@v2\n{X}\n+v2\n{'@' * 126}\n"
+FASTA = f">v3 some words\n{Y[:60]}\n{Y[60:]}\n>h2\nACGT\n"
+
+
+def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
+    run, store, reads = staged(tmp_path, FASTQ, FASTA)
+    written = write_viral(run, store, reads)
+    assert written.reads == 3
+    assert written.files == (run.root / "viral.fasta.gz", run.root / "viral.fastq.gz")
+    fastq = gzip.decompress((run.root / "viral.fastq.gz").read_bytes()).decode()
+    fasta = gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode()
+    records = FASTQ.split("@h1\n")
+    assert fastq == records[0] + "@v2" + FASTQ.split("@v2")[1]
+    assert fasta == FASTA.split(">h2", maxsplit=1)[0]
+    before = [path.read_bytes() for path in written.files]
+    assert [path.read_bytes() for path in write_viral(run, store, reads).files] == before
+
+
+def test_a_higher_threshold_leaves_no_old_file(tmp_path: Path) -> None:
+    run, store, reads = staged(tmp_path, FASTQ, FASTA)
+    write_viral(run, store, reads)
+    assert write_viral(run, store, reads, threshold=0.95) == results.ViralReads((), 0, 0.95)
+    assert not list(run.root.glob("viral.*"))
+
+
+def test_other_reads_than_those_staged_are_refused(tmp_path: Path) -> None:
+    run, store, reads = staged(tmp_path, FASTQ, FASTA)
+    with pytest.raises(InputError, match="3 reads are in the input, 5 were staged"):
+        write_viral(run, store, reads[:1])
+    with pytest.raises(InputError, match="not those that were staged"):
+        write_viral(run, store, reads[::-1])
+    with pytest.raises(InputError, match="standard input"):
+        write_viral(run, store, ("-",))
+    assert not list(run.root.glob("*viral.*"))
+
+
+# --- property: the same as the rules said slowly ---
+
+probability = st.floats(0, 1, width=32)
+frame_scores = st.one_of(st.none(), st.tuples(probability, probability))
+
+
+@st.composite
+def made_reads(draw: st.DrawFn) -> list[Read]:
+    reads = []
+    for number in range(draw(st.integers(0, 12))):
+        chunks = draw(st.integers(0, 3))
+        frames = [
+            Frame(chunk, frame, draw(frame_scores))
+            for chunk in range(chunks)
+            for frame in sorted(draw(st.sets(st.integers(0, 5), max_size=3)))
+        ]
+        reads.append(Read(f"r{number}", chunks * 100, chunks, tuple(frames)))
+    return reads
+
+
+def slow_fate(read: Read) -> str:
+    """The fate of a read, from the rules in words."""
+    if read.chunks == 0:
+        return "empty"
+    if not read.frames:
+        return "no_open_frame"
+    if any(frame.scores is None for frame in read.frames):
+        return "failed"
+    margins = []
+    for chunk in sorted({frame.chunk for frame in read.frames}):
+        rows = [frame.scores for frame in read.frames if frame.chunk == chunk and frame.scores]
+        margins.append(float(np.float32(max(r[1] for r in rows))) - float(np.float32(max(r[0] for r in rows))))
+    return "viral" if sum(margins) / len(margins) >= 0 else "others"
+
+
+@settings(max_examples=150, deadline=None)
+@given(reads=made_reads(), block=st.integers(1, 9))
+def test_the_rules_said_slowly(tmp_path_factory: pytest.TempPathFactory, reads: list[Read], block: int) -> None:
+    run = RunDir(tmp_path_factory.mktemp("run"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(results, "BLOCK_READS", block)
+        patch.setattr(results, "BLOCK_ROWS", block)
+        summary = write(run, reads)
+    with run.reads_table.open() as handle:
+        table = list(csv.DictReader(handle, delimiter="\t"))
+    assert [row["fate"] for row in table] == [slow_fate(read) for read in reads]
+    assert sum(getattr(summary, fate) for fate in FATES) == len(reads)
+    scored = [frame for read in reads for frame in read.frames if frame.scores is not None]
+    with run.predictions.open() as handle:
+        rows = list(csv.DictReader(handle, delimiter="\t"))
+    assert [(np.float32(r["score1"]), np.float32(r["score2"])) for r in rows] == [
+        (np.float32(f.scores[0]), np.float32(f.scores[1])) for f in scored if f.scores
+    ]
+    assert [r["Prediction"] for r in rows] == [
+        "virus" if f.scores[1] > f.scores[0] else "others" for f in scored if f.scores
+    ]
+    with run.consensus.open() as handle:
+        chunks = {r["Modified_ID"]: r["Is_Virus"] for r in csv.DictReader(handle, delimiter="\t")}
+    wanted: dict[str, list[tuple[float, float]]] = {}
+    for read in reads:
+        for frame in read.frames:
+            if frame.scores:
+                wanted.setdefault(f"{read.name}_chunk_{frame.chunk + 1}", []).append(frame.scores)
+    assert list(chunks) == list(wanted)
+    assert chunks == {k: str(max(s[1] for s in v) >= max(s[0] for s in v)) for k, v in wanted.items()}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_scores_of_covered_reads_must_be_as_many_as_their_rows(run: RunDir, count: int) -> None:
+    made = make([one("a", (0.1, 0.9), (0.2, 0.8)), one("b", (0.3, 0.7)), one("c", (0.4, 0.6))])
+    covered = np.array([True, False, True])
+    with pytest.raises(VirnucError, match=f"{count} scores"):
+        write_covered(run, made.store, covered, made.scores[:count])
+    assert not list(run.root.iterdir())
+    assert write_covered(run, made.store, covered, made.scores[[0, 1, 3]]) == 2
+    assert run.predictions.read_text().splitlines()[1:] == [
+        "a_chunk_1F1\tvirus\t0.1\t0.9",
+        "a_chunk_1F2\tvirus\t0.2\t0.8",
+        "c_chunk_1F1\tvirus\t0.4\t0.6",
+    ]
+    assert len(run.consensus.read_text().splitlines()) == 3

@@ -1,0 +1,215 @@
+"""ESM-2, DNABERT-S and the head once more, in the plainest padded form: the packed encoders are held against it.
+
+Nothing here is shared with `virnuc_core.encoders` but the names of the tensors. Rows of a batch are padded to the
+longest and masked; attention is written out as matrix products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ESM2_PAD: Final = 1
+ESM2_MASK: Final = 32
+ESM2_MEAN_LIMIT: Final = 1024  # residues that enter the mean
+MASKED_IN_TRAINING: Final = 0.15 * 0.8
+
+Tensors = Mapping[str, Tensor]
+
+
+def pad(flat: Tensor, offsets: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
+    """Token rows laid end to end, as a padded batch: int64 [rows, longest] and lengths int64 [rows]."""
+    lengths = offsets.diff()
+    tokens = torch.full((len(lengths), int(lengths.max())), pad_id, dtype=torch.int64)
+    for row, (start, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
+        tokens[row, :length] = flat[start : start + length]
+    return tokens, lengths
+
+
+def _real(lengths: Tensor, longest: int) -> Tensor:
+    """True where a token is no padding, bool [rows, longest]."""
+    return torch.arange(longest, device=lengths.device) < lengths[:, None]
+
+
+class Readable(Protocol):
+    """A checkpoint under the names of `encoders.shapes`."""
+
+    def names(self) -> list[str]: ...
+
+    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor: ...
+
+
+def placed(source: Readable, device: torch.device, dtype: torch.dtype) -> Tensors:
+    """All tensors on the device, one at a time, in `dtype`; rotary frequencies stay float32."""
+    kept = {"inv_freq": torch.float32}
+    return {name: source.read(name, device).to(kept.get(name, dtype)) for name in source.names()}
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """What the tensors alone do not say."""
+
+    layers: int
+    heads: int
+    norm_eps: float
+
+
+class PaddedEsm2:
+    """ESM-2 over padded batches.
+
+    `tensors` bear the names of `encoders.shapes.Esm2Shape`, and their device and precision are those of the run.
+    """
+
+    def __init__(self, tensors: Tensors, sizes: Sizes, *, token_dropout: bool) -> None:
+        self.w, self.sizes, self.token_dropout = tensors, sizes, token_dropout
+        self.device = tensors["embed.weight"].device
+
+    def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """The last layer's output after the final norm, [rows, longest, width]; padding positions hold no meaning."""
+        real = _real(lengths, tokens.shape[1])
+        x = self._embedded(tokens, real)
+        cos, sin = self._angles(tokens.shape[1])
+        for layer in range(self.sizes.layers):
+            p = f"layers.{layer}"
+            x = x + self._attention(p, self._norm(f"{p}.attn_norm", x), real, cos, sin)
+            inner = F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
+            x = x + self._linear(f"{p}.fc2", inner)
+        return self._norm("final_norm", x)
+
+    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Mean over each row's residues, start and end tokens left out: float32 [rows, width] on the CPU.
+
+        Each row's mean is taken in the precision of the run and fetched by itself, as the originals do.
+        """
+        out = self.hidden(tokens.to(self.device), lengths.to(self.device))
+        residues = (lengths - 2).clamp(max=ESM2_MEAN_LIMIT).tolist()
+        return torch.stack([out[row, 1 : 1 + n].mean(0).float().cpu() for row, n in enumerate(residues)])
+
+    def _embedded(self, tokens: Tensor, real: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.w["embed.weight"])
+        if self.token_dropout:
+            masked = (tokens == ESM2_MASK) & real
+            observed = masked.sum(1) / real.sum(1)
+            x = x.masked_fill(masked[..., None], 0.0)
+            x = x * ((1 - MASKED_IN_TRAINING) / (1 - observed)).to(x.dtype)[:, None, None]
+        return x * real[..., None]
+
+    def _angles(self, longest: int) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the rotary angles, [longest, head_dim]; computed in float32 whatever they are kept in."""
+        positions = torch.arange(longest, device=self.device, dtype=torch.float32)
+        angles = torch.outer(positions, self.w["inv_freq"]).repeat(1, 2)
+        dtype = self.w["embed.weight"].dtype
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _attention(self, p: str, x: Tensor, real: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rows, longest, width = x.shape
+        head_dim = width // self.sizes.heads
+        qkv = self._linear(f"{p}.qkv", x).view(rows, longest, 3, self.sizes.heads, head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [rows, heads, longest, head_dim]
+        q = _rotated(q * head_dim**-0.5, cos, sin)
+        k = _rotated(k, cos, sin)
+        scores = (q @ k.transpose(-1, -2)).masked_fill(~real[:, None, None, :], -math.inf)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
+        joined = (weights @ v).transpose(1, 2).reshape(rows, longest, width)
+        return self._linear(f"{p}.out", joined)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, self.sizes.norm_eps)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions, rotate-half form; [rows, heads, longest, head_dim]."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+class PaddedDnabertS:
+    """DNABERT-S over padded batches.
+
+    `tensors` bear the names of `encoders.shapes.DnabertShape`, and their device and precision are those of the run.
+    """
+
+    def __init__(self, tensors: Tensors, sizes: Sizes) -> None:
+        self.w, self.sizes = tensors, sizes
+        self.device = tensors["embed.weight"].device
+
+    def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """The last layer's output, [rows, longest, width]; padding positions hold no meaning."""
+        real = _real(lengths, tokens.shape[1])
+        x = F.embedding(tokens, self.w["embed.weight"]) + self.w["token_type.weight"][0]
+        x = self._norm("embed_norm", x)
+        bias = self._distances(tokens.shape[1]).masked_fill(~real[:, None, None, :], -math.inf)
+        for layer in range(self.sizes.layers):
+            p = f"layers.{layer}"
+            x = self._norm(f"{p}.attn_norm", self._attention(p, x, bias) + x)
+            activated, gate = F.linear(x, self.w[f"{p}.gated.weight"]).chunk(2, dim=-1)
+            x = self._norm(f"{p}.ffn_norm", self._linear(f"{p}.wo", F.gelu(activated) * gate) + x)
+        return x
+
+    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Mean over all of each row's tokens, special ones included: float32 [rows, width] on the CPU."""
+        out = self.hidden(tokens.to(self.device), lengths.to(self.device))
+        return torch.stack([out[row, :n].mean(0).float().cpu() for row, n in enumerate(lengths.tolist())])
+
+    def _distances(self, longest: int) -> Tensor:
+        """ALiBi: each head's slope times minus the distance, [1, heads, longest, longest]."""
+        slopes = torch.tensor(alibi_slopes(self.sizes.heads), device=self.device)
+        positions = torch.arange(longest, device=self.device)
+        distance = (positions[:, None] - positions[None, :]).abs()
+        bias: Tensor = (-slopes[:, None, None] * distance)[None]
+        return bias.to(self.w["embed.weight"].dtype)
+
+    def _attention(self, p: str, x: Tensor, bias: Tensor) -> Tensor:
+        rows, longest, width = x.shape
+        head_dim = width // self.sizes.heads
+        qkv = self._linear(f"{p}.qkv", x).view(rows, longest, 3, self.sizes.heads, head_dim)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim) + bias
+        joined = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(rows, longest, width)
+        return self._linear(f"{p}.out", joined)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, self.sizes.norm_eps)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """One slope a head: a geometric series for a power of two, else filled up from the series of twice that many.
+
+    >>> alibi_slopes(2)
+    [0.0625, 0.00390625]
+    """
+    power = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
+    between = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return slopes + between
+
+
+class PlainHead:
+    """The classifier in float32: linear, batch norm on stored statistics, ReLU, linear, softmax."""
+
+    def __init__(self, tensors: Tensors, *, norm_eps: float) -> None:
+        self.w, self.norm_eps = tensors, norm_eps
+        self.device = tensors["hidden_layer.weight"].device
+
+    def scores(self, features: Tensor) -> Tensor:
+        """P(others), P(virus) of each row: float32 [rows, 2] on the CPU."""
+        w = self.w
+        x = F.linear(features.to(self.device), w["hidden_layer.weight"], w["hidden_layer.bias"])
+        scale = w["bn1.weight"] / torch.sqrt(w["bn1.running_var"] + self.norm_eps)
+        x = torch.relu((x - w["bn1.running_mean"]) * scale + w["bn1.bias"])
+        x = F.linear(x, w["output_layer.weight"], w["output_layer.bias"])
+        return torch.softmax(x, dim=-1).cpu()
