@@ -170,8 +170,7 @@ def prepare(
     """Decide everything a run depends on, write run.json and the plan, and find out what is left to do."""
     orfs = OrfStore.open(store)
     length = model_length(models)
-    open_esm2(models)
-    open_dnabert(models)
+    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
     if length != orfs.model_length:
         raise ConfigError(
             f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
@@ -183,6 +182,7 @@ def prepare(
     fresh = provenance.new_record(
         spec=spec,
         model_length=length,
+        widths={"dna": dnabert_s.width, "protein": esm2.width},
         fingerprints=asdict(prints),
         resolved={**result_settings(resolved), "kind": found[0].kind},
         devices=tuple(device.record() for device in found),
@@ -310,6 +310,7 @@ def _embed(job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch) ->
             job.store.n_uniques,
             monitor,
             unit="sequences",
+            already_done=done,
             plain=None if watch.show else lambda line: log.info("%s", line),
             on_progress=watch.on_progress,
         )

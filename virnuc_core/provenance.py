@@ -38,6 +38,7 @@ class RunRecord(Spec):
     host: str
     spec: dict[str, Any]
     model_length: int
+    widths: dict[str, int] = Field(default_factory=dict, description="of an embedding's two parts: dna, protein")
     fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head
     resolved: dict[str, Any]  # the settings that decide result bytes, `auto` replaced; and the kind of device
     devices: tuple[dict[str, Any], ...]  # of the newest attempt
@@ -92,6 +93,7 @@ def new_record(
     devices: tuple[dict[str, Any], ...],
     store: str,
     seeds: dict[str, int] | None = None,
+    widths: dict[str, int] | None = None,
 ) -> RunRecord:
     """A record of a run that starts now."""
     started = now()
@@ -103,6 +105,7 @@ def new_record(
         host=platform.node(),
         spec=spec,
         model_length=model_length,
+        widths=widths or {},
         fingerprints=fingerprints,
         resolved=resolved,
         devices=devices,

@@ -1,0 +1,51 @@
+"""Batches and shards with figures a reader can add up in the head."""
+
+from __future__ import annotations
+
+from virnuc_core.telemetry.records import BatchRecord, ShardDone
+
+
+def batch(
+    launched_s: float = 0.0,
+    *,
+    device: str = "GPU-a",
+    encoder: str = "esm2",
+    shard: int = 0,
+    index: int = 0,
+    rows: int = 10,
+    tokens: int = 900,
+    slots: int = 1000,
+    wait_ms: float = 0.1,
+    device_ms: float | None = 100.0,
+) -> BatchRecord:
+    return BatchRecord(
+        device,
+        encoder,  # type: ignore[arg-type]
+        shard,
+        index,
+        rows,
+        tokens,
+        slots,
+        wait_ms,
+        launched_s,
+        launched_s,
+        device_ms,
+    )
+
+
+def shard(number: int, batches: list[BatchRecord], *, device: str = "GPU-a", esm2_s: float = 2.0) -> ShardDone:
+    return ShardDone(
+        device=device,
+        shard=number,
+        rows=sum(b.rows for b in batches if b.encoder == "esm2"),
+        protein_tokens=sum(b.tokens for b in batches if b.encoder == "esm2"),
+        dna_tokens=sum(b.tokens for b in batches if b.encoder == "dnabert_s"),
+        started_s=min((b.launched_s for b in batches), default=0.0),
+        finished_s=max((b.launched_s for b in batches), default=0.0) + 1.0,
+        dnabert_s=0.5,
+        esm2_s=esm2_s,
+        head_s=0.1,
+        commit_s=0.2,
+        merge_s=0.0,
+        batches=tuple(batches),
+    )

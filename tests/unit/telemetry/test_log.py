@@ -1,0 +1,167 @@
+"""Telemetry files: the names other tools read, every column back as it was, and a size that stays small."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from virnuc_core.errors import InputError
+from virnuc_core.telemetry import log as module
+from virnuc_core.telemetry.clock import StageClock
+from virnuc_core.telemetry.log import TelemetryLog, latest, open_frame, read_telemetry
+from virnuc_core.telemetry.records import DeviceSample
+from virnuc_core.telemetry.tables import HostSample, HostTable, SampleTable
+
+from .measurements import batch, shard
+
+STARTED = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
+DEVICES = ("GPU-a", "GPU-b")
+
+
+def samples() -> SampleTable:
+    return SampleTable.of(
+        [DeviceSample(100 + i / 2, d, 90.0 + i, 1 << 30, 400.0, 60.0) for i in range(20) for d in DEVICES], DEVICES
+    )
+
+
+def written(folder: Path, **options: object) -> module.TelemetryFiles:
+    log = TelemetryLog(folder, DEVICES, origin_s=100.0, window_s=2.0, started=STARTED, **options)  # type: ignore[arg-type]
+    log.add_shard(shard(0, [batch(100 + i, index=i, wait_ms=60.0 * (i == 3)) for i in range(5)]))
+    log.add_shard(shard(1, [batch(101, device="GPU-b", encoder="dnabert_s", device_ms=None)], device="GPU-b"))
+    clock = StageClock()
+    clock.add("ESM-2", 4.0, started_s=100.0)
+    clock.fuse("Feature Merging", "ESM-2")
+    host = HostTable.of([HostSample(100.0, 20.0, 1 << 20, 0, 0), HostSample(101.0, 40.0, 1 << 21, 10, 20)])
+    return log.finish(samples(), host, clock.times(), n_reads=50, wall_s=10.0)
+
+
+def test_names_that_other_tools_read(tmp_path: Path) -> None:
+    files = written(tmp_path)
+    assert files.json.name == "telemetry_20260301_120000.json"
+    assert files.h5.name == "telemetry_20260301_120000.h5"
+    body = json.loads(files.json.read_text(encoding="utf-8"))
+    assert {"schema_version", "summary", "windows", "per_batch_metrics"} <= body.keys()
+    first = body["per_batch_metrics"][0]
+    assert {"batch_idx", "timestamp", "tokens_per_sec", "sequences_per_sec", "gpu_util", "packing_efficiency"} <= set(
+        first
+    )
+    assert {"wait_ms", "arrived_s", "queue_state", "padding_waste", "device", "encoder"} <= set(first)
+    assert {"gpu_util_avg", "gpu_util_min", "mem_used_peak", "sample_count"} <= set(body["summary"]["gpus"]["GPU-a"])
+    loader = body["summary"]["dataloader"]
+    assert {"avg_wait_time_ms", "p95_wait_time_ms", "avg_packing_efficiency", "pct_starved"} <= loader.keys()
+    assert loader["pct_starved"] == pytest.approx(100 / 6)
+    with h5py.File(files.h5, "r") as file:
+        assert {"batch_idx", "tokens_per_sec", "gpu_util", "packing_efficiency"} <= set(file)
+        assert file["packing_efficiency"][0] == pytest.approx(0.9)
+        assert file["gpu_util"][0] == 90.0
+
+
+def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
+    measured = read_telemetry(written(tmp_path).h5)
+    assert measured.batches.devices == DEVICES
+    assert measured.batches.launched_s.tolist() == sorted([100, 101, 102, 103, 104, 101])
+    assert np.isnan(measured.batches.device_ms).sum() == 1
+    assert measured.samples.columns().keys() == samples().columns().keys()
+    for name, column in samples().columns().items():
+        np.testing.assert_array_equal(measured.samples.columns()[name], column)
+    assert measured.shards.esm2_s.tolist() == [2.0, 2.0]
+    assert [(s.name, s.seconds, s.fused_into) for s in measured.stages] == [
+        ("ESM-2", 4.0, None),
+        ("Feature Merging", None, "ESM-2"),
+    ]
+    assert measured.origin_s == 100.0
+
+
+def test_the_same_questions_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
+    measured = read_telemetry(written(tmp_path).h5)
+    assert measured.get_average_packing_efficiency() == pytest.approx(90.0)
+    assert measured.get_average_gpu_utilization() == pytest.approx(94.0)
+    assert measured.get_throughput()["tokens_per_sec"] == pytest.approx(5400 / 4.1)
+    assert measured.get_dataloader_statistics()["max_wait_time_ms"] == 60.0
+
+
+def test_frames_for_pandas(tmp_path: Path) -> None:
+    written(tmp_path / "telemetry")
+    frame = open_frame(tmp_path)
+    assert set(frame["device"]) == set(DEVICES)
+    assert frame.groupby("encoder")["tokens"].sum().to_dict() == {"dnabert_s": 900, "esm2": 4500}
+    assert frame["queue_state"].value_counts().to_dict() == {"full": 5, "starved": 1}
+    assert open_frame(tmp_path, "samples").groupby("device")["utilisation"].mean()["GPU-b"] == pytest.approx(99.5)
+    assert len(open_frame(tmp_path, "host")) == 2
+    assert open_frame(tmp_path, "shards")["device"].tolist() == ["GPU-b", "GPU-a"]
+    assert open_frame(tmp_path, "stages")["name"].tolist() == ["ESM-2", "Feature Merging"]
+
+
+def test_a_run_that_launched_nothing_is_written_and_read(tmp_path: Path) -> None:
+    log = TelemetryLog(tmp_path, DEVICES, origin_s=0.0, started=STARTED)
+    files = log.finish(SampleTable.of([]), HostTable.of([]), (), n_reads=0, wall_s=0.0)
+    body = json.loads(files.json.read_text(encoding="utf-8"))
+    assert body["per_batch_metrics"] == []
+    assert body["summary"]["sequences_per_hour"] is None
+    measured = read_telemetry(files.h5)
+    assert measured.get_average_packing_efficiency() is None
+    assert measured.get_average_gpu_utilization() is None
+    assert len(open_frame(files.h5)) == 0
+
+
+def test_a_second_run_in_the_same_second_keeps_the_first(tmp_path: Path) -> None:
+    first, second = written(tmp_path), written(tmp_path)
+    assert first.json != second.json
+    assert first.json.exists()
+    assert latest(tmp_path) == second.h5
+
+
+def test_alarms_are_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = TelemetryLog(tmp_path, ("GPU-a",), origin_s=0.0, started=STARTED)
+    log.add_shard(shard(0, [batch(float(i)) for i in range(40)]))
+    idle = SampleTable.of([DeviceSample(float(i), "GPU-a", 20.0, None, None, None) for i in range(40)])
+    log.finish(idle, HostTable.of([]), (), n_reads=1, wall_s=40.0)
+    assert "gpu utilisation of GPU-a below 50 %" in caplog.text
+
+
+@pytest.mark.parametrize("content", [b"", b"not hdf5 at all"])
+def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "telemetry_x.h5"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=r"telemetry_x\.h5"):
+        read_telemetry(path)
+
+
+def test_no_telemetry_is_said(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no telemetry"):
+        open_frame(tmp_path)
+
+
+def test_a_foreign_hdf5_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "other.h5"
+    with h5py.File(path, "w") as file:
+        file["x"] = [1]
+    with pytest.raises(InputError, match="not a readable telemetry file"):
+        read_telemetry(path)
+
+
+def test_six_million_reads_stay_small(tmp_path: Path) -> None:
+    """A run of 6 M reads launches about 30,000 batches; ten hours of two devices are 144,000 samples."""
+    log = TelemetryLog(tmp_path, DEVICES, origin_s=0.0, started=STARTED, window_s=60.0)
+    dice = np.random.default_rng(0)
+    waits, tokens = dice.exponential(0.5, 30_000), dice.integers(15_000, 16_384, 30_000)
+    log.add_shard(
+        shard(0, [batch(1.2 * i, index=i, tokens=int(tokens[i]), wait_ms=float(waits[i])) for i in range(30_000)])
+    )
+    levels = dice.integers(80, 100, 144_000)
+    table = SampleTable.of(
+        [DeviceSample(i // 2 * 0.5, DEVICES[i % 2], float(levels[i]), 9 << 30, 650.0, 70.0) for i in range(144_000)]
+    )
+    files = log.finish(table, HostTable.of([]), (), n_reads=6_000_000, wall_s=36_000.0)
+    assert files.json.stat().st_size < 16_000_000
+    assert files.h5.stat().st_size < 8_000_000
+    body = json.loads(files.json.read_text(encoding="utf-8"))
+    assert body["batches"] == 30_000
+    assert body["per_batch_metrics_every"] == 2
+    assert len(body["per_batch_metrics"]) <= module.JSON_BATCHES
+    assert len(open_frame(files.h5)) == 30_000

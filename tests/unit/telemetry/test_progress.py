@@ -1,0 +1,147 @@
+"""Live totals and what people see of them, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from virnuc_core.telemetry.monitor import RunMonitor
+from virnuc_core.telemetry.progress import InferenceProgressReporter, ProgressSnapshot
+from virnuc_core.telemetry.sampler import DeviceReading, Sampler
+from virnuc_core.telemetry.tables import HostSample
+
+from .measurements import batch, shard
+
+DEVICES = ("GPU-a", "GPU-b")
+
+
+class Clock:
+    """A clock moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Nvml:
+    def read(self, device: str) -> DeviceReading:
+        return DeviceReading({"GPU-a": 90.0, "GPU-b": 70.0}[device], 1 << 30)
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def monitor(clock: Clock) -> RunMonitor:
+    sampler = Sampler(DEVICES, provider=Nvml(), host=lambda s: HostSample(s, None, None, None, None))
+    sampler.sample_once()
+    return RunMonitor(DEVICES, sampler, now=clock)
+
+
+def plain_console() -> Console:
+    return Console(file=io.StringIO(), force_terminal=False, width=300)
+
+
+def test_totals_by_device_and_together(monitor: RunMonitor, clock: Clock) -> None:
+    monitor.add_shard(shard(0, [batch(0), batch(1, tokens=500)]))
+    monitor.add_shard(shard(1, [batch(0, device="GPU-b")], device="GPU-b"))
+    clock.now = 10.0
+    assert monitor.progress("GPU-a").tokens_per_s == pytest.approx(140)
+    assert monitor.progress("GPU-a").packing_efficiency == pytest.approx(0.7)
+    total = monitor.total()
+    assert (total.rows, total.tokens) == (30, 2300)
+    assert total.gpu_util == 80.0
+    assert monitor.get_throughput()["sequences_per_sec"] == pytest.approx(3.0)
+    assert monitor.get_dataloader_statistics()["avg_packing_efficiency"] == pytest.approx(2300 / 3000)
+    assert monitor.get_statistics()["GPU-b"]["gpu_util_avg"] == 70.0
+
+
+def test_before_anything_is_done_nothing_is_known() -> None:
+    monitor = RunMonitor(("cpu-core-0",), now=Clock())
+    assert monitor.total().tokens_per_s is None
+    assert monitor.total().packing_efficiency is None
+    assert monitor.get_statistics() == {}
+    assert monitor.get_dataloader_statistics()["pct_starved"] is None
+
+
+def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonitor, clock: Clock) -> None:
+    lines: list[str] = []
+    with InferenceProgressReporter(
+        100, monitor, console=plain_console(), plain=lines.append, plain_every_s=10, now=clock
+    ) as progress:
+        for second in range(1, 26):
+            clock.now = float(second)
+            monitor.add_shard(shard(second, [batch(second)]))
+            progress.update(second)
+    assert len(lines) == 3, "at 10 s, at 20 s, and at the end"
+    assert re.search(r"10 of 100 reads \(10\.0 %\)", lines[0])
+    assert "ETA 01:30" in lines[0]
+    assert all(re.search(r"gpu.*util", line) for line in lines)
+    assert all(re.search(r"packing.*efficiency 90\.0 %", line) for line in lines)
+
+
+def test_without_a_gpu_the_line_says_so(clock: Clock) -> None:
+    console = plain_console()
+    with InferenceProgressReporter(10, RunMonitor(("cpu-core-0",), now=clock), console=console, now=clock):
+        pass
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "gpu util n/a" in text
+    assert text.count("\n") == 1
+
+
+def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(monitor: RunMonitor, clock: Clock) -> None:
+    console = Console(file=io.StringIO(), force_terminal=True, width=160, legacy_windows=False)
+    with InferenceProgressReporter(100, monitor, console=console, now=clock) as progress:
+        clock.now = 5.0
+        monitor.add_shard(shard(0, [batch(0)]))
+        progress.update(50)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    last = text.strip().splitlines()[-3:]
+    assert [line.split()[0] for line in last] == ["GPU-a", "GPU-b", "Embedding"]
+    assert "50%" in last[2]
+    assert "180 tok/s" in last[0]
+    assert "90 % GPU" in last[0]
+    assert "70 % GPU" in last[1]
+    assert "90.0 % pack" in last[0]
+
+
+def test_the_callback_is_throttled_and_gets_the_end(monitor: RunMonitor, clock: Clock) -> None:
+    seen: list[ProgressSnapshot] = []
+    with InferenceProgressReporter(
+        40,
+        monitor,
+        console=plain_console(),
+        plain=lambda _: None,
+        on_progress=seen.append,
+        callback_every_s=5,
+        now=clock,
+    ) as progress:
+        for tick in range(1, 41):
+            clock.now = tick / 2
+            progress.update(tick)
+    assert [snapshot.done for snapshot in seen] == [10, 20, 30, 40, 40]
+    assert seen[-1].percent == 100.0
+    assert seen[-1].eta_s == 0.0
+
+
+def test_what_an_earlier_run_did_does_not_make_this_one_faster(monitor: RunMonitor, clock: Clock) -> None:
+    with InferenceProgressReporter(
+        100, monitor, already_done=80, console=plain_console(), plain=lambda _: None, now=clock
+    ) as progress:
+        assert progress.snapshot().eta_s is None
+        clock.now = 10.0
+        progress.update(90)
+        assert progress.snapshot().eta_s == pytest.approx(10.0)
+
+
+def test_a_run_of_nothing_is_done(clock: Clock) -> None:
+    reporter = InferenceProgressReporter(0, RunMonitor((), now=clock), console=plain_console(), now=clock)
+    assert reporter.snapshot().percent == 100.0
+    assert reporter.snapshot().eta_s == 0.0

@@ -1,0 +1,200 @@
+"""The sampler against a stand-in for NVML: every device, every interval, and never a number that was not read."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import threading
+import time
+
+import pytest
+
+from virnuc_core.telemetry import sampler as module
+from virnuc_core.telemetry.sampler import DeviceReading, HostProbe, Sampler, open_nvml
+from virnuc_core.telemetry.tables import HostSample
+
+DEVICES = ("GPU-aaaa", "GPU-bbbb")
+
+
+class FakeNvml:
+    """Answers from a table; a device that is not in it fails like a driver does."""
+
+    def __init__(self, **readings: DeviceReading) -> None:
+        self.readings = {name.replace("_", "-"): reading for name, reading in readings.items()}
+        self.asked: list[str] = []
+
+    def read(self, device: str) -> DeviceReading:
+        self.asked.append(device)
+        return self.readings[device]
+
+
+def quiet_host(time_s: float) -> HostSample:
+    return HostSample(time_s, 10.0, 100, None, None)
+
+
+def test_each_device_is_read_by_its_own_name() -> None:
+    nvml = FakeNvml(GPU_aaaa=DeviceReading(97.0, 5, 300.0, 61.0), GPU_bbbb=DeviceReading(12.0, 7, 90.0, 40.0))
+    sampler = Sampler(DEVICES, provider=nvml, host=quiet_host, clock=lambda: 3.0)
+    sampler.sample_once()
+    table = sampler.samples()
+    assert table.of_device("GPU-aaaa").utilisation.tolist() == [97.0]
+    assert table.of_device("GPU-bbbb").utilisation.tolist() == [12.0]
+    assert table.time_s.tolist() == [3.0, 3.0]
+    assert sampler.host_samples().time_s.tolist() == [3.0], "the host is read on the same clock"
+
+
+def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
+    nvml = FakeNvml(GPU_aaaa=DeviceReading(50.0))
+    before = threading.active_count()
+    began = time.monotonic()
+    with Sampler(DEVICES[:1], interval_s=0.01, provider=nvml, host=quiet_host) as sampler:
+        time.sleep(0.12)
+    taken = len(sampler.samples())
+    assert 3 <= taken <= (time.monotonic() - began) / 0.01 + 2, "at most one an interval, and the last"
+    assert threading.active_count() == before
+    time.sleep(0.03)
+    assert len(sampler.samples()) == taken
+
+
+def test_a_short_run_has_a_sample() -> None:
+    with Sampler(DEVICES[:1], interval_s=60, provider=FakeNvml(GPU_aaaa=DeviceReading(50.0)), host=quiet_host) as s:
+        pass
+    assert len(s.samples()) >= 1
+
+
+def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = Sampler(DEVICES, provider=FakeNvml(GPU_aaaa=DeviceReading(80.0)), host=quiet_host)
+    with caplog.at_level(logging.WARNING):
+        sampler.sample_once()
+        sampler.sample_once()
+    assert sampler.failed_readings == 2
+    assert sampler.latest("GPU-aaaa").utilisation == 80.0
+    assert sampler.latest("GPU-bbbb").utilisation is None
+    assert ["GPU-bbbb" in record.message for record in caplog.records] == [True], "said once, not each time"
+
+
+def test_without_nvml_the_host_is_sampled_and_utilisation_is_not_there() -> None:
+    sampler = Sampler(("cpu-core-0", "cpu-core-1"))
+    assert not sampler.sees_devices
+    sampler.sample_once()
+    assert len(sampler.samples()) == 0
+    host = sampler.host_samples()
+    assert host.rss_bytes[0] > 1_000_000
+    assert 0 <= host.cpu_percent[0] <= 100
+    assert sampler.latest("cpu-core-0") is None
+
+
+def test_a_gpu_asked_for_where_there_is_no_driver_is_said_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import nvitop
+
+    def no_driver(_: object) -> None:
+        raise nvitop.NVMLError(nvitop.libnvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(module.NvmlProvider, "__init__", no_driver_init(no_driver))
+    with caplog.at_level(logging.WARNING):
+        assert open_nvml(["GPU-aaaa"]) is None
+    assert "utilisation is not measured" in caplog.text
+
+
+def no_driver_init(fail):  # type: ignore[no-untyped-def]
+    return lambda self, uuids: fail(uuids)
+
+
+def test_no_gpu_no_word() -> None:
+    assert open_nvml(["cpu-core-0"]) is None
+
+
+def test_nvitop_says_not_available_as_a_text_and_that_is_unknown() -> None:
+    import nvitop
+
+    assert module._number(nvitop.NA) is None
+    assert module._number(93) == 93.0
+
+
+def test_the_provider_asks_nvitop_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nvitop
+
+    class FakeDevice:
+        def __init__(self, uuid: str) -> None:
+            self.uuid = uuid
+
+        @staticmethod
+        def count() -> int:
+            return 2
+
+        def gpu_utilization(self) -> int:
+            return {"GPU-aaaa": 11, "GPU-bbbb": 88}[self.uuid]
+
+        def memory_used(self) -> int:
+            return 1 << 30
+
+        def power_usage(self) -> int:
+            return 345_000
+
+        def temperature(self) -> str:
+            return nvitop.NA
+
+    monkeypatch.setattr(nvitop, "Device", FakeDevice)
+    provider = open_nvml(DEVICES)
+    assert provider is not None
+    assert provider.read("GPU-bbbb") == DeviceReading(88.0, 1 << 30, 345.0, None)
+    assert provider.read("GPU-aaaa").utilisation == 11.0
+
+
+def test_memory_of_children_is_counted() -> None:
+    import subprocess
+    import sys
+
+    alone = HostProbe().read(0.0).rss_bytes
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; data = bytearray(60_000_000); print(len(data), flush=True); input()"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert child.stdout is not None
+        child.stdout.readline()
+        both = HostProbe().read(0.0).rss_bytes
+    finally:
+        child.communicate(b"\n")
+    assert alone is not None
+    assert both is not None
+    assert both > alone + 50_000_000
+
+
+def test_an_interval_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="above 0"):
+        Sampler((), interval_s=0)
+
+
+def test_it_starts_once() -> None:
+    with Sampler((), interval_s=5, host=quiet_host) as sampler, pytest.raises(RuntimeError, match="already"):
+        sampler.start()
+
+
+@pytest.mark.gpu
+def test_known_load_is_seen_on_a_real_gpu() -> None:
+    if importlib.util.find_spec("torch") is None:
+        pytest.skip("torch is not here")
+    import nvitop
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    uuid = nvitop.Device.cuda.all()[0].uuid()
+    side = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
+    with Sampler((uuid,), interval_s=0.1) as idle:
+        torch.cuda.synchronize()
+        time.sleep(2.0)
+    with Sampler((uuid,), interval_s=0.1) as busy:
+        end = time.monotonic() + 4.0
+        while time.monotonic() < end:
+            for _ in range(20):
+                side @ side
+            torch.cuda.synchronize()
+    quiet, loaded = idle.samples().utilisation[5:], busy.samples().utilisation[15:]
+    assert quiet.mean() < 30
+    assert loaded.mean() > 90
+    assert busy.samples().power_w[15:].mean() > idle.samples().power_w[5:].mean()

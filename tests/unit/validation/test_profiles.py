@@ -1,0 +1,95 @@
+"""The profiles that come with virnuc: their thresholds are the ones agreed on, and a typing error is no default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.config import Profile, load_profile, profile_names
+from virnuc_core.errors import ConfigError
+
+
+def test_the_shipped_profiles() -> None:
+    assert profile_names() == [
+        "ci-smoke",
+        "h200-1m",
+        "phase10-1m",
+        "phase6-scaling",
+        "phase6-stages",
+        "production-6m",
+    ]
+
+
+@pytest.mark.parametrize("name", profile_names())
+def test_each_is_named_as_its_file(name: str) -> None:
+    assert load_profile(name).name == name
+
+
+def line(profile: Profile, field: str) -> tuple[str, float] | None:
+    target = getattr(profile.targets, field)
+    return None if target is None else (target.op, target.value)
+
+
+def test_phase10_is_strict() -> None:
+    profile = load_profile("phase10-1m")
+    assert line(profile, "one_device_seconds") == ("<", 3600)
+    assert line(profile, "two_device_seconds") == ("<", 1800)
+    assert line(profile, "scaling") == (">=", 1.9)
+    assert line(profile, "speedup") == (">=", 4.0)
+    assert line(profile, "consensus_agreement") == (">=", 99)
+    assert line(profile, "gpu_utilisation") == (">", 80)
+    assert line(profile, "packing_efficiency") == (">", 90)
+    assert profile.time_limit_s == 3600
+    assert profile.device_names == ("RTX 4090",)
+    assert (profile.baseline.recorded_seconds, profile.baseline.recorded_devices) == (12_600, 2)
+
+
+def test_production_is_ten_hours_for_six_million() -> None:
+    profile = load_profile("production-6m")
+    assert profile.target_reads == profile.projection_reads == 6_000_000
+    assert line(profile, "two_device_seconds") == ("<", 36_000)
+    assert line(profile, "gpu_utilisation") == (">=", 70)
+    assert line(profile, "packing_efficiency") == (">=", 90)
+    assert line(profile, "starved_share") == ("<", 10)
+    assert line(profile, "checkpoint_overhead") == ("<=", 10)
+    assert line(profile, "device_time_spread") == ("<=", 10)
+
+
+def test_phase6_bands() -> None:
+    assert load_profile("phase6-scaling").scaling_bands == {"2": (1.6, 2.0), "4": (3.0, 4.0), "8": (6.0, 8.0)}
+    assert load_profile("phase6-stages").sample_s == 0.5
+
+
+def test_the_smoke_profile_asks_for_agreement_only() -> None:
+    asked = load_profile("ci-smoke").targets.model_dump(exclude_none=True)
+    assert list(asked) == ["consensus_agreement"]
+
+
+def test_a_file_of_ones_own(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(
+        'name = "mine"\ntitle = "Mine"\n[targets]\nspeedup = { op = ">=", value = 2.0 }\n', encoding="utf-8"
+    )
+    assert line(load_profile(str(path)), "speedup") == (">=", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('name = "x"\ntitle = "x"\n[targets]\nspeed_up = 3\n', r"targets\.speed_up"),
+        ('name = "x"\ntitle = "x"\n[targets]\nspeedup = { op = "=>", value = 2.0 }\n', r"targets\.speedup\.op"),
+        ('name = "x"\n', "title"),
+        ("name = ", "not valid TOML"),
+    ],
+)
+def test_a_typing_error_is_named(tmp_path: Path, text: str, words: str) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        load_profile(str(path))
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="ci-smoke"):
+        load_profile("rtx9090")

@@ -1,0 +1,428 @@
+"""The report as data: every figure typed, frozen, and with the raw file it comes from.
+
+Numbers that were not measured are `None`; nothing is zero, passed or agreed for want of data.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from virnuc_core.config import Profile, Target
+
+SCHEMA_VERSION = 1
+
+Verdict = Literal["pass", "fail", "projected", "not run"]
+
+
+class Record(BaseModel):
+    """Base of all report records: frozen, no unknown keys, no NaN or infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class DeviceInfo(Record):
+    """One device of a run."""
+
+    id: str
+    name: str
+    kind: Literal["cuda", "cpu"]
+
+
+# --- comparison of two results ---------------------------------------------------------------------------------------
+
+
+class ScoreDifference(Record):
+    """Absolute differences of a score over the ids both sides have."""
+
+    n: int
+    mean: float
+    median: float
+    p99: float
+    max: float
+    tolerance: float
+    share_within_tolerance: float  # 0 to 1
+    allclose: bool  # both scores, rtol = atol = 1e-3
+
+
+class LabelAgreement(Record):
+    """Labels of two results joined by id. Ids of one side only count as disagreements."""
+
+    in_both: int
+    only_in_a: int
+    only_in_b: int
+    agreeing: int
+    agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
+    score: ScoreDifference | None  # None when a side has no scores, or no id is in both
+    examples: tuple[str, ...]  # a few ids that disagree, with what each side says
+
+    @property
+    def total(self) -> int:
+        """Ids of either side."""
+        return self.in_both + self.only_in_a + self.only_in_b
+
+
+class CosineStats(Record):
+    """Cosine of pooled embeddings, row by row."""
+
+    part: str  # "joined", "DNABERT-S" or "ESM-2"
+    n: int
+    minimum: float
+    p1: float
+    mean: float
+
+
+class BitwiseEquality(Record):
+    """Whether two run directories hold the same bytes."""
+
+    identical: bool  # true only when something was compared and nothing differs
+    files_compared: int
+    shards_compared: int
+    differing: tuple[str, ...]  # a few names of what differs, or why nothing could be compared
+
+
+class Comparison(Record):
+    """One result held against another."""
+
+    a: str
+    b: str
+    tolerance: float
+    subset_reads: int | None = None  # side a covers this many reads only; b was cut to them
+    frames: LabelAgreement | None = None
+    consensus: LabelAgreement | None = None
+    cosines: tuple[CosineStats, ...] = ()
+    bitwise: BitwiseEquality | None = None
+
+
+class ComparisonFile(Record):
+    """`comparison.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    comparisons: tuple[Comparison, ...]
+
+
+# --- figures of a run ------------------------------------------------------------------------------------------------
+
+
+class StageFigure(Record):
+    """One of the nine stages."""
+
+    name: str
+    seconds: float | None
+    share: float | None  # of the total, 0 to 1
+    status: Literal["measured", "fused", "not measured"]
+
+
+class UtilisationFigure(Record):
+    """One device's utilisation while an encoder ran: from its first batch launched to its last finished."""
+
+    device: str
+    esm2_percent: float | None
+    esm2_samples: int
+    dnabert_s_percent: float | None
+    dnabert_s_samples: int
+    embedding_percent: float | None
+    embedding_min_percent: float | None
+    embedding_max_percent: float | None
+    embedding_samples: int
+    memory_mean_bytes: float | None
+    memory_peak_bytes: float | None
+    power_mean_w: float | None
+    temperature_max_c: float | None
+    energy_kwh: float | None
+
+
+class EncoderFigure(Record):
+    """One encoder's batches added up."""
+
+    encoder: Literal["dnabert_s", "esm2"]
+    batches: int
+    rows: int
+    tokens: int
+    slots: int
+    packing_efficiency: float | None  # 0 to 1
+    tokens_per_s: float | None  # over the span from first launch to last finish
+    device_s: float | None
+    mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
+    mfu_of_datasheet: float | None
+
+
+class QueueFigure(Record):
+    """Waits of the launch loop and queue states."""
+
+    mean_wait_ms: float
+    p95_wait_ms: float
+    max_wait_ms: float
+    full: float  # shares, 0 to 1
+    normal: float
+    starved: float
+    waiting_over_1ms: float
+
+
+class BusyFigure(Record):
+    """What one device did."""
+
+    device: str
+    shards: int
+    busy_s: float
+    commit_s: float
+
+
+class TelemetryFigure(Record):
+    """What the telemetry file of a run says."""
+
+    file: str
+    batches: int
+    tokens: int
+    slots: int
+    packing_efficiency: float | None
+    min_packing_efficiency: float | None
+    batches_below_80: int
+    tokens_per_s: float | None
+    steady_tokens_per_s: float | None
+    embedding_s: float | None
+    encoders: tuple[EncoderFigure, ...]
+    queue: QueueFigure | None
+    devices: tuple[UtilisationFigure, ...]
+    busy: tuple[BusyFigure, ...]
+    device_time_spread: float | None
+    cpu_percent_mean: float | None
+    rss_peak_bytes: float | None
+    energy_kwh: float | None  # all devices
+    windows: int
+    windows_without_batch: int
+    alarms: tuple[str, ...]
+
+
+class RunFigure(Record):
+    """One run of the validation: one device, or N."""
+
+    name: str
+    devices: tuple[DeviceInfo, ...]
+    label: str  # "2x RTX 4090"
+    total_s: float | None
+    wall_s: float | None
+    staging_s: float | None
+    stages: tuple[StageFigure, ...]
+    n_reads: int | None
+    n_chunks: int | None
+    n_rows: int | None
+    n_uniques: int | None
+    fates: dict[str, int]
+    resumed: bool
+    stopped_at_limit: bool
+    shards_computed: int | None
+    shards_reused: int | None
+    restarts: int | None
+    precision: str | None
+    attention: str | None
+    warnings: tuple[str, ...]
+    missing_files: tuple[str, ...]
+    telemetry: TelemetryFigure | None
+    reads_per_s: float | None
+    hours_projected: float | None  # for the profile's projection_reads; a projection, never a measurement
+    device_hours_per_million: float | None
+    kwh_per_million: float | None
+    price_per_million: float | None
+
+
+class BaselineFigure(Record):
+    """What the run is compared with, and how its time is known."""
+
+    name: str
+    label: str
+    devices: int | None
+    models: tuple[str, ...]  # distinct names of its devices
+    source: Literal["measured", "scaled", "recorded"]
+    seconds: float | None
+    measured_s: float | None
+    subset_reads: int | None
+    subset_tokens: int | None
+    total_tokens: int | None
+    stages: tuple[StageFigure, ...]
+    problem: str | None = None  # why it cannot be used
+
+
+class ScalingFigure(Record):
+    """One device against N on the same work."""
+
+    num_gpus: int
+    time_seconds: float
+    speedup: float
+    efficiency: float  # speedup / num_gpus
+    esm2_scaling: float | None
+    dnabert_scaling: float | None
+    super_linear: bool
+
+
+# --- verdicts --------------------------------------------------------------------------------------------------------
+
+
+class Criterion(Record):
+    """One verdict with everything it stands on."""
+
+    id: str
+    perf_id: str
+    title: str
+    definition: str
+    unit: Literal["s", "x", "%", ""]
+    value: float | None
+    target: Target | None
+    verdict: Verdict
+    reason: str  # empty only for a plain pass or fail
+    samples: int | None
+    samples_of: str
+    device: str
+    profile_line: str
+    raw: tuple[str, ...]
+
+
+class Bottleneck(Record):
+    """Where the time goes, by class."""
+
+    kind: Literal["loader", "packing", "GPU compute", "commit I/O", "CPU stage", "unknown"]
+    expected: bool  # expected: the encoders doing their work well; else something can be done
+    stage: str | None
+    share: float | None
+    detail: str
+    advice: str
+
+
+class StageFinding(Record):
+    """A stage that the rules point at: over 30 % of the time, or a GPU stage under 80 % utilisation."""
+
+    stage: str
+    share: float
+    utilisation: float | None
+    expected: bool
+    advice: str
+
+
+class RegressionMetric(Record):
+    """One metric against the last comparable run."""
+
+    name: str
+    unit: str
+    higher_is_better: bool
+    before: float | None
+    now: float | None
+    change: float | None  # (now - before) / before
+    verdict: Verdict
+
+
+class Regression(Record):
+    """This run against the last one of the same profile, devices, reads and weights."""
+
+    verdict: Verdict
+    reason: str
+    against_commit: str | None
+    against_created: str | None
+    stale: bool
+    metrics: tuple[RegressionMetric, ...]
+
+
+class HistoryPoint(Record):
+    """An earlier comparable run."""
+
+    created: str
+    commit: str
+    total_s: float | None
+    tokens_per_s: float | None
+
+
+# --- series for the charts -------------------------------------------------------------------------------------------
+
+
+class Line(Record):
+    """One line of a chart."""
+
+    label: str
+    x: tuple[float, ...]
+    y: tuple[float | None, ...]
+
+
+class Histogram(Record):
+    """Counts between edges."""
+
+    edges: tuple[float, ...]
+    counts: tuple[int, ...]
+
+
+class Bar(Record):
+    """One bar of the Gantt chart, in seconds since the run's start."""
+
+    label: str
+    start_s: float
+    end_s: float
+
+
+class Charts(Record):
+    """What the charts show, thinned so that the report stays small."""
+
+    utilisation: tuple[Line, ...]
+    cpu: Line | None
+    gantt: tuple[Bar, ...]
+    read_lengths: Histogram | None
+    scores: Histogram | None
+    throughput: Line | None
+
+
+class RawFile(Record):
+    """A file the report was made from."""
+
+    path: str
+    bytes: int
+    sha256: str
+
+
+class Provenance(Record):
+    """What made the figures."""
+
+    created: str
+    virnuc_version: str | None
+    git_commit: str | None
+    model_length: int | None
+    fingerprints: dict[str, str]
+    seeds: dict[str, int]
+    versions: dict[str, str]
+    settings: dict[str, str]
+
+
+class Report(Record):
+    """Everything the report says; every form of it is rendered from this alone."""
+
+    schema_version: int = SCHEMA_VERSION
+    profile: Profile
+    provenance: Provenance
+    run: RunFigure | None  # the run with most devices: the one judged
+    single: RunFigure | None  # the one-device run
+    runs: tuple[RunFigure, ...]
+    baseline: BaselineFigure | None
+    scaling: tuple[ScalingFigure, ...]
+    scaling_criteria: tuple[Criterion, ...]  # one for each of `scaling`
+    comparisons: tuple[Comparison, ...]
+    criteria: tuple[Criterion, ...]  # the seven
+    checks: tuple[Criterion, ...]  # further targets of the profile
+    bottleneck: Bottleneck
+    findings: tuple[StageFinding, ...]
+    regression: Regression | None
+    history: tuple[HistoryPoint, ...]
+    charts: Charts
+    notes: tuple[str, ...]
+    evidence: tuple[RawFile, ...]
+
+    @property
+    def met(self) -> int:
+        """Criteria that passed."""
+        return sum(criterion.verdict == "pass" for criterion in self.criteria)
+
+    @property
+    def all_met(self) -> bool:
+        """Whether every criterion passed; never true of no criteria."""
+        return bool(self.criteria) and self.met == len(self.criteria)
+
+    @property
+    def failed(self) -> tuple[Criterion, ...]:
+        """Criteria and checks that were measured and missed."""
+        return tuple(c for c in (*self.criteria, *self.checks) if c.verdict == "fail")
