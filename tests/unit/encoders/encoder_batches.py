@@ -1,0 +1,50 @@
+"""Random sequences, and batches packed by hand: nothing of the engine is needed here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from virnuc_core.encoders.packed import PackedBatch, Tokenizer
+
+AMINO_ACIDS = b"ACDEFGHIKLMNPQRSTVWY"
+
+
+def proteins(lengths: Sequence[int], seed: int = 0) -> list[bytes]:
+    """Random proteins of the given lengths."""
+    return _letters(AMINO_ACIDS, lengths, seed)
+
+
+def dnas(lengths: Sequence[int], seed: int = 0) -> list[bytes]:
+    """Random DNA of the given lengths."""
+    return _letters(b"ACGT", lengths, seed)
+
+
+def _letters(alphabet: bytes, lengths: Sequence[int], seed: int) -> list[bytes]:
+    rng = np.random.default_rng(seed)
+    letters = np.frombuffer(alphabet, dtype=np.uint8)
+    return [rng.choice(letters, size=n).tobytes() for n in lengths]
+
+
+def packed(
+    tokenizer: Tokenizer,
+    sequences: list[bytes],
+    *,
+    slots: int | None = None,
+    capacity: int | None = None,
+    max_seqlen: int | None = None,
+) -> PackedBatch:
+    """All sequences in one batch, in the order given."""
+    tokens, offsets = tokenizer.encode(sequences)
+    total = int(offsets[-1])
+    slots, capacity = slots or total, capacity or len(sequences)
+    assert slots >= total
+    assert capacity >= len(sequences)
+    filled = torch.full((slots,), tokenizer.pad_id, dtype=torch.int64)
+    filled[:total] = tokens
+    bounds = torch.full((capacity + 1,), total, dtype=torch.int32)
+    bounds[: len(offsets)] = offsets
+    longest = max_seqlen or int(torch.diff(offsets).max())
+    return PackedBatch(filled, bounds, len(sequences), longest, total)

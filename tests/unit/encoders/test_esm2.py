@@ -1,0 +1,148 @@
+"""ESM-2 over packed tokens against fair-esm's own class, row by row."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from virnuc_core.encoders.esm2 import Esm2, place_esm2
+from virnuc_core.encoders.layouts import esm2_tensors
+from virnuc_core.encoders.load import load_esm2
+from virnuc_core.encoders.shapes import Esm2Shape
+from virnuc_core.encoders.store import DictSource
+from virnuc_core.encoders.tokenize import Esm2Tokenizer
+
+from .encoder_batches import packed, proteins
+
+CPU = torch.device("cpu")
+SHAPE = Esm2Shape(layers=3, width=64, heads=4, ffn_width=256)
+
+
+@cache
+def oracle() -> Any:
+    """fair-esm's ESM2 with random weights, every bias and norm away from its start."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from esm.model.esm2 import ESM2
+
+    torch.manual_seed(3)
+    model = ESM2(num_layers=SHAPE.layers, embed_dim=SHAPE.width, attention_heads=SHAPE.heads, alphabet="ESM-1b")
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                weight.add_(0.1 * torch.randn_like(weight))
+    return model.eval()
+
+
+@cache
+def ours() -> Esm2:
+    """The same weights in our module."""
+    tensors = esm2_tensors(DictSource("oracle", oracle().state_dict()), SHAPE)
+    weights = place_esm2(tensors, SHAPE, "fp32", CPU)
+    return Esm2(SHAPE, weights, precision="fp32", attention="reference", compile=False)
+
+
+def one_by_one(sequence: bytes) -> torch.Tensor:
+    """The oracle's embedding: mean over the first 1,024 residues of the last layer."""
+    tokens, _ = Esm2Tokenizer().encode([sequence])
+    with torch.no_grad():
+        hidden = oracle()(tokens[None], repr_layers=[SHAPE.layers])["representations"][SHAPE.layers]
+    return hidden[0, 1 : min(1024, len(sequence)) + 1].mean(0)
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[1], [50], [1022], [1, 1022, 2, 166, 33, 50, 50, 7, 1], list(range(1, 40))],
+    ids=["one residue", "one row", "one long row", "mixed", "ascending"],
+)
+@pytest.mark.parametrize("tail", [0, 1, 100])
+def test_packed_rows_equal_fair_esm(lengths: list[int], tail: int) -> None:
+    rows = proteins(lengths)
+    slots = sum(lengths) + 2 * len(lengths) + tail
+    batch = packed(Esm2Tokenizer(), rows, slots=slots, capacity=len(rows) + tail)
+    got = ours().embed(batch)
+    expected = torch.stack([one_by_one(row) for row in rows])
+    assert got.dtype == torch.float32
+    assert got.shape == (len(rows) + tail, SHAPE.width)
+    torch.testing.assert_close(got[: len(rows)], expected, atol=1e-5, rtol=0)  # float32 noise of the oracle itself
+    assert torch.equal(got[len(rows) :], torch.zeros(tail, SHAPE.width))
+
+
+def test_a_thousand_rows_equal_fair_esm() -> None:
+    rows = proteins([5 + i % 60 for i in range(1000)])
+    got = ours().embed(packed(Esm2Tokenizer(), rows))
+    for i in range(0, 1000, 37):
+        torch.testing.assert_close(got[i], one_by_one(rows[i]), atol=1e-5, rtol=0)
+
+
+def test_the_mean_stops_at_1024_residues_but_attention_does_not() -> None:
+    long = proteins([1500])[0]
+    got = ours().embed(packed(Esm2Tokenizer(), [long, b"MKV"], slots=2000))
+    torch.testing.assert_close(got[0], one_by_one(long), atol=1e-5, rtol=0)
+    cut = ours().embed(packed(Esm2Tokenizer(), [long[:1024]]))
+    assert (got[0] - cut[0]).abs().max() > 1e-3
+
+
+def test_unusual_residues_equal_fair_esm() -> None:
+    row = b"XBZUO-.JM*"
+    torch.testing.assert_close(ours().embed(packed(Esm2Tokenizer(), [row]))[0], one_by_one(row), atol=1e-5, rtol=0)
+
+
+def test_a_row_without_residues_is_zero_and_finite() -> None:
+    got = ours().embed(packed(Esm2Tokenizer(), [b"MKV", b"", b"LLL"]))
+    assert torch.equal(got[1], torch.zeros(SHAPE.width))
+    torch.testing.assert_close(got[2], one_by_one(b"LLL"), atol=1e-5, rtol=0)
+
+
+def test_position_128_is_the_same_number_wherever_the_row_lies() -> None:
+    row = proteins([300], seed=5)[0]
+    front = ours().hidden(packed(Esm2Tokenizer(), [row], slots=1000))
+    behind = ours().hidden(packed(Esm2Tokenizer(), [b"M" * 96, row], slots=1000))
+    assert torch.equal(front[129], behind[98 + 129])
+
+
+def test_what_stands_in_dead_slots_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = proteins([10, 20])
+    batch = packed(Esm2Tokenizer(), rows, slots=100, capacity=8)
+    clean = ours().embed(batch)
+    weights = ours().weights
+    poisoned_table = weights.embed.clone()
+    poisoned_table[31] = torch.nan  # a token that no residue has
+    poisoned = Esm2(
+        SHAPE, weights._replace(embed=poisoned_table), precision="fp32", attention="reference", compile=False
+    )
+    tokens = batch.tokens.clone()
+    tokens[batch.real_tokens :] = 31
+    got = poisoned.embed(replace(batch, tokens=tokens))
+    assert torch.equal(got, clean)
+
+
+def test_rotary_frequencies_are_the_saved_ones() -> None:
+    tensors = dict(oracle().state_dict())
+    for name in list(tensors):
+        if name.endswith("inv_freq"):
+            tensors[name] = tensors[name] * 2
+    weights = place_esm2(esm2_tensors(DictSource("doubled", tensors), SHAPE), SHAPE, "fp32", CPU)
+    assert torch.equal(weights.inv_freq, 2 * ours().weights.inv_freq)
+
+
+def test_half_precision_keeps_the_rotary_frequencies_in_float32() -> None:
+    tensors = esm2_tensors(DictSource("oracle", oracle().state_dict()), SHAPE)
+    weights = place_esm2(tensors, SHAPE, "fp16", CPU)
+    assert weights.layers[0].qkv.weight.dtype == torch.float16
+    assert weights.inv_freq.dtype == torch.float32
+    assert torch.equal(weights.inv_freq, ours().weights.inv_freq)
+
+
+def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
+    esm2 = load_esm2(models, CPU)
+    assert (esm2.attention, esm2.precision, esm2.compiled) == ("reference", "fp32", False)
+    assert (esm2.width, esm2.pad_id) == (64, 1)
+    # two layers: 12 width² weights each, two operations a weight, and 4 · 52 · width for scores and mixing
+    assert esm2.flops_per_token(52) == 2 * (2 * 12 * 64**2 + 4 * 52 * 64)

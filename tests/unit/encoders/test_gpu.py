@@ -1,0 +1,290 @@
+"""What only a GPU can show: kernels and backends beside the reference, precision at real size, equality bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
+from virnuc_core.encoders.esm2 import Esm2, place_esm2
+from virnuc_core.encoders.graphs import Graphed
+from virnuc_core.encoders.load import load_dnabert_s, load_esm2
+from virnuc_core.encoders.packed import Encoder, PackedBatch
+from virnuc_core.encoders.precision import Resolved
+from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.tuning import Tuning
+from virnuc_core.encoders.weights import RandomTensors
+from virnuc_core.errors import ConfigError
+
+from .encoder_batches import dnas, packed, proteins
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("default"),  # of torch and triton on whatever machine this is
+]
+
+GPU = torch.device("cuda", 0)
+CPU = torch.device("cpu")
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+WIDE = Esm2Shape(layers=2, width=2560, heads=40, ffn_width=10240)  # two layers of the 3B
+DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
+
+WAYS: dict[str, dict[str, Any]] = {
+    "eager reference": {"attention": "reference", "compile": False},
+    "eager varlen": {"attention": "varlen", "compile": False},
+    "eager fused": {"attention": "fused", "compile": False},
+    "compiled varlen": {"attention": "varlen", "compile": True},
+    "compiled fused": {"attention": "fused", "compile": True},
+    "kernels": {"attention": "fused", "compile": False, "tuning": Tuning(kernels=True)},
+    "kernels residual": {
+        "attention": "fused",
+        "compile": False,
+        "tuning": Tuning(kernels=True, residual_product=True),
+    },
+    "kernels residual gelu": {
+        "attention": "fused",
+        "compile": False,
+        "tuning": Tuning(kernels=True, residual_product=True, gelu_product=True),
+    },
+}
+THRESHOLD: dict[Resolved, float] = {"fp32": 0.9999999, "fp16": 0.99999, "bf16": 0.9995, "fp8": 0.99}
+
+
+def _combinations() -> Iterator[Any]:
+    for precision in THRESHOLD:
+        for way in WAYS:
+            if precision == "fp32" and ("varlen" in way or "gelu" in way):
+                continue
+            if precision == "fp8" and "residual" in way:
+                continue
+            marks = [] if precision != "fp8" or HAS_FP8 else [pytest.mark.skip("fp8 needs compute capability 9.0")]
+            yield pytest.param(precision, way, marks=marks, id=f"{precision} {way}")
+
+
+COMBINATIONS = tuple(_combinations())
+WITH_BIAS = tuple(one for one in COMBINATIONS if "varlen" not in str(one.id))
+
+
+def esm2(shape: Esm2Shape, precision: Resolved, way: str) -> Esm2:
+    torch.compiler.reset()
+    return Esm2(shape, esm2_weights(shape, precision), precision=precision, **WAYS[way])
+
+
+def dnabert(precision: Resolved, way: str) -> DnabertS:
+    torch.compiler.reset()
+    return DnabertS(DNA, dnabert_weights(precision), pad_id=3, precision=precision, **WAYS[way])
+
+
+@cache
+def esm2_weights(shape: Esm2Shape, precision: Resolved) -> Any:
+    return place_esm2(RandomTensors(shape), shape, precision, GPU)
+
+
+@cache
+def dnabert_weights(precision: Resolved) -> Any:
+    return place_dnabert(RandomTensors(DNA), DNA, precision, GPU)
+
+
+def protein_batch(order: list[int], *, slots: int = 4096, max_seqlen: int = 256) -> PackedBatch:
+    rows = proteins([3 + 5 * i % 165 for i in range(48)], seed=2)
+    return packed(Esm2Tokenizer(), [rows[i] for i in order], slots=slots, capacity=64, max_seqlen=max_seqlen).to(GPU)
+
+
+def dna_tokens(order: list[int]) -> PackedBatch:
+    """Rows of random token ids: the base model's vocabulary without its tokenizer."""
+    generator = torch.Generator().manual_seed(4)
+    rows = [torch.randint(5, 4096, (3 + 7 * i % 120,), generator=generator) for i in range(48)]
+    chosen = [rows[i] for i in order]
+    ends = torch.tensor([len(row) for row in chosen]).cumsum(0)
+    tokens = torch.full((4096,), 3)
+    tokens[: int(ends[-1])] = torch.cat(chosen)
+    bounds = torch.full((65,), int(ends[-1]), dtype=torch.int32)
+    bounds[0], bounds[1 : len(ends) + 1] = 0, ends
+    return PackedBatch(tokens, bounds, len(order), 128, int(ends[-1])).to(GPU)
+
+
+def cosine(got: Tensor, expected: Tensor) -> Tensor:
+    return torch.nn.functional.cosine_similarity(got.double().cpu(), expected.double().cpu(), dim=1)
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------
+
+KERNELS = (
+    [
+        (name, dtype)
+        for name in ("rotary_attention", "alibi_attention", "norm", "activation")
+        for dtype in ("float32", "float16", "bfloat16")
+    ]
+    + [
+        ("attention_bound", "float16"),
+        ("attention_bound", "bfloat16"),
+        ("compiled_call", "float16"),
+        ("stack", "float32"),
+    ]
+    + [(n, d) for n in ("quantised", "linear_gelu") for d in ("float16", "bfloat16")]
+)
+
+
+@pytest.mark.parametrize(("name", "dtype"), KERNELS)
+def test_kernel_equals_plain_torch(name: str, dtype: str) -> None:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if name in ("quantised", "linear_gelu") and not HAS_FP8:
+        pytest.skip("needs compute capability 9.0")
+    from .kernel_checks import CHECKS
+
+    CHECKS[name][0](GPU, getattr(torch, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_attention_of_the_real_head_sizes(dtype: torch.dtype) -> None:
+    from .kernel_checks import check_alibi_attention, check_rotary_attention
+
+    check_rotary_attention(GPU, dtype, heads=40, head_dim=64)
+    check_alibi_attention(GPU, dtype, heads=12, head_dim=64)
+
+
+# -- encoders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
+def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
+    order = list(range(40))
+    got = esm2(WIDE, precision, way).embed(protein_batch(order))
+    plain = esm2(WIDE, "fp32", "eager reference").embed(protein_batch(order))
+    each = cosine(got[:40], plain[:40])
+    print(f"esm2, two wide layers, {precision} {way}: min {each.min():.8f} mean {each.mean():.8f}")
+    assert each.min() >= THRESHOLD[precision]
+    assert torch.equal(got[40:], torch.zeros_like(got[40:]))
+
+
+@pytest.mark.parametrize(("precision", "way"), WITH_BIAS)
+def test_dnabert_s_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
+    order = list(range(40))
+    got = dnabert(precision, way).embed(dna_tokens(order))
+    plain = dnabert("fp32", "eager reference").embed(dna_tokens(order))
+    each = cosine(got[:40], plain[:40])
+    print(f"dnabert_s, two layers, {precision} {way}: min {each.min():.8f} mean {each.mean():.8f}")
+    assert each.min() >= THRESHOLD[precision]
+
+
+def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
+    rows, strands = proteins([1, 50, 166, 33]), dnas([3, 150, 500, 60])
+    batch = packed(Esm2Tokenizer(), rows, slots=512, capacity=8, max_seqlen=256)
+    dna_batch = packed(DnabertTokenizer(models), strands, slots=1024, capacity=8, max_seqlen=512)
+    for load, one in ((load_esm2, batch), (load_dnabert_s, dna_batch)):
+        on_gpu = load(models, GPU, "fp32", "auto", False).embed(one.to(GPU)).cpu()
+        torch.testing.assert_close(on_gpu, load(models, CPU).embed(one), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
+def test_a_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: str) -> None:
+    one = esm2(WIDE, precision, way)
+    _same_bits(one, protein_batch, list(range(48)))
+
+
+@pytest.mark.parametrize(("precision", "way"), WITH_BIAS)
+def test_a_dna_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: str) -> None:
+    _same_bits(dnabert(precision, way), dna_tokens, list(range(48)))
+
+
+def _same_bits(one: Encoder, batch: Any, order: list[int]) -> None:
+    whole = one.embed(batch(order))
+    shuffled = [order[i] for i in torch.randperm(48, generator=torch.Generator().manual_seed(9)).tolist()]
+    again = one.embed(batch(shuffled))
+    few = one.embed(batch(shuffled[:3]))
+    for place, row in enumerate(shuffled):
+        assert torch.equal(again[place], whole[row]), f"row {row} at place {place}"
+    for place, row in enumerate(shuffled[:3]):
+        assert torch.equal(few[place], whole[row])
+
+
+@pytest.mark.parametrize("way", [w for w in WAYS if "reference" not in w])
+def test_embedding_never_waits_for_the_device(way: str) -> None:
+    one = esm2(WIDE, "fp16", way)
+    batch = protein_batch(list(range(30)))
+    one.embed(batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        one.embed(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("way", ["eager fused", "compiled varlen", "kernels residual"])
+def test_a_recorded_graph_gives_the_same_bits(way: str) -> None:
+    one = esm2(WIDE, "fp16", way)
+    graphed = Graphed(one, GPU)
+    for order in (list(range(30)), list(range(47, 20, -1))):
+        assert torch.equal(graphed.embed(protein_batch(order)), one.embed(protein_batch(order)))
+    assert (graphed.width, graphed.pad_id) == (one.width, one.pad_id)
+
+
+@pytest.mark.parametrize("way", ["compiled fused", "kernels", "eager varlen"])
+def test_long_rows_run_too(way: str) -> None:
+    rows = proteins([1500, 40], seed=3)
+    batch = packed(Esm2Tokenizer(), rows, slots=2048, capacity=4).to(GPU)
+    got = esm2(WIDE, "fp16", way).embed(batch)
+    plain = esm2(WIDE, "fp32", "eager reference").embed(batch)
+    assert cosine(got[:2], plain[:2]).min() >= THRESHOLD["fp16"]
+
+
+def test_auto_picks_the_fused_kernel_and_says_so(models: Path) -> None:
+    one = load_esm2(models, GPU)
+    assert (one.attention, one.precision) == ("fused", "fp16")
+    with pytest.raises(ConfigError, match="ALiBi"):
+        load_dnabert_s(models, GPU, "fp16", "varlen")
+    with pytest.raises(ConfigError, match="fp32"):
+        load_esm2(models, GPU, "fp32", "varlen")
+
+
+# -- real size ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp8"])
+@pytest.mark.parametrize("way", ["compiled fused", "kernels", "kernels residual"])
+def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved, way: str) -> None:
+    if precision == "fp8" and ("residual" in way or not HAS_FP8):
+        pytest.skip("fp8 needs compute capability 9.0, and has no residual product")
+    each = cosine(_big(precision, way), _big("fp32", "eager reference"))
+    p1 = each.quantile(0.01)
+    print(f"esm2 3B shape, random weights, {precision} {way}: min {each.min():.7f} p1 {p1:.7f} mean {each.mean():.7f}")
+    assert each.min() >= THRESHOLD[precision]
+
+
+@cache
+def _big(precision: Resolved, way: str) -> Tensor:
+    shape = ESM2_SIZES["t36_3B"]
+    weights = place_esm2(RandomTensors(shape), shape, precision, GPU)
+    torch.compiler.reset()
+    encoder = Esm2(shape, weights, precision=precision, **WAYS[way])
+    rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
+    batch = packed(Esm2Tokenizer(), rows, slots=9216, capacity=128, max_seqlen=256).to(GPU)
+    pooled = encoder.embed(batch)[:96].cpu()
+    del encoder, weights
+    torch.cuda.empty_cache()
+    return pooled
+
+
+def test_base_dnabert_s_keeps_its_direction() -> None:
+    shape = DNABERT_SIZES["base"]
+    results = {}
+    for precision, way in (("fp32", "eager reference"), ("fp16", "compiled fused"), ("bf16", "kernels")):
+        weights = place_dnabert(RandomTensors(shape), shape, precision, GPU)
+        torch.compiler.reset()
+        encoder = DnabertS(shape, weights, pad_id=3, precision=precision, **WAYS[way])
+        results[precision] = encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
+    for precision in ("fp16", "bf16"):
+        each = cosine(results[precision], results["fp32"])
+        print(f"dnabert_s base, random weights, {precision}: min {each.min():.7f} mean {each.mean():.7f}")
+        assert each.min() >= THRESHOLD[precision]

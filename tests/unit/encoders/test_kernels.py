@@ -1,0 +1,35 @@
+"""The Triton kernels without a GPU: by Triton's interpreter, in a process of its own (the choice is made at import)."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def obstacle() -> str | None:
+    """Why the interpreter cannot run here."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    version = importlib.metadata.version("triton")
+    old = tuple(int(part) for part in version.split(".")[:2]) < (3, 7)
+    return f"the interpreter of triton {version} does not run with numpy 2.4; 3.7 does" if old else None
+
+
+pytestmark = pytest.mark.skipif(obstacle() is not None, reason=str(obstacle()))
+
+
+def test_every_kernel_equals_plain_torch_in_the_interpreter() -> None:
+    script = Path(__file__).with_name("kernel_checks.py")
+    root = Path(__file__).resolve().parents[3]
+    path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    for kernel in ("rotary_attention", "alibi_attention", "norm", "activation", "quantised", "linear_gelu", "stack"):
+        assert f"{kernel} torch.float" in ended.stdout

@@ -1,0 +1,312 @@
+"""Public checkpoints, in every layout they come in, give one and the same model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head, guess_esm2_shape, open_public
+from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.packed import PackedBatch
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.weights import open_dnabert, open_esm2
+from virnuc_core.errors import ConfigError, WeightsError
+
+from .encoder_batches import dnas, packed, proteins
+
+CPU = torch.device("cpu")
+HF_ESM2 = {
+    "model_type": "esm", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 256,
+    "vocab_size": 33, "layer_norm_eps": 1e-5, "position_embedding_type": "rotary", "token_dropout": True,
+    "emb_layer_norm_before": False,
+}  # fmt: skip
+HF_DNABERT = {
+    "model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "intermediate_size": 128,
+    "vocab_size": 512, "type_vocab_size": 2, "layer_norm_eps": 1e-12, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def fair_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Our tensors under the names of fair-esm."""
+    named: dict[str, Tensor] = {"lm_head.weight": torch.zeros(33, 64), "contact_head.regression.bias": torch.zeros(1)}
+    for name, tensor in ours.items():
+        if name == "inv_freq":
+            named |= {f"layers.{i}.self_attn.rot_emb.inv_freq": tensor.clone() for i in range(2)}
+        elif ".qkv." in name:
+            for letter, part in zip("qkv", tensor.chunk(3), strict=True):
+                named[name.replace("qkv", f"self_attn.{letter}_proj")] = part.clone()
+        else:
+            for old, new in (
+                ("embed.", "embed_tokens."), ("attn_norm", "self_attn_layer_norm"), (".out.", ".self_attn.out_proj."),
+                ("ffn_norm", "final_layer_norm"), ("final_norm", "emb_layer_norm_after"),
+            ):  # fmt: skip
+                name = name.replace(old, new)  # noqa: PLW2901
+            named[name] = tensor
+    return {prefix + name: tensor for name, tensor in named.items()}
+
+
+def hf_names(ours: dict[str, Tensor], prefix: str, *, frequencies: bool) -> dict[str, Tensor]:
+    """Our tensors under the names of the port to transformers."""
+    named: dict[str, Tensor] = {
+        f"{prefix}embeddings.position_ids": torch.arange(1026)[None],
+        f"{prefix}embeddings.position_embeddings.weight": torch.zeros(1026, 64),
+        f"{prefix}contact_head.regression.weight": torch.zeros(1, 4),
+        "lm_head.dense.weight": torch.zeros(64, 64),
+    }
+    for name, tensor in ours.items():
+        layer = f"{prefix}encoder.layer.{name.split('.')[1]}." if name.startswith("layers.") else ""
+        end = name.split(".")[-1]
+        if name == "inv_freq":
+            if frequencies:
+                for i in range(2):
+                    key = f"{prefix}encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq"
+                    named[key] = tensor.clone()
+        elif ".qkv." in name:
+            for word, part in zip(("query", "key", "value"), tensor.chunk(3), strict=True):
+                named[f"{layer}attention.self.{word}.{end}"] = part.clone()
+        else:
+            middle = {
+                "out": "attention.output.dense", "attn_norm": "attention.LayerNorm", "fc1": "intermediate.dense",
+                "fc2": "output.dense", "ffn_norm": "LayerNorm",
+            }.get(name.split(".")[-2])  # fmt: skip
+            if middle:
+                named[f"{layer}{middle}.{end}"] = tensor
+            elif name == "embed.weight":
+                named[f"{prefix}embeddings.word_embeddings.weight"] = tensor
+            else:
+                named[f"{prefix}encoder.emb_layer_norm_after.{end}"] = tensor
+    return named
+
+
+def bert_names(ours: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Our tensors under the names of the public DNABERT-S."""
+    named: dict[str, Tensor] = {f"{prefix}pooler.dense.weight": torch.zeros(64, 64)}
+    for name, tensor in ours.items():
+        for old, new in (
+            ("embed.weight", "embeddings.word_embeddings.weight"),
+            ("token_type.weight", "embeddings.token_type_embeddings.weight"),
+            ("embed_norm", "embeddings.LayerNorm"),
+            ("layers.", "encoder.layer."),
+            ("qkv", "attention.self.Wqkv"),
+            (".out.", ".attention.output.dense."),
+            ("attn_norm", "attention.output.LayerNorm"),
+            ("gated", "mlp.gated_layers"),
+            (".wo.", ".mlp.wo."),
+            ("ffn_norm", "mlp.layernorm"),
+        ):
+            name = name.replace(old, new)  # noqa: PLW2901
+        named[prefix + name] = tensor
+    return named
+
+
+def sharded(
+    tensors: dict[str, Tensor], folder: Path, stem: str, save: Callable[[dict[str, Tensor], Path], None]
+) -> None:
+    """Two shards and their index, as transformers writes them."""
+    ending = "safetensors" if stem == "model" else "bin"
+    where = {}
+    names = sorted(tensors)
+    for i in range(2):
+        file = f"{stem}-0000{i + 1}-of-00002.{ending}"
+        save({name: tensors[name] for name in names[i::2]}, folder / file)
+        where |= dict.fromkeys(names[i::2], file)
+    (folder / f"{stem}.{ending}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.fixture
+def esm2_tensors_of(models: Path) -> dict[str, Tensor]:
+    _, tensors = open_esm2(models)
+    return {name: tensors.read(name) for name in tensors.names()}
+
+
+@pytest.fixture
+def dnabert_tensors_of(models: Path) -> dict[str, Tensor]:
+    _, tensors = open_dnabert(models)
+    return {name: tensors.read(name) for name in tensors.names()}
+
+
+def esm2_batch() -> PackedBatch:
+    return packed(Esm2Tokenizer(), proteins([9, 50, 3]))
+
+
+ESM2_LAYOUTS = [
+    "hf", "hf without prefix", "hf without frequencies", "hf sharded", "hf bin", "hf bin sharded",
+    "fair", "fair encoder.", "fair encoder.sentence_encoder.", "fair state only", "fair old format",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ESM2_LAYOUTS)
+def test_every_esm2_layout_gives_the_same_embeddings(
+    layout: str, models: Path, esm2_tensors_of: dict[str, Tensor], tmp_path: Path
+) -> None:
+    source = tmp_path / "public"
+    source.mkdir()
+    if layout.startswith("hf"):
+        (source / "config.json").write_text(json.dumps(HF_ESM2))
+        prefix = "" if "without prefix" in layout else "esm."
+        tensors = hf_names(esm2_tensors_of, prefix, frequencies="frequencies" not in layout)
+        if "bin sharded" in layout:
+            sharded(tensors, source, "pytorch_model", torch.save)
+        elif "sharded" in layout:
+            sharded(tensors, source, "model", save_file)
+        elif "bin" in layout:
+            torch.save(tensors, source / "pytorch_model.bin")
+        else:
+            save_file(tensors, source / "model.safetensors")
+    else:
+        prefix = layout.removeprefix("fair").strip() if "encoder" in layout else ""
+        state = fair_names(esm2_tensors_of, prefix)
+        settings = argparse.Namespace(encoder_layers=2, encoder_embed_dim=64)
+        source = source / "esm2_t2_tiny.pt"
+        content: Any = (
+            state if "state only" in layout else {"cfg": {"model": settings}, "args": settings, "model": state}
+        )
+        torch.save(content, source, _use_new_zipfile_serialization="old" not in layout)
+    shape = convert_esm2(source, tmp_path / "out")
+    assert (shape.layers, shape.width, shape.heads, shape.ffn_width) == (2, 64, 2, 256)
+    got = load_esm2(tmp_path / "out", CPU)
+    assert torch.equal(got.embed(esm2_batch()), load_esm2(models, CPU).embed(esm2_batch()))
+    assert got.shape.origin == source.name
+
+
+def test_a_public_folder_put_in_place_needs_no_conversion(
+    models: Path, esm2_tensors_of: dict[str, Tensor], tmp_path: Path
+) -> None:
+    (tmp_path / "esm2").mkdir()
+    (tmp_path / "esm2" / "config.json").write_text(json.dumps(HF_ESM2))
+    sharded(hf_names(esm2_tensors_of, "esm.", frequencies=True), tmp_path / "esm2", "model", save_file)
+    assert torch.equal(load_esm2(tmp_path, CPU).embed(esm2_batch()), load_esm2(models, CPU).embed(esm2_batch()))
+
+
+@pytest.mark.parametrize("prefix", ["", "bert."])
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_every_dnabert_layout_gives_the_same_embeddings(
+    prefix: str, form: str, models: Path, dnabert_tensors_of: dict[str, Tensor], tmp_path: Path
+) -> None:
+    source = tmp_path / "public"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps(HF_DNABERT))
+    tensors = bert_names(dnabert_tensors_of, prefix)
+    if form == "bin":
+        torch.save(tensors, source / "pytorch_model.bin")
+    else:
+        save_file(tensors, source / "model.safetensors")
+    tokenizer = models / "dnabert_s" / "tokenizer.json"
+    with pytest.raises(WeightsError, match=r"no tokenizer\.json beside it"):
+        convert_dnabert_s(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    convert_dnabert_s(source, tmp_path / "out", tokenizer)
+    batch = packed(DnabertTokenizer(models), dnas([150, 9]))
+    got = load_dnabert_s(tmp_path / "out", CPU)
+    assert torch.equal(got.embed(batch), load_dnabert_s(models, CPU).embed(batch))
+    assert got.pad_id == 3  # whatever pad_token_id the config names
+
+
+def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from esm.model.esm2 import ESM2
+
+    model = ESM2(num_layers=1, embed_dim=32, attention_heads=2, alphabet="ESM-1b").eval()
+    torch.save({"model": model.state_dict(), "cfg": {"model": argparse.Namespace(a=1)}}, tmp_path / "esm2.pt")
+    shape = guess_esm2_shape(open_public(tmp_path / "esm2.pt"))
+    assert (shape.layers, shape.width, shape.heads, shape.ffn_width, shape.vocab) == (1, 32, 2, 128, 33)
+    convert_esm2(tmp_path / "esm2.pt", tmp_path / "out")
+    tokens = esm2_batch()
+    with torch.no_grad():
+        expected = model(tokens.tokens[None, :11], repr_layers=[1])["representations"][1][0, 1:10].mean(0)
+    torch.testing.assert_close(load_esm2(tmp_path / "out", CPU).embed(tokens)[0], expected, atol=1e-5, rtol=0)
+
+
+def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
+    convert_esm2(models / "esm2", tmp_path, dtype="fp16")
+    _, tensors = open_esm2(tmp_path)
+    assert tensors.read("layers.0.fc1.weight").dtype == torch.float16
+    assert tensors.read("inv_freq").dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda t: t.pop("layers.1.self_attn.k_proj.weight"), r"no tensor layers\.1\.qkv\.weight"),
+        (lambda t: t.update(surprise=torch.ones(1)), "unexpected tensor surprise"),
+        (lambda t: t.update({"layers.7.fc1.weight": torch.ones(1)}), r"no tensors layers\.2"),
+        (
+            lambda t: t.update({"layers.1.fc1.bias": torch.ones(3)}),
+            r"layers\.1\.fc1\.bias is 3, config\.json makes it 256",
+        ),
+        (lambda t: t.clear(), "no dictionary of tensors"),
+    ],
+)
+def test_what_does_not_fit_is_named(
+    spoil: Callable[[dict[str, Tensor]], object],
+    says: str,
+    esm2_tensors_of: dict[str, Tensor],
+    tmp_path: Path,
+) -> None:
+    tensors = fair_names(esm2_tensors_of, "")
+    spoil(tensors)
+    torch.save({"model": tensors}, tmp_path / "esm2.pt")
+    with pytest.raises(WeightsError, match=says):
+        convert_esm2(tmp_path / "esm2.pt", tmp_path / "out")
+    assert not list((tmp_path / "out").glob("*"))
+    assert not list((tmp_path / "out").glob(".*"))
+
+
+def test_an_esm1_model_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(HF_ESM2 | {"position_embedding_type": "absolute"}))
+    with pytest.raises(WeightsError, match="ESM-1 style"):
+        convert_esm2(tmp_path, tmp_path / "out")
+    (tmp_path / "config.json").write_text(json.dumps({"position_embedding_type": "rotary"}))
+    with pytest.raises(WeightsError, match="no num_hidden_layers, hidden_size"):
+        convert_esm2(tmp_path, tmp_path / "out")
+
+
+def test_sources_that_are_not_there_are_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no such file or directory"):
+        convert_esm2(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(WeightsError, match=r"no model\.safetensors and no pytorch_model\.bin"):
+        convert_esm2(tmp_path, tmp_path / "out")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
+    with pytest.raises(WeightsError, match=r"names \.\./elsewhere\.safetensors, which is not in"):
+        convert_esm2(tmp_path, tmp_path / "out")
+    (tmp_path / "garbage.pt").write_bytes(b"garbage")
+    with pytest.raises(WeightsError, match=r"garbage\.pt: refused"):
+        convert_esm2(tmp_path / "garbage.pt", tmp_path / "out")
+
+
+def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> None:
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    for i, old in enumerate((True, False)):
+        path = tmp_path / f"{i}.bin"
+        torch.save({"model": Payload()}, path, _use_new_zipfile_serialization=not old)
+        with pytest.raises(WeightsError, match="refused"):
+            convert_esm2(path, tmp_path / "out")
+    assert not (tmp_path / "executed").exists()
+
+
+def test_a_head_as_safetensors(models: Path, tmp_path: Path) -> None:
+    source = models / "head" / "model.safetensors"
+    with pytest.raises(ConfigError, match="does not say the model length"):
+        convert_head(source, tmp_path, dna_width=64)
+    shape = convert_head(source, tmp_path, model_length=300, dna_width=64)
+    assert (shape.model_length, shape.dna_width, shape.protein_width, shape.hidden) == (300, 64, 64, 512)
+    with pytest.raises(WeightsError, match="exists already"):
+        convert_head(source, tmp_path, model_length=300, dna_width=64)
+    for part in ("esm2", "dnabert_s"):
+        (tmp_path / part).symlink_to(models / part)
+    features = torch.randn(3, 128)
+    assert torch.equal(load_head(tmp_path, CPU).scores(features), load_head(models, CPU).scores(features))

@@ -1,0 +1,93 @@
+"""Precisions and switches: what runs where, and float8 rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from virnuc_core.encoders.graphs import Graphed
+from virnuc_core.encoders.load import load_dnabert_s, load_esm2
+from virnuc_core.encoders.precision import FP8, make_dense, quantise_rows, resolve_precision
+from virnuc_core.encoders.tuning import Tuning
+from virnuc_core.errors import ConfigError, DeviceError
+
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)  # only named: nothing is put there
+
+
+@pytest.mark.parametrize("asked", ["fp16", "bf16", "fp8"])
+def test_half_precision_on_a_cpu_is_refused(asked: str, models: Path) -> None:
+    for load in (load_esm2, load_dnabert_s):
+        with pytest.raises(DeviceError, match=f"precision {asked} needs a CUDA device"):
+            load(models, CPU, asked)  # type: ignore[arg-type]
+
+
+def test_auto_is_fp32_on_a_cpu_and_fp16_on_cuda() -> None:
+    assert resolve_precision("auto", CPU) == "fp32"
+    assert resolve_precision("auto", CUDA) == "fp16"
+
+
+@pytest.mark.parametrize(("capability", "fine"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_fp8_asks_for_hopper(capability: tuple[int, int], fine: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "Some GPU")
+    if fine:
+        assert resolve_precision("fp8", CUDA) == "fp8"
+        return
+    with pytest.raises(DeviceError, match=r"capability 9\.0 or later, Some GPU is older"):
+        resolve_precision("fp8", CUDA)
+
+
+def test_quantised_rows_give_back_each_row_within_half_a_step() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(50, 64) * torch.logspace(-6, 3, 50).unsqueeze(1)
+    x[7] = 0
+    rows, scale = quantise_rows(x)
+    assert rows.dtype == FP8
+    assert scale.shape == (50, 1)
+    largest = x.abs().amax(1, keepdim=True)
+    assert ((rows.float() * scale - x).abs() <= x.abs() / 16 + largest / 448 / 2**6).all()  # 3 bits of mantissa
+    assert torch.equal(rows[7].float(), torch.zeros(64))
+
+
+def test_one_row_of_nan_spoils_no_other() -> None:
+    x = torch.ones(3, 16)
+    x[1] = torch.nan
+    rows, scale = quantise_rows(x)
+    assert (rows.float() * scale)[[0, 2]].isfinite().all()
+
+
+def test_an_fp8_layer_is_scaled_by_output_row() -> None:
+    weight = torch.randn(32, 16) * torch.logspace(-3, 3, 32).unsqueeze(1)
+    layer = make_dense(weight, torch.zeros(32), "fp8")
+    assert layer.weight.dtype == FP8
+    assert layer.scale is not None
+    assert layer.scale.shape == (1, 32)
+    assert layer.bias is not None
+    assert layer.bias.dtype == torch.bfloat16
+    back = layer.weight.float() * layer.scale.t()
+    assert ((back - weight).abs().amax(1) <= weight.abs().amax(1) / 16).all()
+
+
+@pytest.mark.parametrize(
+    ("tuning", "precision", "compile", "says"),
+    [
+        (Tuning(kernels=True), "fp16", True, "not both"),
+        (Tuning(residual_product=True), "fp16", False, "set kernels too"),
+        (Tuning(gelu_product=True), "fp16", False, "set kernels too"),
+        (Tuning(kernels=True, residual_product=True), "fp8", False, "do not exist for fp8"),
+        (Tuning(kernels=True, gelu_product=True), "fp32", False, "computes in fp16 or bf16"),
+    ],
+)
+def test_switches_that_exclude_each_other_are_refused(tuning: Tuning, precision: str, compile: bool, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        tuning.check(precision, compile=compile)  # type: ignore[arg-type]
+
+
+def test_cuda_only_switches_on_a_cpu_are_refused(models: Path) -> None:
+    with pytest.raises(DeviceError, match="kernels need a CUDA device"):
+        load_esm2(models, CPU, tuning=Tuning(kernels=True))
+    with pytest.raises(DeviceError, match="a CUDA graph needs a CUDA device"):
+        Graphed(load_esm2(models, CPU), CPU)

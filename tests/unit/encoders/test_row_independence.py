@@ -1,0 +1,140 @@
+"""A row's numbers are the same bits whatever else is in its batch, and wherever it lies."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from virnuc_core.encoders.head import Head
+from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.packed import Encoder, Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+
+from .encoder_batches import dnas, packed, proteins
+
+CPU = torch.device("cpu")
+SLOTS = 2048
+ROW = 48
+
+
+@pytest.fixture(scope="module", params=["esm2", "dnabert_s"])
+def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Encoder, Tokenizer, list[bytes]]:
+    """An encoder, its tokenizer, and sequences for it."""
+    lengths = [1 + i * i % 97 for i in range(60)]
+    if request.param == "esm2":
+        return load_esm2(models, CPU), Esm2Tokenizer(), proteins(lengths, seed=1)
+    return load_dnabert_s(models, CPU), DnabertTokenizer(models), dnas([2 * n for n in lengths], seed=1)
+
+
+@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])
+def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 1000), count=st.integers(1, 20), place=st.integers(0, 19), bound=st.sampled_from([128, 256]))
+@pytest.mark.usefixtures("_threads")
+def test_a_row_is_the_same_bits_in_any_company(
+    pair: tuple[Encoder, Tokenizer, list[bytes]], seed: int, count: int, place: int, bound: int
+) -> None:
+    encoder, tokenizer, rows = pair
+    alone = encoder.embed(packed(tokenizer, [rows[0]], slots=SLOTS, capacity=64))[0]
+    generator = torch.Generator().manual_seed(seed)
+    company = [rows[int(i)] for i in torch.randint(1, len(rows), (count,), generator=generator)]
+    place = min(place, count)
+    batch = packed(tokenizer, [*company[:place], rows[0], *company[place:]], slots=SLOTS, capacity=64, max_seqlen=bound)
+    assert torch.equal(encoder.embed(batch)[place], alone)
+
+
+def test_every_row_of_a_shuffled_batch_is_the_same_bits(pair: tuple[Encoder, Tokenizer, list[bytes]]) -> None:
+    encoder, tokenizer, rows = pair
+    whole = encoder.embed(packed(tokenizer, rows, slots=4 * SLOTS, capacity=64))
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(5)).tolist()
+    again = encoder.embed(packed(tokenizer, [rows[i] for i in order], slots=4 * SLOTS, capacity=100))
+    assert torch.equal(again[: len(rows)], whole[order])
+
+
+def test_what_the_dead_slots_hold_changes_nothing(pair: tuple[Encoder, Tokenizer, list[bytes]]) -> None:
+    encoder, tokenizer, rows = pair
+    batch = packed(tokenizer, rows[:9], slots=SLOTS, capacity=16)
+    tokens = batch.tokens.clone()
+    tokens[batch.real_tokens :] = 7
+    assert torch.equal(encoder.embed(replace(batch, tokens=tokens)), encoder.embed(batch))
+
+
+def test_rows_past_the_last_are_zero(pair: tuple[Encoder, Tokenizer, list[bytes]]) -> None:
+    encoder, tokenizer, rows = pair
+    got = encoder.embed(packed(tokenizer, rows[:3], slots=SLOTS, capacity=50))
+    assert got.shape == (50, encoder.width)
+    assert torch.equal(got[3:], torch.zeros(47, encoder.width))
+    assert (got[:3].abs().sum(1) > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own compiler, on its import
+def test_compiled_rows_are_the_same_bits_in_any_company(models: Path) -> None:
+    torch.compiler.reset()
+    rows = proteins([40, 7, 90, 55])
+    tokenizer = Esm2Tokenizer()
+    compiled = load_esm2(models, CPU, compile=True)
+    assert compiled.compiled
+    forth = compiled.embed(packed(tokenizer, rows, slots=256, capacity=8))
+    back = compiled.embed(packed(tokenizer, rows[::-1], slots=256, capacity=8))
+    assert torch.equal(back[:4], forth[:4].flip(0))
+    eager = load_esm2(models, CPU).embed(packed(tokenizer, rows, slots=256, capacity=8))
+    torch.testing.assert_close(forth, eager, atol=1e-5, rtol=0)
+
+
+def test_one_graph_serves_all_layers_and_batches(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted with a backend that only counts: no compiler needed."""
+    torch.compiler.reset()
+    graphs: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    for load, tokenizer, rows in (
+        (load_esm2, Esm2Tokenizer(), proteins([9, 30, 80])),
+        (load_dnabert_s, DnabertTokenizer(models), dnas([9, 30, 80])),
+    ):
+        graphs.clear()
+        encoder = load(models, CPU)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
+            compiled = load(models, CPU, compile=True)
+        for order in ((0, 1, 2), (2, 0), (1,)):
+            batch = packed(tokenizer, [rows[i] for i in order], slots=256, capacity=8, max_seqlen=128)
+            assert torch.equal(compiled.embed(batch), encoder.embed(batch))
+        assert len(graphs) == 1
+
+
+def test_a_run_of_many_shapes_stays_compiled(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    compiled, eager = load_esm2(models, CPU, compile=True), load_esm2(models, CPU)
+    rows = proteins([9, 30])
+    for i in range(12):  # the compiler's own limit is 8
+        batch = packed(Esm2Tokenizer(), rows, slots=64 + 16 * i, capacity=8, max_seqlen=64 << i % 3)
+        assert torch.equal(compiled.embed(batch), eager.embed(batch))
+
+
+def test_scores_of_a_row_are_the_same_bits_in_any_company(models: Path) -> None:
+    head: Head = load_head(models, CPU)
+    features = torch.randn(700, head.dna_width + head.protein_width, generator=torch.Generator().manual_seed(2))
+    whole = head.scores(features)
+    for row in (0, 1, 255, 256, 699):
+        assert torch.equal(head.scores(features[row : row + 1])[0], whole[row])
+    assert torch.equal(head.scores(features[100:400]), whole[100:400])

@@ -1,0 +1,156 @@
+"""Checking a models directory, and fetching the public one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from virnuc_core.encoders import fetch as fetching
+from virnuc_core.encoders import verify as verifying
+from virnuc_core.encoders.fetch import fetch
+from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES
+from virnuc_core.encoders.tokenize import Esm2Tokenizer
+from virnuc_core.encoders.verify import ANCHORS, judge, verify
+from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.errors import WeightsError
+
+CPU = torch.device("cpu")
+
+CODONS = {
+    a + b + c: letter
+    for (a, b, c), letter in zip(
+        ((a, b, c) for a in "TCAG" for b in "TCAG" for c in "TCAG"),
+        "FFLLSSSSYY**CC*WLLLLPPPPHHQQRRRRIIIMTTTTNNKKSSRRVVVVAAAADDEEGGGG",
+        strict=True,
+    )
+}
+
+
+@pytest.fixture
+def copied(models: Path, tmp_path: Path) -> Path:
+    shutil.copytree(models, tmp_path / "models")
+    return tmp_path / "models"
+
+
+def test_sound_random_weights_pass_and_anchors_do_not_run(models: Path) -> None:
+    checks = {check.name: check for check in verify(models, CPU)}
+    prints = fingerprint(models)
+    assert checks["esm2 sha256"].detail == prints.esm2
+    assert checks["head sha256"].detail == prints.head
+    assert [checks[part].verdict for part in ("esm2", "dnabert_s", "head")] == ["pass"] * 3
+    assert checks["esm2"].detail.endswith("random, seed 7")
+    assert (checks["anchors"].verdict, checks["anchors"].detail) == ("not run", "random weights")
+
+
+def test_not_a_number_is_a_fail_that_names_the_tensor(copied: Path) -> None:
+    path = copied / "dnabert_s" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["layers.1.wo.bias"][3] = torch.inf
+    save_file(tensors, path)
+    checks = {check.name: check for check in verify(copied, CPU)}
+    assert checks["dnabert_s"].verdict == "fail"
+    assert "layers.1.wo.bias holds NaN or infinity" in checks["dnabert_s"].detail
+    assert checks["esm2"].verdict == "pass"
+    assert checks["anchors"].verdict == "not run"
+
+
+def test_a_missing_part_is_a_fail(copied: Path) -> None:
+    shutil.rmtree(copied / "head")
+    assert [check.verdict for check in verify(copied, CPU)] == ["pass", "pass", "fail", "not run"]
+
+
+def test_other_weights_than_the_public_ones_leave_the_anchors_out(copied: Path) -> None:
+    for part in ("esm2", "dnabert_s", "head"):
+        path = copied / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"origin": "elsewhere"}))
+    assert verify(copied, CPU)[-1].detail == "not ESM-2 3B and DNABERT-S"
+
+
+def test_anchors_run_where_the_sizes_fit_and_fail_for_other_numbers(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiny models put in place of the public sizes: the whole path runs, and wrong weights are found out."""
+    for part in ("esm2", "dnabert_s", "head"):
+        path = copied / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"origin": "elsewhere"}))
+    monkeypatch.setattr(verifying, "ESM2_SIZES", {"t36_3B": ESM2_SIZES["tiny"]})
+    monkeypatch.setattr(verifying, "DNABERT_SIZES", {"base": DNABERT_SIZES["tiny"]})
+    anchors = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
+    assert [check.name for check in anchors] == [f"anchor {anchor.name}" for anchor in ANCHORS]
+    assert {check.verdict for check in anchors} == {"fail"}
+
+
+def test_an_anchor_passes_for_its_own_numbers_only() -> None:
+    anchor = ANCHORS[0]
+
+    def embedding(norm: float, first: float) -> torch.Tensor:
+        return torch.tensor([first, (norm**2 - first**2) ** 0.5])
+
+    dna, protein = embedding(anchor.dna_norm, anchor.dna_first), embedding(anchor.protein_norm, anchor.protein_first)
+    scores = torch.tensor([1 - anchor.virus, anchor.virus])
+    assert judge(anchor, dna, protein, scores).verdict == "pass"
+    assert judge(anchor, dna * 1.001, protein, scores).verdict == "fail"
+    assert judge(anchor, dna, protein.flip(0), scores).verdict == "fail"
+    assert judge(anchor, dna, protein, scores.flip(0)).verdict == "fail"
+
+
+def test_anchor_proteins_are_the_translation_of_their_dna() -> None:
+    for anchor in ANCHORS:
+        dna = anchor.dna.decode()
+        assert "".join(CODONS[dna[i : i + 3]] for i in range(0, len(dna) - 2, 3)) == anchor.protein.decode()
+        tokens, _ = Esm2Tokenizer().encode([anchor.protein])
+        assert (tokens[1:-1] >= 4).all()
+
+
+@pytest.fixture
+def head_file(models: Path, tmp_path: Path) -> Path:
+    """A head of the public widths, as VirNucPro saves its state."""
+    state = load_file(models / "head" / "model.safetensors")
+    state["hidden_layer.weight"] = torch.randn(512, 768 + 64)
+    torch.save(state, tmp_path / "500_model.pth")
+    return tmp_path / "500_model.pth"
+
+
+def test_fetch_downloads_pinned_revisions_and_converts_them(models: Path, head_file: Path, tmp_path: Path) -> None:
+    asked = []
+
+    def download(repository: str, revision: str) -> Path:
+        asked.append((repository, revision))
+        return models / ("esm2" if "esm2" in repository else "dnabert_s")
+
+    fetch(tmp_path / "out", head_file, download=download)
+    assert asked == [fetching.DNABERT_REPOSITORY, fetching.ESM2_REPOSITORY]
+    assert all(len(revision) == 40 for _, revision in asked)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dnabert_s", "esm2", "head"]
+    fetch(tmp_path / "out", head_file, download=download)
+    assert len(asked) == 2  # what is there is not fetched again
+
+
+def test_fetch_without_a_network_is_one_clear_line(
+    head_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def refuse(*_: object, **options: object) -> str:
+        assert options["revision"] == fetching.DNABERT_REPOSITORY[1]
+        assert not any("py" in str(pattern).split(".")[-1] for pattern in options["allow_patterns"])  # type: ignore[attr-defined]
+        raise LocalEntryNotFoundError("Cannot reach the hub\nand more lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    with pytest.raises(
+        WeightsError, match=r"cannot be downloaded \(Cannot reach the hub\); without a network"
+    ) as caught:
+        fetch(tmp_path / "out", head_file)
+    assert "\n" not in str(caught.value)
+
+
+def test_fetch_without_a_head_says_where_heads_come_from(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="come with VirNucPro's repository"):
+        fetch(tmp_path / "out", tmp_path / "500_model.pth")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,204 @@
+"""A models directory: made with random weights, opened, fingerprinted, and what is said when a part is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
+from virnuc_core.encoders.store import write_tensors
+from virnuc_core.encoders.weights import RandomTensors, fingerprint, init_random, open_esm2, write_random
+from virnuc_core.errors import ConfigError, WeightsError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def copied(models: Path, tmp_path: Path) -> Path:
+    """A models directory to spoil."""
+    shutil.copytree(models, tmp_path / "models")
+    return tmp_path / "models"
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_equal_seeds_give_equal_bytes_and_others_do_not(models: Path, tmp_path: Path) -> None:
+    init_random(tmp_path / "same", seed=7)
+    init_random(tmp_path / "other", seed=8)
+    assert files(tmp_path / "same") == files(models)
+    assert fingerprint(tmp_path / "same") == fingerprint(models)
+    ours, other = fingerprint(models), fingerprint(tmp_path / "other")
+    assert len({ours.esm2, ours.dnabert_s, ours.head, other.esm2, other.dnabert_s, other.head}) == 6
+
+
+def test_files_are_plain_safetensors_of_the_sizes_in_config_json(models: Path) -> None:
+    assert set(files(models)) == {
+        "esm2/config.json", "esm2/model.safetensors", "head/config.json", "head/model.safetensors",
+        "dnabert_s/config.json", "dnabert_s/model.safetensors", "dnabert_s/tokenizer.json",
+    }  # fmt: skip
+    tensors = load_file(models / "esm2" / "model.safetensors")
+    assert {name: tuple(t.shape) for name, t in tensors.items()} == ESM2_SIZES["tiny"].tensors()
+    assert json.loads((models / "head" / "config.json").read_text())["model_length"] == 500
+
+
+def test_stored_in_half_precision_all_but_angles_and_head(tmp_path: Path) -> None:
+    init_random(tmp_path, dtype="fp16")
+    esm2 = load_file(tmp_path / "esm2" / "model.safetensors")
+    assert {t.dtype for name, t in esm2.items() if name != "inv_freq"} == {torch.float16}
+    assert esm2["inv_freq"].dtype == torch.float32
+    assert {t.dtype for t in load_file(tmp_path / "head" / "model.safetensors").values()} == {torch.float32}
+    assert load_esm2(tmp_path, CPU).weights.layers[0].qkv.weight.dtype == torch.float32
+
+
+def test_random_activations_stay_of_a_sensible_size(models: Path) -> None:
+    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+
+    from .encoder_batches import dnas, packed, proteins
+
+    deep = Esm2Shape(layers=36, width=64, heads=2, ffn_width=256)
+    from virnuc_core.encoders.esm2 import Esm2, place_esm2
+
+    weights = place_esm2(RandomTensors(deep), deep, "fp32", CPU)
+    esm2 = Esm2(deep, weights, precision="fp32", attention="reference", compile=False)
+    hidden = esm2.hidden(packed(Esm2Tokenizer(), proteins([50] * 4)))
+    assert 0.3 < hidden.std() < 3
+    dna = load_dnabert_s(models, CPU).hidden(packed(DnabertTokenizer(models), dnas([150] * 4)))
+    assert 0.3 < dna.std() < 3
+
+
+def test_known_sizes_are_the_published_ones() -> None:
+    three_billion = sum(torch.Size(shape).numel() for shape in ESM2_SIZES["t36_3B"].tensors().values())
+    assert three_billion == pytest.approx(2.84e9, rel=0.01)
+    base = sum(torch.Size(shape).numel() for shape in DNABERT_SIZES["base"].tensors().values())
+    assert base == pytest.approx(117e6, rel=0.01)
+    assert HeadShape(model_length=500, dna_width=768, protein_width=2560).width == 3328
+
+
+def test_a_taken_directory_and_unknown_sizes_are_refused(models: Path, tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="already holds esm2/"):
+        init_random(models)
+    with pytest.raises(ConfigError, match="'huge' is not known; choose tiny"):
+        init_random(tmp_path / "new", esm2="huge")  # type: ignore[arg-type]
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_random_tensor_of_many_pieces_has_the_asked_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virnuc_core.encoders.weights.DRAWN_AT_ONCE", 1000)
+    shape = Esm2Shape(layers=1, width=64, heads=2, ffn_width=256)
+    write_random(tmp_path / "esm2", shape, 1, torch.float32)
+    _, tensors = open_esm2(tmp_path)
+    qkv = tensors.read("layers.0.qkv.weight")
+    assert qkv.std() == pytest.approx(64**-0.5, rel=0.05)
+    assert not torch.equal(qkv.flatten()[:1000], qkv.flatten()[1000:2000])
+
+
+def remove(part: str, name: str) -> Callable[[Path], None]:
+    return lambda models: (models / part / name).unlink()
+
+
+def edit(part: str, **changes: object) -> Callable[[Path], None]:
+    def change(models: Path) -> None:
+        path = models / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+def reshape(part: str, name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(models: Path) -> None:
+        path = models / part / "model.safetensors"
+        tensors = load_file(path)
+        tensors.pop(name, None)
+        save_file(tensors if tensor is None else tensors | {name: tensor}, path)
+
+    return change
+
+
+def scramble(part: str, name: str) -> Callable[[Path], None]:
+    return lambda models: (models / part / name).write_bytes(b"not at all") and None
+
+
+def load_all(models: Path) -> None:
+    load_esm2(models, CPU)
+    load_dnabert_s(models, CPU)
+    load_head(models, CPU)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (shutil.rmtree, "no such directory"),
+        (lambda m: shutil.rmtree(m / "esm2"), r"no esm2/ in it"),
+        (lambda m: shutil.rmtree(m / "dnabert_s"), r"no dnabert_s/ in it"),
+        (lambda m: shutil.rmtree(m / "head"), r"no head/ in it"),
+        (remove("esm2", "config.json"), r"esm2/config\.json: no such file"),
+        (remove("head", "model.safetensors"), r"head/model\.safetensors: no such file"),
+        (remove("dnabert_s", "tokenizer.json"), r"tokenizer\.json: no such file"),
+        (scramble("esm2", "config.json"), r"esm2/config\.json: not valid JSON"),
+        (scramble("esm2", "model.safetensors"), r"model\.safetensors: cannot be read as safetensors"),
+        (edit("esm2", width=63), r"width 63 does not split"),
+        (edit("esm2", colour="red"), r"colour: extra inputs"),
+        (edit("esm2", layers=3), r"no tensors layers\.2\.\S+, .* and \d+ more; not the model"),
+        (edit("esm2", layers=1), r"unexpected tensors layers\.1\."),
+        (edit("esm2", ffn_width=128), r"tensor layers\.0\.fc1\.weight is 256×64, config\.json makes it 128×64"),
+        (edit("dnabert_s", vocab=300), r"the tokenizer has 512 tokens, the model only 300"),
+        (edit("head", protein_width=2560), r"64 \(DNA\) \+ 2560 \(protein\), the encoders beside it give 64 \+ 64"),
+        (reshape("esm2", "layers.1.out.bias", None), r"no tensor layers\.1\.out\.bias"),
+        (reshape("esm2", "inv_freq", torch.ones(5)), r"tensor inv_freq is 5, config\.json makes it 16"),
+        (
+            reshape("head", "bn1.running_var", torch.ones(512, dtype=torch.int64)),
+            r"bn1\.running_var holds torch\.int64",
+        ),
+        (reshape("head", "surplus", torch.ones(2)), r"unexpected tensor surplus"),
+    ],
+)
+def test_a_spoilt_models_directory_is_one_clear_line(copied: Path, spoil: Callable[[Path], None], says: str) -> None:
+    spoil(copied)
+    with pytest.raises(WeightsError, match=says) as caught:
+        load_all(copied)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.parametrize("part", ["esm2", "dnabert_s", "head"])
+def test_a_fingerprint_follows_the_content(copied: Path, models: Path, part: str) -> None:
+    before = fingerprint(copied)
+    assert before == fingerprint(models)
+    path = copied / part / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(time.time_ns(), time.time_ns() + 1))
+    after = fingerprint(copied)
+    changed = [name for name in ("esm2", "dnabert_s", "head") if getattr(before, name) != getattr(after, name)]
+    assert changed == [part]
+
+
+def test_the_tokenizer_is_part_of_the_fingerprint(copied: Path) -> None:
+    before = fingerprint(copied)
+    path = copied / "dnabert_s" / "tokenizer.json"
+    path.write_text(path.read_text() + "\n")
+    assert fingerprint(copied).dnabert_s != before.dnabert_s
+    path.unlink()
+    with pytest.raises(WeightsError, match="tokenizer"):
+        fingerprint(copied)
+
+
+def test_a_file_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:
+    def make(name: str) -> torch.Tensor:
+        return torch.ones(2) if name == "a" else torch.ones(3)
+
+    with pytest.raises(WeightsError, match="tensor b is 3, wanted 2"):
+        write_tensors(tmp_path / "model.safetensors", {"a": (2,), "b": (2,)}, torch.float32, make)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,224 @@
+"""Sizes of the three models: typed, checked, read from and written to their `config.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, Literal, Self, TypeVar
+
+from pydantic import Field, ValidationError, model_validator
+
+from virnuc_core.config import Spec, explain
+from virnuc_core.errors import WeightsError
+
+Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
+DnabertSize = Literal["tiny", "base"]
+
+
+class Esm2Shape(Spec):
+    """An ESM-2: pre-norm layers with rotary positions."""
+
+    model: Literal["esm2"] = "esm2"
+    origin: str = Field("", description="where the weights come from")
+    layers: int = Field(ge=1)
+    width: int = Field(ge=4)
+    heads: int = Field(ge=1)
+    ffn_width: int = Field(ge=4)
+    vocab: int = Field(33, ge=33, description="rows of the embedding table; some ports pad it beyond the 33 symbols")
+    norm_eps: float = Field(1e-5, gt=0)
+    token_dropout: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads or (self.width // self.heads) % 2:
+            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def linear_weights(self) -> int:
+        """Numbers in the weight matrices that every token meets."""
+        return self.layers * (4 * self.width**2 + 2 * self.width * self.ffn_width)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the model."""
+        w, f = self.width, self.ffn_width
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w), "inv_freq": (self.head_dim // 2,)}
+        for i in range(self.layers):
+            p = f"layers.{i}"
+            shapes |= _norm(f"{p}.attn_norm", w) | _linear(f"{p}.qkv", 3 * w, w) | _linear(f"{p}.out", w, w)
+            shapes |= _norm(f"{p}.ffn_norm", w) | _linear(f"{p}.fc1", f, w) | _linear(f"{p}.fc2", w, f)
+        return shapes | _norm("final_norm", w)
+
+
+class DnabertShape(Spec):
+    """A DNABERT-S: post-norm layers with ALiBi and gated linear units."""
+
+    model: Literal["dnabert_s"] = "dnabert_s"
+    origin: str = Field("", description="where the weights come from")
+    layers: int = Field(ge=1)
+    width: int = Field(ge=4)
+    heads: int = Field(ge=1)
+    ffn_width: int = Field(ge=4)
+    vocab: int = Field(ge=9)
+    token_types: int = Field(2, ge=1)
+    norm_eps: float = Field(1e-12, gt=0)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} does not split into {self.heads} heads")
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    @property
+    def linear_weights(self) -> int:
+        """Numbers in the weight matrices that every token meets."""
+        return self.layers * (4 * self.width**2 + 3 * self.width * self.ffn_width)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the model."""
+        w, f = self.width, self.ffn_width
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed.weight": (self.vocab, w),
+            "token_type.weight": (self.token_types, w),
+        }
+        shapes |= _norm("embed_norm", w)
+        for i in range(self.layers):
+            p = f"layers.{i}"
+            shapes |= _linear(f"{p}.qkv", 3 * w, w) | _linear(f"{p}.out", w, w) | _norm(f"{p}.attn_norm", w)
+            shapes |= {f"{p}.gated.weight": (2 * f, w)} | _linear(f"{p}.wo", w, f) | _norm(f"{p}.ffn_norm", w)
+        return shapes
+
+
+class HeadShape(Spec):
+    """The classifier: its input is DNA width + protein width, and it was trained on chunks of `model_length` bases."""
+
+    model: Literal["head"] = "head"
+    origin: str = Field("", description="where the weights come from")
+    model_length: int = Field(ge=3)
+    dna_width: int = Field(ge=1)
+    protein_width: int = Field(ge=1)
+    hidden: int = Field(512, ge=1)
+    norm_eps: float = Field(1e-5, gt=0)
+
+    @property
+    def width(self) -> int:
+        return self.dna_width + self.protein_width
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the model."""
+        shapes = _linear("hidden_layer", self.hidden, self.width) | _norm("bn1", self.hidden)
+        shapes |= {"bn1.running_mean": (self.hidden,), "bn1.running_var": (self.hidden,)}
+        return shapes | _linear("output_layer", 2, self.hidden)
+
+
+Shape = Esm2Shape | DnabertShape | HeadShape
+RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begins with this word
+S = TypeVar("S", Esm2Shape, DnabertShape, HeadShape)
+
+
+def _linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
+
+
+def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+
+
+def _esm2(layers: int, width: int, heads: int) -> Esm2Shape:
+    return Esm2Shape(layers=layers, width=width, heads=heads, ffn_width=4 * width)
+
+
+ESM2_SIZES: Final[Mapping[Esm2Size, Esm2Shape]] = {
+    "tiny": _esm2(2, 64, 2),
+    "t6_8M": _esm2(6, 320, 20),
+    "t12_35M": _esm2(12, 480, 20),
+    "t30_150M": _esm2(30, 640, 20),
+    "t33_650M": _esm2(33, 1280, 20),
+    "t36_3B": _esm2(36, 2560, 40),
+}
+
+DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
+    "tiny": DnabertShape(layers=2, width=64, heads=2, ffn_width=128, vocab=512),
+    "base": DnabertShape(layers=12, width=768, heads=12, ffn_width=3072, vocab=4096),
+}
+
+
+def write_shape(shape: Shape, path: Path) -> None:
+    """Write `config.json`."""
+    path.write_text(json.dumps(shape.model_dump(), indent=1) + "\n", encoding="utf-8")
+
+
+def read_esm2_shape(path: Path) -> Esm2Shape:
+    """ESM-2 sizes from our `config.json` or one in HF layout; `WeightsError` names the key that is wrong."""
+    raw = _read_json(path)
+    return _checked(Esm2Shape, raw if "model" in raw else _esm2_from_hf(raw, path), path)
+
+
+def read_dnabert_shape(path: Path) -> DnabertShape:
+    """DNABERT-S sizes from our `config.json` or one in HF layout; `WeightsError` names the key that is wrong."""
+    raw = _read_json(path)
+    return _checked(DnabertShape, raw if "model" in raw else _dnabert_from_hf(raw, path), path)
+
+
+def read_head_shape(path: Path) -> HeadShape:
+    """Head sizes from our `config.json`; `WeightsError` names the key that is wrong."""
+    return _checked(HeadShape, _read_json(path), path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise WeightsError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")
+    return raw
+
+
+def _checked(kind: type[S], raw: dict[str, Any], path: Path) -> S:
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise WeightsError(f"{path}: {explain(error)}") from error
+
+
+def _hf_keys(raw: Mapping[str, Any], path: Path, wanted: Mapping[str, str]) -> dict[str, Any]:
+    missing = [theirs for theirs in wanted.values() if theirs not in raw]
+    if missing:
+        raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
+    return {ours: raw[theirs] for ours, theirs in wanted.items()}
+
+
+_HF_SIZES: Final = {
+    "layers": "num_hidden_layers",
+    "width": "hidden_size",
+    "heads": "num_attention_heads",
+    "ffn_width": "intermediate_size",
+    "vocab": "vocab_size",
+}
+
+
+def _esm2_from_hf(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    if raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before"):
+        raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
+    sizes = _hf_keys(raw, path, _HF_SIZES)
+    return sizes | {
+        "norm_eps": raw.get("layer_norm_eps", 1e-5),
+        "token_dropout": raw.get("token_dropout", True),
+    }
+
+
+def _dnabert_from_hf(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    sizes = _hf_keys(raw, path, _HF_SIZES)
+    return sizes | {"token_types": raw.get("type_vocab_size", 2), "norm_eps": raw.get("layer_norm_eps", 1e-12)}

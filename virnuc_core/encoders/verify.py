@@ -1,0 +1,187 @@
+"""Whether a models directory is what it should be: complete, finite, and with the public weights equal to VirNucPro."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from torch import Tensor
+
+from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.packed import Encoder, PackedBatch, Tokenizer
+from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, RANDOM_ORIGIN, Shape
+from virnuc_core.encoders.store import Tensors
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.weights import fingerprint, open_dnabert, open_esm2, open_head
+from virnuc_core.errors import WeightsError
+
+Verdict = Literal["pass", "fail", "not run"]
+
+ANCHOR_LENGTH: Final = 500
+SCORE_TOLERANCE: Final = 2e-4  # float32 on another machine; half precision is off by ten times as much
+NORM_TOLERANCE: Final = 1e-4  # relative
+FIRST_TOLERANCE: Final = 2e-4
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question put to a models directory."""
+
+    name: str
+    verdict: Verdict
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """One row of VirNucPro's public test reads, and what the original computed for it in float32 with its 500 head."""
+
+    name: str
+    dna: bytes
+    protein: bytes
+    virus: float  # score
+    dna_norm: float
+    dna_first: float
+    protein_norm: float
+    protein_first: float
+
+
+# the open frames of two made-up reads: virnucpro-broad, tests/data/test_with_orfs.fa (MIT)
+ANCHORS: Final = (
+    Anchor(
+        name="seq1 R1",
+        dna=(
+            b"TTATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGC"
+            b"TTCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCAT"
+        ),
+        protein=b"LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH",
+        virus=0.8789939,
+        dna_norm=3.660475,
+        dna_first=-0.070582,
+        protein_norm=14.341653,
+        protein_first=0.069515,
+    ),
+    Anchor(
+        name="seq1 R2",
+        dna=(
+            b"TATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCT"
+            b"TCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCA"
+        ),
+        protein=b"YFAASFAAFSSAIASFAASIALPFAAIASAAFLIASASSARFSIASFSSAIRLPLLA",
+        virus=0.9988405,
+        dna_norm=3.740260,
+        dna_first=-0.006739,
+        protein_norm=13.663273,
+        protein_first=0.011022,
+    ),
+    Anchor(
+        name="seq2 R1",
+        dna=(
+            b"TCAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGC"
+            b"TTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCAT"
+        ),
+        protein=b"STFFNRFFQFCNTFTFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFH",
+        virus=0.4498659,
+        dna_norm=3.904326,
+        dna_first=0.071082,
+        protein_norm=14.291137,
+        protein_first=0.084354,
+    ),
+    Anchor(
+        name="seq2 R2",
+        dna=(
+            b"CAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCT"
+            b"TTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCA"
+        ),
+        protein=b"QRFSIASFSSAIRLPFAASFAAFSSAIASFAASIALPFAAIASAAFLIASASSARF",
+        virus=0.93954605,
+        dna_norm=4.107737,
+        dna_first=0.062328,
+        protein_norm=13.813206,
+        protein_first=0.008760,
+    ),
+)
+
+
+def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
+    """Every check of a models directory, in order. A part that cannot be opened is a `fail`, not an exception."""
+    checks = [
+        _part("esm2", lambda: open_esm2(models)),
+        _part("dnabert_s", lambda: open_dnabert(models)),
+        _part("head", lambda: open_head(models)),
+    ]
+    if any(check.verdict == "fail" for check in checks):
+        return (*checks, Check("anchors", "not run", "a part is not sound"))
+    prints = fingerprint(models)
+    for part, digest in (("esm2", prints.esm2), ("dnabert_s", prints.dnabert_s), ("head", prints.head)):
+        checks.append(Check(f"{part} sha256", "pass", digest))
+    return (*checks, *_anchors(models, device))
+
+
+def _part(name: str, opened: Callable[[], tuple[Shape, Tensors]]) -> Check:
+    """All tensors of a part are there, have their shape and hold finite numbers."""
+    try:
+        shape, tensors = opened()
+        count = 0
+        for tensor in tensors.names():
+            values = tensors.read(tensor)
+            if not bool(values.isfinite().all()):
+                raise WeightsError(f"{tensors.origin}: tensor {tensor} holds NaN or infinity")
+            count += values.numel()
+    except WeightsError as error:
+        return Check(name, "fail", str(error))
+    return Check(name, "pass", f"{count:,} numbers, {shape.origin or 'of unknown origin'}")
+
+
+def _anchors(models: Path, device: torch.device) -> list[Check]:
+    """The original's published numbers, where the weights are the original's."""
+    reason = _not_the_originals(models)
+    if reason is not None:
+        return [Check("anchors", "not run", reason)]
+    esm2 = load_esm2(models, device, "fp32", "auto", compile=False)
+    protein = _embed(esm2, Esm2Tokenizer(), [anchor.protein for anchor in ANCHORS], device)
+    del esm2
+    dnabert = load_dnabert_s(models, device, "fp32", "auto", compile=False)
+    dna = _embed(dnabert, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
+    scores = load_head(models, device).scores(torch.cat((dna, protein), dim=1))
+    return [judge(anchor, *row) for anchor, row in zip(ANCHORS, zip(dna, protein, scores, strict=True), strict=True)]
+
+
+def _not_the_originals(models: Path) -> str | None:
+    """Why the anchors say nothing about these weights, if they do not."""
+    esm2, dnabert, head = open_esm2(models)[0], open_dnabert(models)[0], open_head(models)[0]
+    if any(shape.origin.startswith(RANDOM_ORIGIN) for shape in (esm2, dnabert, head)):
+        return "random weights"
+    same = (esm2.width, esm2.layers) == (ESM2_SIZES["t36_3B"].width, ESM2_SIZES["t36_3B"].layers)
+    same = same and (dnabert.width, dnabert.layers) == (DNABERT_SIZES["base"].width, DNABERT_SIZES["base"].layers)
+    if not same:
+        return "not ESM-2 3B and DNABERT-S"
+    return None if head.model_length == ANCHOR_LENGTH else f"the head is for {head.model_length} bases, not 500"
+
+
+def _embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
+    """Embeddings of a few rows in one batch."""
+    tokens, offsets = tokenizer.encode(rows)
+    longest = int(offsets.diff().max())
+    return encoder.embed(PackedBatch(tokens, offsets.int(), len(rows), longest, len(tokens)).to(device))
+
+
+def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
+    """One anchor beside what was computed here."""
+    virus = float(scores[1])
+    dna_norm, protein_norm = float(dna.norm()), float(protein.norm())
+    fine = (
+        abs(virus - anchor.virus) <= SCORE_TOLERANCE
+        and abs(dna_norm / anchor.dna_norm - 1) <= NORM_TOLERANCE
+        and abs(protein_norm / anchor.protein_norm - 1) <= NORM_TOLERANCE
+        and abs(float(dna[0]) - anchor.dna_first) <= FIRST_TOLERANCE
+        and abs(float(protein[0]) - anchor.protein_first) <= FIRST_TOLERANCE
+    )
+    detail = (
+        f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm}), "
+        f"ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
+    )
+    return Check(f"anchor {anchor.name}", "pass" if fine else "fail", detail)
