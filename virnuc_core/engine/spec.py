@@ -29,8 +29,7 @@ def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSp
         precision = "fp16" if kind == "cuda" else "fp32"
     if kind == "cpu" and precision != "fp32":
         raise ConfigError(f"precision {precision} needs a CUDA device; on CPU choose fp32 or auto")
-    compiled = kind == "cuda" if engine.compile is None else engine.compile
-    return engine.model_copy(update={"precision": precision, "compile": compiled})
+    return engine.model_copy(update={"precision": precision, "compile": bool(engine.compile)})
 
 
 def result_settings(engine: EngineSpec) -> dict[str, Any]:

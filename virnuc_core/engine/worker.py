@@ -15,10 +15,14 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from virnuc_core.config import Attention
 from virnuc_core.engine.process import Parent
 from virnuc_core.engine.spec import Order, WorkerSpec
+
+if TYPE_CHECKING:
+    from virnuc_core.engine.runner import Runner
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 5.0
@@ -30,67 +34,74 @@ class Worker:
 
     def __init__(self, parent: Parent, spec: WorkerSpec) -> None:
         self.parent, self.spec = parent, spec
+        self.started_s = self._idle_s = time.monotonic()
+        self.runner: Runner | None = None
         self.stopping = threading.Event()
         self.device_lock: int | None = None  # kept open for as long as this process lives
         self._writes: queue.Queue[Any] = queue.Queue(maxsize=COMMITS_AHEAD)
         self._write_error: BaseException | None = None
 
     def run(self) -> None:
-        """Load, then compute shards until told to stop."""
-        started = time.monotonic()
-        import numpy as np
-        import torch
-
-        from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+        """Load, then compute orders until told to stop; the first batches are packed while the weights are read."""
         from virnuc_core.engine.loader import Feeder, Loader
-        from virnuc_core.engine.runner import Runner
         from virnuc_core.engine.shards import read_plan
         from virnuc_core.reads.store import OrfStore
         from virnuc_core.rundir import RunDir
 
         spec, engine = self.spec, self.spec.engine
-        device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
-        if spec.device.kind == "cpu":
-            torch.set_num_threads(1)
-        models = Path(spec.models)
+        self.parent.beat(engine.heartbeat_s, self._progress_s)
         self.run_dir = RunDir(Path(spec.run))
         self.plan = read_plan(self.run_dir)
         self.store = OrfStore.open(Path(spec.store))
-        arguments = (models, device, engine.precision, engine.attention, bool(engine.compile))
-        esm2, dnabert_s, head = load_esm2(*arguments), load_dnabert_s(*arguments), load_head(models, device)
-        loaded_s = time.monotonic() - started
-        self.runner = Runner(esm2, dnabert_s, head, device)
-        if device.type == "cuda":
-            budgets = {"dnabert_s": engine.dna_token_budget, "esm2": engine.token_budget}
-            typical = int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
-            self.runner.warm_up({name: n // spec.divisor for name, n in budgets.items()}, typical)
-        loader = Loader(Path(spec.store), models, engine, pin=engine.pin_memory and device.type == "cuda")
-        self.parent.send(
-            {
-                "event": "ready",
-                "pid": os.getpid(),
-                "load_s": loaded_s,
-                "ready_s": time.monotonic() - started,
-                "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
-                "torch": torch.__version__,
-            }
-        )
-        self.parent.beat(engine.heartbeat_s, lambda: self.runner.progress_s)
+        pin = engine.pin_memory and spec.device.kind == "cuda"
+        loader = Loader(Path(spec.store), Path(spec.models), engine, pin=pin)
+        feeder = Feeder(loader, self._next_order, engine.prefetch_factor * max(1, engine.num_workers))
+        self.runner = self._load()
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
-        depth = engine.prefetch_factor * max(1, engine.num_workers)
-        self.runner.run(Feeder(loader, self._next_order, depth), self._hand_over)
+        self.runner.run(feeder, self._hand_over)
         self._writes.put(None)
         writer.join()
         if self._write_error is not None:
             raise self._write_error
+
+    def _load(self) -> Runner:
+        """Both encoders and the head on the device, warm; tells the parent."""
+        import numpy as np
+        import torch
+
+        from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+        from virnuc_core.engine.runner import Runner
+
+        spec, engine, models = self.spec, self.spec.engine, Path(self.spec.models)
+        device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        esm2 = load_esm2(models, device, engine.precision, engine.attention, engine.compile)
+        biased: Attention = "auto" if engine.attention == "varlen" else engine.attention  # varlen takes no ALiBi bias
+        dnabert_s = load_dnabert_s(models, device, engine.precision, biased, engine.compile)
+        runner = Runner(esm2, dnabert_s, load_head(models, device), device)
+        loaded_s = time.monotonic() - self.started_s
+        if device.type == "cuda":
+            budgets = {"dnabert_s": engine.dna_token_budget, "esm2": engine.token_budget}
+            typical = int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
+            runner.warm_up({name: n // spec.divisor for name, n in budgets.items()}, typical)
+        ready = {"event": "ready", "pid": os.getpid(), "load_s": loaded_s, "torch": torch.__version__}
+        ready["ready_s"] = time.monotonic() - self.started_s
+        ready["attention"] = {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention}
+        self.parent.send(ready)
+        return runner
+
+    def _progress_s(self) -> float:
+        """When the worker last did something; loading, and waiting for orders, is doing something."""
+        return time.monotonic() if self.runner is None else max(self._idle_s, self.runner.progress_s)
 
     def _next_order(self) -> Order | None:
         while not self.stopping.is_set():
             try:
                 message = self.parent.messages.get(timeout=0.2)
             except queue.Empty:
-                self.runner.progress_s = time.monotonic()  # idle is not stuck
+                self._idle_s = time.monotonic()
                 continue
             if message is None or message["op"] == "stop":
                 return None
