@@ -31,7 +31,9 @@ class EngineSpec(Spec):
 
     precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU")
     attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
-    compile: bool | None = Field(None, description="compile the encoder blocks; unset: on CUDA only")
+    compile: bool | None = Field(
+        None, description="compile the encoder blocks with torch instead of using our own kernels"
+    )
     token_budget: int = Field(16_384, ge=64, description="token slots of one packed ESM-2 batch")
     dna_token_budget: int = Field(16_384, ge=64, description="token slots of one packed DNABERT-S batch")
     shard_tokens: int = Field(262_144, ge=64, description="ESM-2 tokens of one shard: the unit of commit and of loss")

@@ -5,8 +5,8 @@
     python tests/benchmarks/bench_encoders.py --device cpu --esm2 tiny --dnabert-s tiny --seconds 0.2   # a smoke test
 
 A variant is a list of features joined by `+`: how (eager, compiled or kernels), parts of kernels (residual, gelu),
-the attention (varlen, fused or reference), graph, and block128, warps2 or warps8 for the fused attention. Weights are
-random; nothing is written but the JSON file.
+the attention (varlen, fused or reference), graph, and block64 or block128, warps2 or warps8 for the fused attention.
+Weights are random; nothing is written but the JSON file.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Variant:
         """Read `kernels+residual+fused`; `SystemExit` names a feature that is not known."""
         features = set(text.split("+"))
         known = {"eager", "compiled", "kernels", "residual", "gelu", "graph", "varlen", "fused", "reference"}
-        if unknown := features - known - {"block128", "warps2", "warps8"}:
+        if unknown := features - known - {"block64", "block128", "warps2", "warps8"}:
             raise SystemExit(f"variant '{text}': {', '.join(sorted(unknown))} is not known")
         backends = features & {"varlen", "fused", "reference"}
         if len(backends) != 1 or len(features & {"eager", "compiled", "kernels"}) != 1:
@@ -83,7 +83,7 @@ class Variant:
             kernels="kernels" in features,
             residual_product="residual" in features,
             gelu_product="gelu" in features,
-            block=128 if "block128" in features else 64,
+            block=128 if "block128" in features else 64 if "block64" in features else None,
             warps=8 if "warps8" in features else 2 if "warps2" in features else 4,
         )
         attention = cast(Literal["varlen", "fused", "reference"], backends.pop())

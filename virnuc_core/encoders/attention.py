@@ -44,7 +44,7 @@ class Rows(NamedTuple):
     cos: Tensor | None = None  # the same at each token's position, float32 [slots, head_dim / 2]
     sin: Tensor | None = None
     slopes: Tensor | None = None  # float32 [heads], with ALiBi
-    block: int = 64  # tokens of a block of the fused kernel, and its warps
+    block: int | None = None  # tokens of a block of the fused kernel (None: by max_seqlen), and its warps
     warps: int = 4
 
 

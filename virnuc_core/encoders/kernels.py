@@ -34,26 +34,28 @@ def _turned(
     base: tl.tensor,  # first number of a head of the row's first token
     at: tl.tensor,  # positions [tokens]
     live: tl.tensor,  # which of them the row has
-    cos: tl.tensor,  # float32 [positions, half]
-    sin: tl.tensor,
+    c: tl.tensor,  # float32 [tokens, half]: cosines of their angles
+    s: tl.tensor,  # and sines
     stride: tl.constexpr,
     half: tl.constexpr,
     factor: tl.constexpr,
 ) -> tl.tensor:
     """Both halves of one head of some tokens, scaled, then rotated by float32 angles: [tokens, half] each."""
-    column = tl.arange(0, half)
-    place = base + at[:, None] * stride + column[None, :]
+    place = base + at[:, None] * stride + tl.arange(0, half)[None, :]
     low = tl.load(place, mask=live[:, None], other=0.0)
     high = tl.load(place + half, mask=live[:, None], other=0.0)
-    angle = at[:, None] * half + column[None, :]
-    c = tl.load(cos + angle, mask=live[:, None], other=0.0)
-    s = tl.load(sin + angle, mask=live[:, None], other=0.0)
     low_wide, high_wide = low.to(tl.float32) * factor, high.to(tl.float32) * factor
     return (low_wide * c - high_wide * s).to(low.dtype), (high_wide * c + low_wide * s).to(low.dtype)
 
 
 @_jit
-def _attention(
+def _angles(table: tl.tensor, at: tl.tensor, live: tl.tensor, half: tl.constexpr) -> tl.tensor:
+    """Rows `at` of a float32 table [positions, half]."""
+    return tl.load(table + at[:, None] * half + tl.arange(0, half)[None, :], mask=live[:, None], other=0.0)
+
+
+@_jit
+def _attention(  # noqa: PLR0915 - a kernel is compiled as one function
     qkv: tl.tensor,  # [slots, 3 * width]
     out: tl.tensor,  # [slots, width]
     cu_seqlens: tl.tensor,  # int32 [rows + 1]
@@ -79,12 +81,15 @@ def _attention(
     if part * block < length:
         stride: tl.constexpr = 3 * width
         half: tl.constexpr = head_dim // 2
-        base = qkv + start.to(tl.int64) * stride + head * head_dim
         at_q = part * block + tl.arange(0, block)
         live_q = at_q < length
         column = tl.arange(0, head_dim)
+        end = block if one_block else length  # the first is known when the kernel is compiled: no loop is left
+        if rotary:  # the same for queries and keys where one block holds the row
+            cos_q, sin_q = _angles(cos, at_q, live_q, half), _angles(sin, at_q, live_q, half)
+        base = qkv + start.to(tl.int64) * stride + head * head_dim
         if rotary:
-            q_low, q_high = _turned(base, at_q, live_q, cos, sin, stride, half, factor)
+            q_low, q_high = _turned(base, at_q, live_q, cos_q, sin_q, stride, half, factor)
         else:
             q = tl.load(base + at_q[:, None] * stride + column[None, :], mask=live_q[:, None], other=0.0)
             q = (q.to(tl.float32) * factor).to(q.dtype)
@@ -92,12 +97,15 @@ def _attention(
         best = tl.full([block], -float("inf"), tl.float32)
         total = tl.zeros([block], tl.float32)
         mixed = tl.zeros([block, head_dim], tl.float32)
-        end = block if one_block else length  # the first is known when the kernel is compiled: no loop is left
         for first in range(0, end, block):
             at_k = first + tl.arange(0, block)
             live_k = at_k < length
             if rotary:
-                k_low, k_high = _turned(base + width, at_k, live_k, cos, sin, stride, half, 1.0)
+                if one_block:
+                    k_low, k_high = _turned(base + width, at_k, live_k, cos_q, sin_q, stride, half, 1.0)
+                else:
+                    cos_k, sin_k = _angles(cos, at_k, live_k, half), _angles(sin, at_k, live_k, half)
+                    k_low, k_high = _turned(base + width, at_k, live_k, cos_k, sin_k, stride, half, 1.0)
                 scores = tl.dot(q_low, tl.trans(k_low), input_precision=product)
                 scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=product)
             else:
@@ -134,15 +142,18 @@ def fused_attention(
     heads: int,
     max_seqlen: int,
     rows: int,
-    block: int = 64,
+    block: int | None = None,
     warps: int = 4,
 ) -> Tensor:
     """Attention within the first `rows` rows: [slots, 3 * width] to [slots, width]; zero in dead slots.
 
     `cos_table` and `sin_table` (float32 [positions, head_dim / 2]) for rotary positions, or `slopes` (float32 [heads])
-    for ALiBi. Rows of any length up to `max_seqlen`; a row's numbers do not depend on that bound.
+    for ALiBi. Rows of any length up to `max_seqlen`, which decides the block when none is given: 128 tokens where that
+    holds every row whole and 64 does not, else 64. A row's numbers depend on the block, not on the bound itself.
     """
     slots, width = qkv.shape[0], qkv.shape[1] // 3
+    if block is None:
+        block = 128 if 64 < max_seqlen <= 128 else 64
     if qkv.dtype == torch.float32:
         block = min(block, 32)  # larger ones do not fit the registers
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
@@ -173,7 +184,7 @@ def attention_op() -> Callable[..., Tensor]:
     """`fused_attention` as an operator that a compiled block calls without looking inside."""
     schema = (
         "(Tensor qkv, Tensor cu_seqlens, Tensor? cos_table, Tensor? sin_table, Tensor? slopes, "
-        "int heads, int max_seqlen, int rows, int block, int warps) -> Tensor"
+        "int heads, int max_seqlen, int rows, int? block, int warps) -> Tensor"
     )
     op = torch.library.custom_op("virnuc::fused_attention", fused_attention, mutates_args=(), schema=schema)
 

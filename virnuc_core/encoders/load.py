@@ -34,7 +34,7 @@ def load_esm2(
     shape, tensors = open_esm2(models)
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, bias="rotary", head_dim=shape.head_dim, precision=ready, device=device)
-    tuning = _tuned(tuning, compile, device, ready)
+    tuning = _tuned(tuning, compile, device, ready, gated=False)
     weights = place_esm2(tensors, shape, ready, device)
     compiled = _compiled(compile, device, tuning)
     return Esm2(shape, weights, precision=ready, attention=backend, compile=compiled, tuning=tuning)
@@ -60,7 +60,7 @@ def load_dnabert_s(
         )
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, bias="alibi", head_dim=shape.head_dim, precision=ready, device=device)
-    tuning = _tuned(tuning, compile, device, ready)
+    tuning = _tuned(tuning, compile, device, ready, gated=True)
     weights = place_dnabert(tensors, shape, ready, device)
     return DnabertS(
         shape,
@@ -79,9 +79,11 @@ def load_head(models: Path, device: torch.device) -> Head:
     return Head(shape, place_head(tensors, device))
 
 
-def _tuned(asked: Tuning | None, compile: bool | None, device: torch.device, precision: Resolved) -> Tuning:
+def _tuned(
+    asked: Tuning | None, compile: bool | None, device: torch.device, precision: Resolved, *, gated: bool
+) -> Tuning:
     if asked is None:
-        return PLAIN if compile else measured_best(device, precision)
+        return PLAIN if compile else measured_best(device, precision, gated=gated)
     _check_device(asked, device)
     return asked
 

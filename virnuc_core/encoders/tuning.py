@@ -22,7 +22,7 @@ class Tuning:
     kernels: bool = False  # norms, activations and quantisation by our own kernels, in place of the compiled block
     residual_product: bool = False  # with `kernels`: the residual is added inside the matrix product (fp16, bf16, fp32)
     gelu_product: bool = False  # with `kernels`: first feed-forward product and its GELU in one kernel (fp16, bf16)
-    block: int = 64  # tokens of a block of the fused attention kernel
+    block: int | None = None  # tokens of a block of the fused attention kernel; None: by the longest row
     warps: int = 4  # warps of such a block
 
     def check(self, precision: Resolved, *, compile: bool | None) -> None:
@@ -40,8 +40,13 @@ class Tuning:
 PLAIN: Final = Tuning()
 
 
-def measured_best(device: torch.device, precision: Resolved) -> Tuning:
-    """The fastest way that measurements have shown for a device and precision; plain torch where there is no Triton."""
+def measured_best(device: torch.device, precision: Resolved, *, gated: bool) -> Tuning:
+    """The fastest way that measurements have shown for a device and precision; plain torch where there is no Triton.
+
+    `gated` is for DNABERT-S, whose gated unit gains from a product of its own; ESM-2's feed-forward loses by it.
+    """
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return PLAIN
-    return Tuning(kernels=True, residual_product=precision in ("fp16", "bf16"))
+    half = precision in ("fp16", "bf16")
+    own_product = gated and half and torch.cuda.get_device_capability(device) >= (9, 0)
+    return Tuning(kernels=True, residual_product=half, gelu_product=own_product)

@@ -1,8 +1,8 @@
 """Faults for worker processes, put in from outside: Python imports this at start when its folder is on PYTHONPATH.
 
 The product has no switch for any of this. `VIRNUC_FAULT` is a JSON object:
-`{"kind": "poison" | "raise" | "oom" | "hang" | "nan", "protein": "...", "marker": "path or absent"}`. The fault strikes when
-a batch holds the tokens of `protein`; with a marker it strikes once only, the first time.
+`{"kind": "poison" | "raise" | "oom" | "hang" | "nan", "protein": "...", "marker": "path or absent"}`. The fault
+strikes when a batch holds the tokens of `protein`; with a marker it strikes once only, the first time.
 """
 
 import importlib.abc

@@ -1,0 +1,138 @@
+"""Sampling: exact shares by length, whole records, the same draw for the same seed."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xopen import xopen
+
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.parse import parse
+from virnuc_core.reads.sample import _bins, _quotas, sample
+
+from .conftest import WriteReads
+
+
+def fastq(lengths: list[int]) -> str:
+    return "".join(
+        f"@r{i} some words\n{'ACGTA' * (n // 5) + 'ACGTA'[: n % 5]}\n+\n{'F' * n}\n" for i, n in enumerate(lengths)
+    )
+
+
+def lengths_of(path: Path) -> list[int]:
+    return [int(n) for batch in parse((str(path),)) for n in np.diff(batch.base_offsets)]
+
+
+def test_every_length_keeps_its_share(write: WriteReads, tmp_path: Path) -> None:
+    lengths = [75] * 500 + [150] * 3000 + [151] * 1500
+    random.Random(0).shuffle(lengths)
+    summary = sample(write(fastq(lengths)), 100, tmp_path / "out.fastq")
+    assert Counter(lengths_of(tmp_path / "out.fastq")) == {75: 10, 150: 60, 151: 30}
+    assert (summary.reads_before, summary.reads_after, summary.distance) == (5000, 100, 0.0)
+    assert [(part.shortest, part.before, part.after) for part in summary.bins] == [
+        (75, 500, 10), (150, 3000, 60), (151, 1500, 30)
+    ]  # fmt: skip
+
+
+def test_records_come_whole_and_in_order(write: WriteReads, tmp_path: Path) -> None:
+    text = fastq([random.Random(1).randrange(30, 300) for _ in range(400)])
+    sample(write(text), 50, tmp_path / "out.fq.gz")
+    with xopen(tmp_path / "out.fq.gz", "rt", threads=0) as handle:
+        lines = handle.read().splitlines()
+    records = ["\n".join(lines[i : i + 4]) for i in range(0, len(lines), 4)]
+    assert len(records) == 50
+    places = [text.index(record + "\n") for record in records]
+    assert places == sorted(places)
+
+
+def test_the_seed_decides(write: WriteReads, tmp_path: Path) -> None:
+    path = write(fastq([100] * 1000))
+
+    def drawn(seed: int, name: str) -> bytes:
+        sample(path, 30, tmp_path / name, seed)
+        return (tmp_path / name).read_bytes()
+
+    assert drawn(1, "a.fq") == drawn(1, "b.fq")
+    assert drawn(1, "c.fq") != drawn(2, "d.fq")
+
+
+def test_every_read_can_be_drawn(write: WriteReads, tmp_path: Path) -> None:
+    path = write(fastq([50] * 10))
+    seen = set()
+    for seed in range(40):
+        sample(path, 2, tmp_path / "out.fq", seed)
+        seen |= {batch.id(i) for batch in parse((str(tmp_path / "out.fq"),)) for i in range(len(batch))}
+    assert len(seen) == 10
+
+
+def test_all_reads_when_more_are_asked_for(write: WriteReads, tmp_path: Path) -> None:
+    text = fastq([10, 0, 30])
+    summary = sample(write(text), 99, tmp_path / "out.fq")
+    assert (tmp_path / "out.fq").read_text() == text
+    assert summary.reads_after == 3
+
+
+def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(fastq([20] * 50).encode())))
+    assert sample("-", 5, tmp_path / "out.fq").reads_after == 5
+    assert [path.name for path in tmp_path.iterdir()] == ["out.fq"]
+
+
+def test_nothing_to_draw_from(write: WriteReads, tmp_path: Path) -> None:
+    summary = sample(write(""), 5, tmp_path / "out.fq")
+    assert (summary.reads_after, (tmp_path / "out.fq").read_bytes()) == (0, b"")
+    assert "0 of 0 reads" in summary.lines()[-1]
+
+
+def test_what_is_refused(write: WriteReads, tmp_path: Path) -> None:
+    path = write(">a\nAC\n", "in/a.fa")
+    with pytest.raises(ConfigError, match="FASTA"):
+        sample(path, 1, tmp_path / "out.fastq")
+    with pytest.raises(ConfigError, match="1 or more"):
+        sample(path, 0, tmp_path / "out.fa")
+    write("@b\nAC\n+\nII\n", "in/b.fq")
+    with pytest.raises(InputError, match="mixed"):
+        sample(str(tmp_path / "in"), 1, tmp_path / "out.fa")
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_table_shows_both_histograms(write: WriteReads, tmp_path: Path) -> None:
+    lines = sample(write(fastq([75] * 10 + [150] * 30)), 4, tmp_path / "out.fq").lines()
+    assert [line.split() for line in lines[1:3]] == [
+        ["75", "10", "25.00%", "1", "25.00%"], ["150", "30", "75.00%", "3", "75.00%"]
+    ]  # fmt: skip
+    assert lines[-1] == "4 of 40 reads; distance of lengths 0.0000"
+
+
+@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.integers(1, 100_000))
+def test_quotas_add_up_and_fit(before: list[int], n: int) -> None:
+    counts = np.array(before)
+    quotas = _quotas(counts, n)
+    assert quotas.sum() == min(n, counts.sum())
+    assert (quotas <= counts).all()
+    assert (np.abs(quotas - counts * min(n, counts.sum()) / counts.sum()) < 1).all()
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.integers(0, 5000), st.integers(1, 1000), min_size=1, max_size=300))
+def test_bins_hold_every_length_once(counts: dict[int, int]) -> None:
+    bins = _bins(Counter(counts))
+    assert len(bins) <= 101
+    assert sum(part.before for part in bins) == sum(counts.values())
+    assert all(a.longest < b.shortest for a, b in pairwise(bins))
+
+
+def test_lengths_of_long_reads_stay_close(real_data: Path, tmp_path: Path) -> None:
+    summary = sample(str(real_data / "reads" / "nanopore_flu_BC01.fastq.gz"), 200, tmp_path / "out.fastq.gz", seed=3)
+    assert (summary.reads_before, summary.reads_after) == (1000, 200)
+    assert summary.distance < 0.03  # a draw without bins has about 0.06 on 200 reads

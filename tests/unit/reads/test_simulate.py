@@ -1,0 +1,174 @@
+"""Simulated genomes and reads: what was asked for is what is there, and the two kinds can be told apart."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from Bio.SeqIO.FastaIO import SimpleFastaParser
+from pydantic import ValidationError
+from xopen import xopen
+
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.parse import parse
+from virnuc_core.reads.simulate import PRESETS, TRUTH_HEADER, SimulateSpec, SimulateSummary, read_histogram, simulate
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+
+from .conftest import WriteReads
+from .reads_twin import opposite_strand
+
+Pairs = list[tuple[str, str]]
+
+
+def reads_of(path: Path) -> Pairs:
+    return [
+        (batch.id(i), batch.bases[batch.base_offsets[i] : batch.base_offsets[i + 1]].decode())
+        for batch in parse((str(path),))
+        for i in range(len(batch))
+    ]
+
+
+def truth_of(summary: SimulateSummary) -> dict[str, dict[str, str]]:
+    lines = [line.split("\t") for line in summary.truth_file.read_text().splitlines()]
+    assert tuple(lines[0]) == TRUTH_HEADER
+    return {line[0]: dict(zip(TRUTH_HEADER, line, strict=True)) for line in lines[1:]}
+
+
+def genomes_of(summary: SimulateSummary) -> dict[str, str]:
+    with xopen(summary.genomes_file, "rt", threads=0) as handle:
+        return dict(SimpleFastaParser(handle))
+
+
+@pytest.mark.parametrize("name", ["r.fastq", "r.fq.gz", "r.fasta", "r.fa.gz"])
+def test_reads_and_truth_agree(tmp_path: Path, name: str) -> None:
+    summary = simulate(SimulateSpec(reads=200, error_rate=0, n_rate=0), tmp_path / name)
+    reads, truth, genomes = reads_of(summary.reads_file), truth_of(summary), genomes_of(summary)
+    assert [read for read, _ in reads] == list(truth)
+    assert len(reads) == summary.reads == 200
+    for read, bases in reads:
+        fact = truth[read]
+        start = int(fact["start"])
+        source = genomes[fact["genome"]][start : start + 150]
+        assert bases == (source if fact["strand"] == "+" else opposite_strand(source))
+        assert fact["genome"].startswith(fact["label"])
+    assert Counter(fact["label"] for fact in truth.values())["virus"] == summary.viral_reads
+    assert {fact["strand"] for fact in truth.values()} == {"+", "-"}
+    with xopen(summary.reads_file, "rb", threads=0) as handle:
+        assert handle.read(1) == (b"@" if "q" in name else b">")
+
+
+def test_copies_are_exact_and_marked(tmp_path: Path) -> None:
+    summary = simulate(SimulateSpec(reads=2000, duplicate_share=0.3, seed=4), tmp_path / "r.fasta")
+    reads, truth = dict(reads_of(summary.reads_file)), truth_of(summary)
+    copies = {read: fact["copy_of"] for read, fact in truth.items() if fact["copy_of"]}
+    assert len(copies) == summary.copies
+    assert 300 < len(copies) < 700
+    assert all(reads[read] == reads[source] for read, source in copies.items())
+    assert not set(copies) & set(copies.values())
+
+
+def test_errors_and_ns_are_as_frequent_as_asked(tmp_path: Path) -> None:
+    spec = SimulateSpec(reads=2000, error_rate=0.05, n_rate=0.01, duplicate_share=0, seed=1)
+    summary = simulate(spec, tmp_path / "r.fasta")
+    reads, truth, genomes = reads_of(summary.reads_file), truth_of(summary), genomes_of(summary)
+    wrong = ns = 0
+    for read, bases in reads:
+        fact = truth[read]
+        source = genomes[fact["genome"]][int(fact["start"]) :][:150]
+        source = source if fact["strand"] == "+" else opposite_strand(source)
+        ns += bases.count("N")
+        wrong += sum(a not in ("N", b) for a, b in zip(bases, source, strict=True))
+    total = 150 * 2000
+    assert wrong / total == pytest.approx(0.05, rel=0.1)  # a place may be hit twice, or become an N
+    assert ns / total == pytest.approx(0.01, rel=0.1)
+
+
+def test_lengths_from_a_histogram(tmp_path: Path, write: WriteReads) -> None:
+    path = Path(write("length\tcount\n# trimmed\n75 100\n150,300\n300;100\n", "lengths.tsv"))
+    assert read_histogram(path) == {75: 100, 150: 300, 300: 100}
+    summary = simulate(SimulateSpec(reads=2000, lengths=path), tmp_path / "r.fasta")
+    counts = Counter(len(bases) for _, bases in reads_of(summary.reads_file))
+    assert set(counts) == {75, 150, 300}
+    assert counts[150] / 2000 == pytest.approx(0.6, abs=0.05)
+    assert summary.bases == sum(length * count for length, count in counts.items())
+
+
+@pytest.mark.parametrize(("text", "line"), [("75\n", 1), ("75 1\n-3 4\n", 2), ("0 4\n", 1), ("a b\n1 x\n", 2)])
+def test_a_histogram_that_cannot_be_read(write: WriteReads, text: str, line: int) -> None:
+    with pytest.raises(InputError) as caught:
+        read_histogram(Path(write(text)))
+    assert caught.value.line == line
+
+
+@pytest.mark.parametrize("text", ["", "5 0\n", b"\xff\xfe1 2"])
+def test_a_histogram_without_reads(write: WriteReads, text: str | bytes) -> None:
+    with pytest.raises(InputError):
+        read_histogram(Path(write(text)))
+
+
+def test_the_seed_decides_all_bytes(tmp_path: Path) -> None:
+    def digests(seed: int, folder: str) -> list[str]:
+        (tmp_path / folder).mkdir()
+        simulate(SimulateSpec(reads=500, seed=seed), tmp_path / folder / "r.fastq.gz")
+        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((tmp_path / folder).iterdir())]
+
+    assert digests(3, "a") == digests(3, "b")
+    assert not set(digests(3, "c")) & set(digests(4, "d"))
+
+
+def test_presets() -> None:
+    assert {name: SimulateSpec.preset(name).reads for name in PRESETS} == PRESETS
+    assert (PRESETS["tiny"], PRESETS["small"], PRESETS["medium"], PRESETS["large"]) == (10, 100, 1000, 10_000)
+    assert SimulateSpec.preset("tiny", read_length=300).read_length == 300
+    with pytest.raises(ConfigError, match="choose tiny"):
+        SimulateSpec.preset("huge")
+
+
+def test_a_name_that_says_no_format(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(".fastq.gz")):
+        simulate(SimulateSpec(reads=1), tmp_path / "reads.txt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_reads_longer_than_genomes_are_refused() -> None:
+    with pytest.raises(ValidationError, match="genome_length"):
+        SimulateSpec(read_length=20_000)
+
+
+@pytest.mark.parametrize("reads", [0, 1, 2])
+def test_hardly_any_reads(tmp_path: Path, reads: int) -> None:
+    summary = simulate(SimulateSpec(reads=reads), tmp_path / "r.fasta")
+    assert len(reads_of(summary.reads_file)) == reads
+    if reads == 2:
+        assert summary.viral_reads == 1
+
+
+def test_kinds_can_be_told_apart_on_genomes_never_seen(tmp_path: Path) -> None:
+    """A nearest mean over the amino acids of each row, learned on half of the genomes, judges the other half."""
+    summary = simulate(SimulateSpec(reads=3000, seed=2), tmp_path / "r.fasta")
+    stage(StageSpec(reads=(str(summary.reads_file),)), tmp_path / "orfs.h5")
+    store, truth = OrfStore.open(tmp_path / "orfs.h5"), truth_of(summary)
+    names = store.read_ids(0, store.n_reads)
+    facts = [truth[names[read]] for read in store.row_read]
+    proteins = store.protein(0, store.n_uniques)
+    letters = [np.bincount(np.frombuffer(proteins[u], np.uint8), minlength=128) for u in store.row_unique]
+    shares = np.array(letters) / np.array([row.sum() for row in letters])[:, None]
+    viral = np.array([fact["label"] == "virus" for fact in facts])
+    seen = np.array([int(fact["genome"].rpartition("_")[2]) % 2 == 0 for fact in facts])
+    means = [shares[seen & (viral == kind)].mean(axis=0) for kind in (False, True)]
+    guess = np.linalg.norm(shares - means[1], axis=1) < np.linalg.norm(shares - means[0], axis=1)
+    assert (guess == viral)[~seen].mean() > 0.9
+
+
+def test_genomes_of_each_kind(tmp_path: Path) -> None:
+    genomes = genomes_of(simulate(SimulateSpec(reads=1, viral_genomes=5, other_genomes=7), tmp_path / "r.fasta"))
+    gc = defaultdict(list)
+    for name, bases in genomes.items():
+        gc[name.split("_")[0]].append((bases.count("G") + bases.count("C")) / len(bases))
+    assert (len(gc["virus"]), len(gc["others"])) == (5, 7)
+    assert max(gc["virus"]) < min(gc["others"])

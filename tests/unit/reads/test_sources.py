@@ -1,0 +1,216 @@
+"""Opening inputs: every packing by content, cut-off and damaged files, folders, standard input."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import os
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virnuc_core.errors import InputError
+from virnuc_core.reads import sources
+from virnuc_core.reads.sources import DamagedInput, Source, find_inputs
+
+from .conftest import WriteReads
+
+zstandard = pytest.importorskip("zstandard", reason="the zst extra is not installed")
+
+TEXT = b"".join(b">read%d\n%s\n" % (i, b"ACGT" * (i % 50)) for i in range(20_000))
+
+
+def bgzip(data: bytes) -> bytes:
+    """Blocks of at most 64 KiB with the extra field of bgzip, and its empty block at the end."""
+    out = []
+    for piece in [data[i : i + 60_000] for i in range(0, len(data), 60_000)] + [b""]:
+        packer = zlib.compressobj(6, zlib.DEFLATED, -15)
+        body = packer.compress(piece) + packer.flush()
+        head = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0" + (len(body) + 25).to_bytes(2, "little")
+        out.append(head + body + zlib.crc32(piece).to_bytes(4, "little") + len(piece).to_bytes(4, "little"))
+    return b"".join(out)
+
+
+def zst(data: bytes) -> bytes:
+    return zstandard.ZstdCompressor().compress(data)
+
+
+PACKERS: dict[str, Callable[[bytes], bytes]] = {
+    "plain": bytes,
+    "gzip": gzip.compress,
+    "bgzip": bgzip,
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "zstd": zst,
+}
+PACKED = {name: pack for name, pack in PACKERS.items() if name != "plain"}
+
+
+def everything(path: str, size: int = 1 << 16) -> bytes:
+    with Source.open(path) as source:
+        pieces = []
+        while piece := source.read(size):
+            pieces.append(piece)
+        return b"".join(pieces)
+
+
+@pytest.mark.parametrize("pack", PACKERS.values(), ids=PACKERS.keys())
+@pytest.mark.parametrize("name", ["reads.fa", "reads.fastq.gz", "reads"])
+def test_packing_is_told_by_content(write: WriteReads, pack: Callable[[bytes], bytes], name: str) -> None:
+    assert everything(write(pack(TEXT), name)) == TEXT
+
+
+@pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED.keys())
+def test_several_members_in_one_file(write: WriteReads, pack: Callable[[bytes], bytes]) -> None:
+    cut = len(TEXT) // 3
+    assert everything(write(pack(TEXT[:cut]) + pack(b"") + pack(TEXT[cut:]))) == TEXT
+
+
+@pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED.keys())
+def test_zeros_after_the_last_member(write: WriteReads, pack: Callable[[bytes], bytes]) -> None:
+    assert everything(write(pack(TEXT) + bytes(200_000))) == TEXT
+
+
+@pytest.mark.parametrize("pack", PACKED.values(), ids=PACKED.keys())
+def test_rubbish_after_the_last_member(write: WriteReads, pack: Callable[[bytes], bytes]) -> None:
+    with pytest.raises(DamagedInput):
+        everything(write(pack(TEXT) + b"rubbish" * 20))
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zst], ids=["gz", "bz2", "xz", "zst"])
+@pytest.mark.parametrize("lost", [1, 9, 2000])
+def test_a_cut_off_file_gives_what_is_there_then_says_so_once(
+    write: WriteReads, pack: Callable[[bytes], bytes], lost: int
+) -> None:
+    path = write(pack(TEXT)[:-lost])
+    with Source.open(path) as source:
+        found = bytearray()
+
+        def read_on() -> None:
+            while piece := source.read(1 << 16):
+                found.extend(piece)
+
+        with pytest.raises(DamagedInput, match="cut off") as caught:
+            read_on()
+        assert TEXT.startswith(found)
+        assert source.read(100) == b""
+    assert str(caught.value.file) == path
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"])
+@given(st.integers(0, 1 << 16), st.integers(1, 255))
+def test_a_changed_byte_never_gives_other_text_without_a_word(
+    tmp_path_factory: pytest.TempPathFactory, pack: Callable[[bytes], bytes], place: int, change: int
+) -> None:
+    text = TEXT[:20_000]
+    packed = bytearray(pack(text))
+    packed[place % len(packed)] ^= change
+    path = tmp_path_factory.getbasetemp() / "changed.bin"
+    path.write_bytes(bytes(packed))
+    try:
+        found = everything(str(path))
+    except InputError:
+        return
+    assert found in (
+        text,
+        bytes(packed),
+    )  # a header field without meaning, or no longer a packed file by its first bytes
+
+
+def test_gzip_without_isa_l(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(gzip.compress(TEXT[:5000]) + gzip.compress(TEXT[5000:]))
+    broken = write(gzip.compress(TEXT)[:-4], "broken")
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)  # importing it now fails
+    monkeypatch.setattr(sources, "_damage_types", lambda: (zlib.error,))
+    assert everything(path) == TEXT
+    with pytest.raises(DamagedInput):
+        everything(broken)
+
+
+def test_zstd_without_the_package(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(zst(TEXT))
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(InputError, match="zstandard is not installed"):
+        Source.open(path)
+
+
+def test_standard_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.BytesIO(gzip.compress(TEXT))
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=stream))
+    assert everything("-") == TEXT
+    assert not stream.closed
+
+
+def test_a_pipe_that_gives_little_at_a_time(tmp_path: Path) -> None:
+    import threading
+
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    packed = gzip.compress(TEXT)
+
+    def trickle() -> None:
+        with fifo.open("wb", buffering=0) as out:
+            for i in range(0, len(packed), 1000):
+                out.write(packed[i : i + 1000])
+
+    writer = threading.Thread(target=trickle)
+    writer.start()
+    try:
+        assert everything(str(fifo)) == TEXT
+    finally:
+        writer.join(10)
+
+
+# which files
+
+
+def test_a_folder_gives_its_read_files_by_name(write: WriteReads, tmp_path: Path) -> None:
+    write(gzip.compress(b"@b\nA\n+\nI\n"), "in/b.txt")
+    write("\n>a\nA\n", "in/a.fa")
+    write("read me", "in/README")
+    write("", "in/empty.fa")
+    write(">h\nA\n", "in/.hidden.fa")
+    write(">d\nA\n", "in/deeper/d.fa")
+    found = find_inputs((str(tmp_path / "in"),))
+    assert [Path(name).name for name in found.files] == ["a.fa", "b.txt"]
+    assert [Path(name).name for name in found.ignored] == ["README", "empty.fa"]
+
+
+def test_a_damaged_file_in_a_folder_is_not_passed_over(write: WriteReads, tmp_path: Path) -> None:
+    write(b"\x1f\x8b\x08\0broken", "in/broken.gz")
+    assert len(find_inputs((str(tmp_path / "in"),)).files) == 1
+
+
+def test_what_cannot_be_an_input(write: WriteReads, tmp_path: Path) -> None:
+    path = write(">a\nA\n", "in/a.fa")
+    (tmp_path / "empty").mkdir()
+    for names, words in {
+        (str(tmp_path / "absent.fa"),): "no such file or folder",
+        (str(tmp_path / "empty"),): "holds no FASTA or FASTQ",
+        (path, str(tmp_path / "in" / ".." / "in" / "a.fa")): "named twice",
+        (path, str(tmp_path / "in")): "named twice",
+        ("-", "-"): "named twice",
+    }.items():
+        with pytest.raises(InputError, match=words):
+            find_inputs(names)
+
+
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        Source.open(str(tmp_path))
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the super-user may read anything")
+def test_a_file_without_permission(write: WriteReads) -> None:
+    path = write(">a\nA\n")
+    Path(path).chmod(0)
+    with pytest.raises(InputError, match="Permission denied"):
+        Source.open(path)

@@ -1,0 +1,528 @@
+"""Staging as a whole: the store equals the slow twin, over made-up reads and real genomes, however it is made."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import psutil
+import pytest
+from Bio.SeqIO.FastaIO import SimpleFastaParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from xopen import xopen
+
+from virnuc_core.config import Spec
+from virnuc_core.errors import ConfigError, InputError, WorkerError
+from virnuc_core.reads import frames as frames_module
+from virnuc_core.reads import parse as parse_module
+from virnuc_core.reads import write as write_module
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL, OrfStore
+
+from .conftest import WriteReads
+from .reads_twin import Row, chunks, rows
+
+Pairs = list[tuple[str, str]]
+
+
+def digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def rows_of(store: OrfStore) -> list[Row]:
+    proteins, dna = store.protein(0, store.n_uniques), store.dna(0, store.n_uniques)
+    names = store.row_ids(0, store.n_rows)
+    return [Row(n, dna[u].decode(), proteins[u].decode()) for n, u in zip(names, store.row_unique, strict=True)]
+
+
+def fasta(reads: Pairs) -> str:
+    return "".join(f">{name} word\n{bases}\n" for name, bases in reads)
+
+
+def fastq(reads: Pairs) -> str:
+    return "".join(f"@{name}\n{bases}\n+\n{'I' * len(bases)}\n" for name, bases in reads)
+
+
+def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
+    """Rows, ids, bytes and counts of the store, all against the twin. Ids of `reads` are distinct."""
+    expected = rows(reads, store.model_length)
+    assert rows_of(store) == expected
+    assert store.read_ids(0, store.n_reads) == [name for name, _ in reads]
+    assert store.read_length.tolist() == [len(bases) for _, bases in reads]
+    assert store.read_chunks.tolist() == [len(chunks(len(bases), store.model_length)) for _, bases in reads]
+    by_read = [len(rows([read], store.model_length)) for read in reads]
+    assert store.read_rows.tolist() == by_read
+    distinct = list(dict.fromkeys((row.dna, row.protein) for row in expected))
+    pairs = zip(store.dna(0, store.n_uniques), store.protein(0, store.n_uniques), strict=True)
+    assert [(dna.decode(), protein.decode()) for dna, protein in pairs] == distinct
+    first_rows = {pair: i for i, pair in reversed(list(enumerate((row.dna, row.protein) for row in expected)))}
+    assert store.unique_row.tolist() == [first_rows[pair] for pair in distinct]
+    for i, (_, bases) in enumerate(reads):
+        flags = int(store.read_flags[i])
+        assert bool(flags & EMPTY) == (not bases)
+        assert bool(flags & SHORT_FOR_MODEL) == (0 < len(bases) < store.model_length / 2)
+        assert bool(flags & AMBIGUOUS) == bool(set(bases.upper()) - set("ACGT"))
+    counts = store.counts
+    assert (counts.n_reads, counts.n_rows, counts.n_uniques) == (len(reads), len(expected), len(distinct))
+    assert counts.n_chunks == int(store.read_chunks.sum())
+    assert counts.n_bases == int(store.read_length.sum())
+    assert counts.n_open_reads == sum(n > 0 for n in by_read)
+    assert counts.n_empty == sum(not bases for _, bases in reads)
+
+
+def made_up_reads(n: int, seed: int = 0) -> Pairs:
+    rng = random.Random(seed)
+    reads: Pairs = []
+    for i in range(n):
+        if reads and rng.random() < 0.2:  # exact copies, and the other strand of earlier reads
+            bases = rng.choice(reads)[1]
+        else:
+            letters = rng.choice(["ACGT", "ACG", "acgtN", "ACGTRYN-", "GC"])
+            bases = "".join(rng.choice(letters) for _ in range(rng.choice([0, 1, 2, 3, 5, 40, 99, 100, 101, 350])))
+        reads.append((f"read{i}", bases))
+    return reads
+
+
+@pytest.fixture
+def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes so small that every carry between stretches, buckets and blocks happens in a small test."""
+    monkeypatch.setattr(write_module, "_ROWS", 7)
+    monkeypatch.setattr("virnuc_core.reads.spool._HELD_BYTES", 200)
+    monkeypatch.setattr(parse_module, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(parse_module.parse, "__kwdefaults__", {"block_bytes": 300})
+
+
+@pytest.mark.parametrize("text", [fasta, fastq])
+def test_equals_the_slow_twin(write: WriteReads, tmp_path: Path, text: type[str]) -> None:
+    reads = made_up_reads(300)
+    stage(StageSpec(reads=(write(text(reads)),), model_length=100), tmp_path / "orfs.h5")
+    check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
+
+
+@pytest.mark.usefixtures("small_stretches")
+def test_equals_the_slow_twin_across_stretches(write: WriteReads, tmp_path: Path) -> None:
+    reads = made_up_reads(300, seed=1)
+    stage(StageSpec(reads=(write(fasta(reads)),), model_length=100), tmp_path / "orfs.h5")
+    check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(alphabet="ACGTNacgt", max_size=70), max_size=15), st.integers(1, 40))
+def test_equals_the_slow_twin_on_anything(
+    tmp_path_factory: pytest.TempPathFactory, sequences: list[str], size: int
+) -> None:
+    folder = tmp_path_factory.mktemp("any")
+    reads = [(f"r{i}", bases) for i, bases in enumerate(sequences)]
+    (folder / "reads.fa").write_text(fasta(reads))
+    stage(StageSpec(reads=(str(folder / "reads.fa"),), model_length=size), folder / "orfs.h5")
+    check_equals_twin(OrfStore.open(folder / "orfs.h5"), reads)
+
+
+@pytest.mark.parametrize("size", [300, 500])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "viral/sars_cov_2.NC_045512.2.fasta.gz",
+        "viral/influenza_A_PR8_H1N1.8segments.fasta.gz",
+        "host/cow_bosTau8_chr25.fasta.gz",
+        "nasty/iupac_and_N_lowercase_zika34.fasta.gz",
+        "nasty/alignment_with_gaps_lassa.fasta.gz",
+        "nasty/rna_letters.fastq",
+        "reads/illumina_hiv1_SRR9588828_R1.fastq.gz",
+    ],
+)
+def test_equals_the_slow_twin_on_real_sequences(real_data: Path, tmp_path: Path, name: str, size: int) -> None:
+    path = real_data / name
+    stage(StageSpec(reads=(str(path),), model_length=size), tmp_path / "orfs.h5")
+    with xopen(path, "rt", threads=0) as handle:
+        if ".fastq" in name:
+            lines = handle.read().splitlines()
+            reads = [(lines[i].split()[0][1:], lines[i + 1]) for i in range(0, len(lines), 4)]
+        else:
+            reads = [(title.split()[0], bases) for title, bases in SimpleFastaParser(handle)]
+    check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
+
+
+def test_reads_cut_from_real_genomes_both_ways_round(real_data: Path, tmp_path: Path, write: WriteReads) -> None:
+    rng = random.Random(5)
+    reads: Pairs = []
+    for name in ("viral/monkeypox.MT903345.1.fasta.gz", "host/human_chr13_chr4_hg38.fasta.gz"):
+        with xopen(real_data / name, "rt", threads=0) as handle:
+            genome = max((bases for _, bases in SimpleFastaParser(handle)), key=len)
+        for _ in range(300):
+            start = rng.randrange(len(genome) - 160)
+            reads.append((f"r{len(reads)}", genome[start : start + rng.choice([75, 150, 151])]))
+    stage(StageSpec(reads=(write(fastq(reads)),)), tmp_path / "orfs.h5")
+    check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
+
+
+def test_equal_dna_with_another_protein_is_another_unique(write: WriteReads, tmp_path: Path) -> None:
+    reads = [("a", "ATGNNNAAA"), ("b", "ATGNNNATG")]  # F1: both are cut to ATGNNNA, but the proteins are MK and MM
+    stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    firsts = [u for u, frame in zip(store.row_unique, store.row_frame, strict=True) if frame == 0]
+    assert [(store.dna(u, u + 1), store.protein(u, u + 1)) for u in firsts] == [
+        ([b"ATGNNNA"], [b"MK"]),
+        ([b"ATGNNNA"], [b"MM"]),
+    ]
+
+
+def test_an_ambiguous_letter_outside_the_row_makes_no_other_unique(write: WriteReads, tmp_path: Path) -> None:
+    reads = [("a", "GCAGCAG"), ("b", "GCAGCAGNN")]
+    stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    firsts = [int(u) for u, frame in zip(store.row_unique, store.row_frame, strict=True) if frame == 0]
+    assert firsts[0] == firsts[1]
+
+
+# what does not change the bytes
+
+
+def test_the_same_reads_give_the_same_bytes(write: WriteReads, tmp_path: Path) -> None:
+    reads = made_up_reads(200)
+    whole, first, rest = (write(text, name) for text, name in [
+        (fasta(reads), "all.fa"), (fastq(reads[:50]), "first.fq"), (fasta(reads[50:]), "rest.fa")
+    ])  # fmt: skip
+    packed = tmp_path / "all.fa.xz"
+    with xopen(packed, "wb", threads=0) as out:
+        out.write(fasta(reads).replace("\n", "\r\n").encode())
+    made = set()
+    for number, files in enumerate([(whole,), (first, rest), (str(packed),)]):
+        summary = stage(StageSpec(reads=files, model_length=100), tmp_path / f"{number}.h5")
+        made.add((summary.fingerprint, digest(tmp_path / f"{number}.h5")))
+    assert len(made) == 1
+
+
+def test_workers_give_the_same_bytes_and_leave_nobody_behind(write: WriteReads, tmp_path: Path) -> None:
+    path = write(fastq([(f"r{i}", bases) for i, (_, bases) in enumerate(made_up_reads(8000))]))
+    for workers in (1, 3):
+        summary = stage(StageSpec(reads=(path,), model_length=100, workers=workers), tmp_path / f"{workers}.h5")
+        assert min(summary.parse_s, summary.chunk_s, summary.translate_s, summary.store_s) > 0
+    assert digest(tmp_path / "1.h5") == digest(tmp_path / "3.h5")
+    assert psutil.Process().children() == []
+
+
+def test_other_reads_and_settings_give_another_fingerprint(write: WriteReads, tmp_path: Path) -> None:
+    cases = [
+        (fasta([("a", "ACGT"), ("b", "GG")]), 100),
+        (fasta([("a", "ACGT"), ("b", "GG")]), 101),
+        (fasta([("a", "ACG"), ("b", "TGG")]), 100),
+        (fasta([("ab", "ACGT"), ("c", "GG")]), 100),
+        (fasta([("a", "ACGT"), ("bc", "GG")]), 100),
+        (fasta([("b", "GG"), ("a", "ACGT")]), 100),
+        (fasta([("a", "ACGTGG")]), 100),
+        (fasta([("a", "acgt"), ("b", "GG")]), 100),
+    ]
+    prints = {
+        stage(StageSpec(reads=(write(text, f"{i}.fa"),), model_length=size), tmp_path / f"{i}.h5").fingerprint
+        for i, (text, size) in enumerate(cases)
+    }
+    assert len(prints) == len(cases)
+
+
+# made once
+
+
+def test_reused_when_reads_and_settings_are_the_same(write: WriteReads, tmp_path: Path) -> None:
+    out = tmp_path / "orfs.h5"
+    first = stage(StageSpec(reads=(write(fasta(made_up_reads(50))),), model_length=100), out)
+    before = out.stat()
+    again = stage(StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100, workers=2), out)
+    assert (first.reused, again.reused) == (False, True)
+    assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+    assert (again.counts, again.fingerprint) == (first.counts, first.fingerprint)
+
+
+def test_made_anew_when_anything_differs(write: WriteReads, tmp_path: Path) -> None:
+    out = tmp_path / "orfs.h5"
+    path = write(fasta(made_up_reads(50)))
+    seen = {stage(StageSpec(reads=(path,), model_length=100), out).fingerprint}
+    for text, size in ((fasta(made_up_reads(50)), 90), (fasta(made_up_reads(51)), 90), (fasta([]), 90)):
+        write(text)
+        summary = stage(StageSpec(reads=(path,), model_length=size), out)
+        assert not summary.reused
+        seen.add(summary.fingerprint)
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("content", [b"", b"no HDF5", None])
+def test_what_is_no_store_is_replaced(write: WriteReads, tmp_path: Path, content: bytes | None) -> None:
+    out = tmp_path / "orfs.h5"
+    if content is None:
+        with h5py.File(out, "w") as file:
+            file.attrs["format"] = "something else"
+    else:
+        out.write_bytes(content)
+    with pytest.raises(InputError, match="stage the reads"):
+        OrfStore.open(out)
+    assert not stage(StageSpec(reads=(write(">a\nACGT\n"),)), out).reused
+    assert OrfStore.open(out).n_reads == 1
+
+
+def test_refused_reads_leave_no_store_and_keep_an_old_one(write: WriteReads, tmp_path: Path) -> None:
+    out = tmp_path / "run" / "orfs.h5"
+    with pytest.raises(InputError):
+        stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), out)
+    assert list(out.parent.iterdir()) == []
+    stage(StageSpec(reads=(write(">a\nACGT\n"),)), out)
+    before = digest(out)
+    with pytest.raises(InputError):
+        stage(StageSpec(reads=(write(">a\nACGT\n>b\nEEE\n"),)), out)
+    assert sorted(path.name for path in out.parent.iterdir()) == ["orfs.h5", "orfs.made.json"]
+    assert digest(out) == before
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from virnuc_core.reads import write
+from virnuc_core.reads.stage import StageSpec, stage
+def stop(*_, **__):
+    print("here", flush=True)
+    time.sleep(60)
+owner, name = sys.argv[3].split(".")
+setattr(getattr(write, owner), name, stop)
+stage(StageSpec(reads=(sys.argv[1],), workers=2), Path(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["StoreWriter.finish", "_Uniques.write"])
+def test_killed_half_way_nothing_half_written_stays(write: WriteReads, tmp_path: Path, moment: str) -> None:
+    out = tmp_path / "run" / "orfs.h5"
+    path = write(fastq(made_up_reads(500)))
+    child = subprocess.Popen([sys.executable, "-c", CHILD, path, str(out), moment], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    with child, child.stdout:
+        assert child.stdout.readline() == "here\n"
+        helpers = psutil.Process(child.pid).children()
+        child.send_signal(signal.SIGKILL)
+    assert child.returncode == -signal.SIGKILL
+    psutil.wait_procs(helpers, timeout=10)
+    assert not any(helper.is_running() for helper in helpers)
+    assert not out.exists()
+    assert list(out.parent.iterdir()) != []  # scratch of the killed one
+    stage(StageSpec(reads=(path,)), out)
+    assert sorted(entry.name for entry in out.parent.iterdir()) == ["orfs.h5", "orfs.made.json"]
+
+
+def test_helpers_end_when_their_caller_is_killed(write: WriteReads, tmp_path: Path) -> None:
+    path = write(fastq(made_up_reads(20_000)))
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, path, str(tmp_path / "orfs.h5"), "StoreWriter.add"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert child.stdout is not None
+    with child, child.stdout:
+        child.stdout.readline()
+        helpers = psutil.Process(child.pid).children()
+        assert len(helpers) == 2
+        child.send_signal(signal.SIGKILL)
+    gone, alive = psutil.wait_procs(helpers, timeout=10)
+    assert (len(gone), alive) == (2, [])
+
+
+def test_a_helper_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    start = frames_module._Helper.__init__
+
+    def note(self: frames_module._Helper) -> None:
+        start(self)
+        made.append(self)
+        self._process.kill()
+        self._process.wait()
+
+    monkeypatch.setattr(frames_module._Helper, "__init__", note)
+    with pytest.raises(WorkerError, match="helper process ended"):
+        stage(StageSpec(reads=(write(">a\nACGT\n"),), workers=2), tmp_path / "orfs.h5")
+    assert len(made) == 2
+    assert not list(tmp_path.glob("*.h5"))
+    assert psutil.Process().children() == []
+
+
+def test_a_helper_that_fails_brings_its_traceback(write: WriteReads, tmp_path: Path) -> None:
+    helper = frames_module._Helper()
+    with helper, pytest.raises(WorkerError) as caught:
+        helper.frames_of("no job")  # type: ignore[arg-type]
+    assert "AttributeError" in caught.value.worker_traceback
+
+
+def test_an_output_that_cannot_be_written(write: WriteReads, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "file" / "orfs.h5")
+
+
+def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("virnuc_core.reads.spool.Column.append", refuse)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "run" / "orfs.h5")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+# ids
+
+
+def test_reads_that_share_an_id_are_kept_apart(write: WriteReads, tmp_path: Path) -> None:
+    reads = [("a", "ACGTACG"), ("b", "GGGG"), ("a", "GCGCGC"), ("a", "ACGTACG"), ("b", "")]
+    summary = stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert store.read_ids(0, 5) == ["a", "b", "a.2", "a.3", "b.2"]
+    assert store.read_ids(2, 4) == ["a.2", "a.3"]
+    assert store.original_ids(0, 5) == ["a", "b", "a", "a", "b"]
+    assert [bool(flags & DUPLICATE_ID) for flags in store.read_flags] == [False, False, True, True, True]
+    assert summary.counts.n_duplicate_ids == 3
+    assert store.row_ids(0, store.n_rows, original=True) == [row.id for row in rows(reads, 500)]
+    renamed = [("a", "ACGTACG"), ("b", "GGGG"), ("a.2", "GCGCGC"), ("a.3", "ACGTACG"), ("b.2", "")]
+    assert rows_of(store) == rows(renamed, 500)
+
+
+def test_a_name_that_is_an_id_already_is_not_given_again(write: WriteReads, tmp_path: Path) -> None:
+    reads = [(name, "ACGTACG") for name in ("a", "a", "a.2", "b", "a.2", "a..2")]
+    stage(StageSpec(reads=(write(fasta(reads)),)), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert store.read_ids(0, 6) == ["a", "a...2", "a.2", "b", "a.2...2", "a..2"]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.text(alphabet="a.2", min_size=1, max_size=6), max_size=40))
+def test_ids_are_always_distinct(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
+    folder = tmp_path_factory.mktemp("ids")
+    (folder / "reads.fa").write_text("".join(f">{name}\nA\n" for name in names))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(write_module, "_ROWS", 5)
+        stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5")
+    store = OrfStore.open(folder / "orfs.h5")
+    ids = store.read_ids(0, store.n_reads)
+    assert len(set(ids)) == len(names)
+    assert store.original_ids(0, store.n_reads) == names
+    assert [ids[names.index(name)] for name in names] == names  # the first of a kind keeps its name
+    assert store.counts.n_duplicate_ids == len(names) - len(set(names))
+
+
+def test_strict_refuses_shared_ids_naming_both_places(write: WriteReads, tmp_path: Path) -> None:
+    first = write(">x\nAC\n>r7\nACGT\n", "one.fa")
+    second = write("@y\nAC\n+\nII\n@r7\nAC\n+\nII\n@x\nA\n+\nI\n", "two.fq")
+    spec = StageSpec(reads=(first, second), strict=True)
+    with pytest.raises(InputError) as caught:
+        stage(spec, tmp_path / "orfs.h5")
+    assert (caught.value.file, caught.value.line, caught.value.read_id) == (second, 5, "r7")
+    assert f"{first}:3" in str(caught.value)
+    assert not (tmp_path / "orfs.h5").exists()
+    stage(spec.model_copy(update={"strict": False}), tmp_path / "orfs.h5")
+    with pytest.raises(InputError):  # a store made before does not let them pass
+        stage(spec, tmp_path / "orfs.h5")
+
+
+# broken records
+
+
+def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Path) -> None:
+    path = write("@a\nAC\n+\nII\n@b\nACG\n+\nII\n@c\nEEE\n+\nIII\n@d\nGG\n+\nII\n")
+    out = tmp_path / "orfs.h5"
+    for reused in (False, True):
+        summary = stage(StageSpec(reads=(path,), on_error="skip"), out)
+        assert (summary.reused, summary.skipped_records, summary.counts.n_reads) == (reused, 2, 2)
+        assert summary.skipped_list is not None
+        lines = [line.split("\t") for line in summary.skipped_list.read_text().splitlines()]
+        assert lines[0] == ["file", "line", "read", "problem"]
+        assert sorted(line[:3] for line in lines[1:]) == [[path, "5", "b"], [path, "9", "c"]]
+    with pytest.raises(InputError):  # not a reason to let broken records pass
+        stage(StageSpec(reads=(path,)), out)
+
+
+def test_an_empty_input_makes_an_empty_store(write: WriteReads, tmp_path: Path) -> None:
+    summary = stage(StageSpec(reads=(write(""),)), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert (summary.empty_files, store.n_reads, store.n_rows, store.n_uniques) == (1, 0, 0, 0)
+    assert (store.read_ids(0, 0), store.row_ids(0, 0), store.protein(0, 0), store.dna(0, 0)) == ([], [], [], [])
+    assert store.protein_offsets.tolist() == [0]
+    assert stage(StageSpec(reads=(write(""),)), tmp_path / "orfs.h5").reused
+
+
+def test_every_nasty_file_is_staged_or_refused_in_one_line(real_data: Path, tmp_path: Path) -> None:
+    staged = 0
+    for path in sorted((real_data / "nasty").iterdir()):
+        for on_error in ("stop", "skip"):
+            out = tmp_path / f"{path.name}.{on_error}" / "orfs.h5"
+            started = time.monotonic()
+            refused = None
+            try:
+                summary = stage(StageSpec(reads=(str(path),), on_error=on_error), out)
+            except InputError as error:
+                refused = str(error)
+            assert time.monotonic() - started < 20
+            if refused is not None:
+                assert str(path) in refused
+                assert "\n" not in refused
+                assert not out.exists()
+                continue
+            staged += 1
+            store = OrfStore.open(out)
+            assert store.n_reads == summary.counts.n_reads
+            assert len(set(store.read_ids(0, store.n_reads))) == store.n_reads
+            assert int(store.read_rows.sum()) == store.n_rows
+    assert staged > 60
+
+
+# the file
+
+
+def test_columns_are_contiguous_aligned_and_plain(write: WriteReads, tmp_path: Path) -> None:
+    stage(StageSpec(reads=(write(fasta(made_up_reads(30))),), model_length=100), tmp_path / "orfs.h5")
+    with h5py.File(tmp_path / "orfs.h5") as file:
+        for name, dataset in file.items():
+            assert dataset.chunks is None, name
+            assert dataset.compression is None, name
+            assert dataset.size == 0 or dataset.id.get_offset() % 8 == 0, name
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert isinstance(store.row_read, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        store.row_read[0] = 1
+
+
+def test_stretches_of_the_store_agree_with_the_whole(write: WriteReads, tmp_path: Path) -> None:
+    stage(StageSpec(reads=(write(fasta(made_up_reads(60))),), model_length=100), tmp_path / "orfs.h5")
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    n = store.n_uniques
+    assert store.protein(3, 9) == store.protein(0, n)[3:9]
+    assert store.dna(3, 9) == store.dna(0, n)[3:9]
+    assert store.row_ids(5, 40) == store.row_ids(0, store.n_rows)[5:40]
+
+
+def test_settings_are_checked() -> None:
+    assert issubclass(StageSpec, Spec)
+    for bad in ({"reads": ()}, {"reads": ("a",), "model_length": 0}, {"reads": ("a",), "workers": 0}):
+        with pytest.raises(ValueError, match=re.compile("at least|greater")):
+            StageSpec.model_validate(bad)
+
+
+def test_scratch_of_a_living_process_is_left_alone(write: WriteReads, tmp_path: Path) -> None:
+    other = tmp_path / f".orfs.h5.{os.getppid()}.scratch"
+    other.mkdir()
+    stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "orfs.h5")
+    assert other.is_dir()
+
+
+def test_a_reused_store_tells_the_seconds_it_took_to_make(write: WriteReads, tmp_path: Path) -> None:
+    out, reads = tmp_path / "orfs.h5", write(">a\nACGTACGTACGT\n")
+    first = stage(StageSpec(reads=(reads,)), out)
+    again = stage(StageSpec(reads=(reads,)), out)
+    assert again.reused
+    assert (again.total_s, again.parse_s, again.store_s) == (first.total_s, first.parse_s, first.store_s)
+    (tmp_path / "orfs.made.json").unlink()
+    assert stage(StageSpec(reads=(reads,)), out).total_s != first.total_s

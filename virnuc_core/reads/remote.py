@@ -1,0 +1,224 @@
+"""Reads from elsewhere: http(s) downloads that go on where they broke off, and NCBI accessions."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import json
+import logging
+import os
+import re
+import socket
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Final, cast
+
+from Bio import Entrez
+
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.rundir import fsync_folder, whole_file, write_text_whole
+
+NCBI_PREFIX: Final = "ncbi:"
+_PIECE_BYTES: Final = 1 << 18
+_NCBI_TIMEOUT_S: Final = 60.0
+_ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Remembered:
+    """What is known of a download, kept beside it."""
+
+    url: str
+    validator: str | None  # ETag or date by which the server recognises the same content
+    sha256: str | None  # of the whole file; unset while it is incomplete
+
+
+def is_remote(name: str) -> bool:
+    """Whether `name` is an http(s) address or `ncbi:` accessions."""
+    return name.startswith(("http://", "https://", NCBI_PREFIX))
+
+
+def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -> tuple[str, ...]:
+    """The same inputs as local names: addresses and `ncbi:ACC,ACC` are fetched into `folder`, others stay.
+
+    Errors: as of `fetch` and `fetch_accessions`.
+    """
+    local = []
+    for name in reads:
+        if name.startswith(NCBI_PREFIX):
+            local.append(str(fetch_accessions(name.removeprefix(NCBI_PREFIX).split(","), folder, email=email)))
+        else:
+            local.append(str(fetch(name, folder)) if is_remote(name) else name)
+    return tuple(local)
+
+
+def fetch(
+    url: str,
+    folder: Path,
+    *,
+    sha256: str | None = None,
+    attempts: int = 4,
+    pause_s: float = 1.0,
+    timeout_s: float = 30.0,
+) -> Path:
+    """Download `url` into `folder` and give the file; one that is there and still current is not downloaded again.
+
+    A broken-off download goes on where it stopped if the server's file is still the same. Errors: `InputError` when
+    the server refuses or cannot be reached after all attempts, or when the content is not that of `sha256`.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{url}: only http and https addresses can be fetched")
+    name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
+    target = folder / (re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "download")
+    folder.mkdir(parents=True, exist_ok=True)
+    if sha256 is not None and target.is_file() and _sha256(target) == sha256.lower():
+        return target
+    for attempt in range(1, attempts + 1):
+        try:
+            _download(url, target, timeout_s)
+            break
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code < 500 and error.code not in (408, 416, 425, 429):
+                raise InputError(f"the server says {error.code} {error.reason}", file=url, hint="check it") from error
+            problem: Exception = error
+        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, connections that break off
+            problem = error
+        _log.warning("%s: attempt %d of %d: %s", url, attempt, attempts, problem)
+        if attempt == attempts:
+            raise InputError(
+                f"cannot be fetched: {getattr(problem, 'reason', None) or problem}",
+                file=url,
+                hint="is this machine offline? what came so far is kept, try again",
+            ) from problem
+        time.sleep(pause_s * 2 ** (attempt - 1))
+    if sha256 is not None and (found := _sha256(target)) != sha256.lower():
+        target.unlink()
+        raise InputError(f"the content has sha256 {found}, not {sha256}", file=url, hint="nothing was kept")
+    return target
+
+
+def _download(url: str, target: Path, timeout_s: float) -> None:
+    """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
+    part = target.with_name(f"{target.name}.part")
+    notes, part_notes = target.with_name(f".{target.name}.json"), target.with_name(f".{target.name}.part.json")
+    headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity"}
+    known = _recall(notes, url) if target.is_file() else None
+    begun = _recall(part_notes, url) if part.is_file() else None
+    if known is not None and known.validator is not None and known.sha256 == _sha256(target):
+        headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
+    have = part.stat().st_size if begun is not None and begun.validator is not None else 0
+    if have and begun is not None and begun.validator is not None:
+        headers |= {"Range": f"bytes={have}-", "If-Range": begun.validator}
+    try:
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        if error.code == 304:
+            error.close()
+            return
+        if error.code == 416:  # what we have is not the beginning of what is there now
+            part.unlink(missing_ok=True)
+        raise
+    with answer:
+        goes_on = answer.status == 206 and _begins_at(answer.headers.get("Content-Range"), have)
+        validator = _strong(answer.headers.get("ETag")) or answer.headers.get("Last-Modified")
+        write_text_whole(part_notes, json.dumps(asdict(_Remembered(url, validator, None))))
+        with part.open("ab" if goes_on else "wb") as out:
+            _copy(cast(IO[bytes], answer), out, answer.headers.get("Content-Length"))
+            out.flush()
+            os.fsync(out.fileno())
+    write_text_whole(notes, json.dumps(asdict(_Remembered(url, validator, _sha256(part)))))
+    os.replace(part, target)
+    part_notes.unlink(missing_ok=True)
+    fsync_folder(target.parent)
+
+
+def _begins_at(content_range: str | None, have: int) -> bool:
+    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range or "")
+    return match is not None and int(match[1]) == have
+
+
+def _strong(etag: str | None) -> str | None:
+    """A tag that stands for the very bytes; a weak one (W/"…") does not allow to go on with a part."""
+    return etag if etag is not None and etag.startswith('"') else None
+
+
+def _copy(answer: IO[bytes], out: IO[bytes], announced: str | None) -> None:
+    got = 0
+    while piece := answer.read(_PIECE_BYTES):
+        out.write(piece)
+        got += len(piece)
+    if announced is not None and got != int(announced):
+        raise http.client.IncompleteRead(b"", int(announced) - got)
+
+
+def _recall(notes: Path, url: str) -> _Remembered | None:
+    try:
+        remembered = _Remembered(**json.loads(notes.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    return remembered if remembered.url == url else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def fetch_accessions(
+    accessions: Sequence[str], folder: Path, *, email: str | None, attempts: int = 3, pause_s: float = 2.0
+) -> Path:
+    """Sequences of NCBI nucleotide accessions as one FASTA file in `folder`; a file of the same accessions is kept.
+
+    Errors: `ConfigError` without a mail address (NCBI asks for one) or for words that are no accessions; `InputError`
+    when NCBI cannot be reached or does not give all of them.
+    """
+    wanted = [accession.strip() for accession in accessions if accession.strip()]
+    wrong = [word for word in wanted if not _ACCESSION.fullmatch(word)]
+    if wrong or not wanted:
+        raise ConfigError(f"no NCBI accession: {', '.join(wrong) or 'nothing named'}; expected such as NC_045512.2")
+    digest = hashlib.sha256("\n".join(wanted).encode()).hexdigest()[:12]
+    target = folder / f"ncbi_{digest}.fasta"
+    if target.is_file():
+        return target
+    if not email:
+        raise ConfigError("NCBI asks for a mail address with each request; give one, or download the FASTA yourself")
+    text = _ask_ncbi(wanted, email, attempts, pause_s)
+    given = {line[1:].split()[0] for line in text.splitlines() if line.startswith(">") and line[1:].strip()}
+    missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
+    if missing:
+        raise InputError(f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions")
+    with whole_file(target) as aside:
+        aside.write_text(text, encoding="utf-8")
+    return target
+
+
+def _ask_ncbi(wanted: list[str], email: str, attempts: int, pause_s: float) -> str:
+    # Biopython takes these from its module, and opens connections that wait for ever unless told otherwise here
+    ours = {"email": email, "tool": "virnuc", "max_tries": attempts, "sleep_between_tries": pause_s}
+    before = {name: getattr(Entrez, name) for name in ours}
+    patience = socket.getdefaulttimeout()
+    vars(Entrez).update(ours)
+    socket.setdefaulttimeout(_NCBI_TIMEOUT_S)
+    try:
+        query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
+        with Entrez.efetch(**query) as answer:  # type: ignore[no-untyped-call]
+            return cast(str, answer.read())
+    except urllib.error.HTTPError as error:
+        raise InputError(
+            f"NCBI says {error.code} {error.reason} to {', '.join(wanted)}", hint="check the accessions, or try later"
+        ) from error
+    except (OSError, http.client.HTTPException) as error:
+        raise InputError(
+            f"NCBI cannot be reached: {getattr(error, 'reason', None) or error}",
+            hint="is this machine offline? download the FASTA elsewhere and name the file instead",
+        ) from error
+    finally:
+        socket.setdefaulttimeout(patience)
+        vars(Entrez).update(before)

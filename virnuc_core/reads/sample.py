@@ -1,0 +1,192 @@
+"""A subset of reads with the same distribution of lengths, drawn by a seed, from input of any size.
+
+The reads are gone through twice: once to count lengths, once to draw, so that every length bin gives exactly its share
+and nothing but the chosen places is held in memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Final
+
+import numpy as np
+from numpy.typing import NDArray
+from xopen import xopen
+
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.parse import ParseLog, parse
+from virnuc_core.reads.sources import STDIN, Source, find_inputs
+from virnuc_core.rundir import whole_file
+
+_MOST_BINS: Final = 50
+_COPY_BYTES: Final = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LengthBin:
+    """Reads of `shortest` to `longest` bases: how many there were, how many were drawn."""
+
+    shortest: int
+    longest: int
+    before: int
+    after: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSummary:
+    """What was drawn, and how far its lengths are from those of the whole."""
+
+    out: Path
+    reads_before: int
+    reads_after: int
+    seed: int
+    bins: tuple[LengthBin, ...]
+    distance: float  # largest difference of the two cumulative length distributions (Kolmogorov–Smirnov), 0 to 1
+
+    def lines(self) -> list[str]:
+        """Both histograms and their distance, for people."""
+        rows = [f"{'length':>15} {'before':>12} {'share':>8} {'after':>12} {'share':>8}"]
+        for part in self.bins:
+            span = str(part.shortest) if part.shortest == part.longest else f"{part.shortest}-{part.longest}"
+            before, after = part.before / max(self.reads_before, 1), part.after / max(self.reads_after, 1)
+            rows.append(f"{span:>15} {part.before:>12,} {before:>8.2%} {part.after:>12,} {after:>8.2%}")
+        return [*rows, f"{self.reads_after:,} of {self.reads_before:,} reads; distance of lengths {self.distance:.4f}"]
+
+
+def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
+    """Draw `n` reads of a file, a folder or standard input (`-`) into `out`, as they stand, in their order.
+
+    `out` holds the format of the input, gzipped if its name ends in .gz. Asked for more reads than there are, it gives
+    all. Errors: `InputError` for reads that cannot be used, or FASTA mixed with FASTQ; `ConfigError` for `n` below 1 or
+    a name that belies the format.
+    """
+    if n < 1:
+        raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
+    with _read_twice(source, out.parent) as files:
+        lengths = _count_lengths(files, out)
+        bins = _bins(lengths)
+        quotas = _quotas(np.array([part.before for part in bins]), n)
+        drawn = _draw(files, bins, quotas, out, np.random.default_rng(seed))
+    return SampleSummary(
+        out=out,
+        reads_before=sum(lengths.values()),
+        reads_after=sum(drawn.values()),
+        seed=seed,
+        bins=tuple(
+            LengthBin(part.shortest, part.longest, part.before, int(quota))
+            for part, quota in zip(bins, quotas, strict=True)
+        ),
+        distance=_distance(lengths, drawn),
+    )
+
+
+@contextmanager
+def _read_twice(source: str, folder: Path) -> Iterator[tuple[str, ...]]:
+    """The files of a source; standard input is kept in a temporary file for the second reading."""
+    if source != STDIN:
+        yield find_inputs((source,)).files
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".sample.") as kept:
+        with Source.open(STDIN) as stream:
+            while piece := stream.read(_COPY_BYTES):
+                kept.write(piece)
+        kept.flush()
+        yield (kept.name,)
+
+
+def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
+    lengths: Counter[int] = Counter()
+    form = None
+    for batch in parse(files, ParseLog()):
+        if form not in (None, batch.form):
+            raise InputError("FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one")
+        form = batch.form
+        values, counts = np.unique(np.diff(batch.base_offsets), return_counts=True)
+        lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    named = out.name.removesuffix(".gz").rpartition(".")[2].lower()
+    claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(named)
+    if form is not None and claims not in (None, form):
+        raise ConfigError(f"{out}: the reads are {form.upper()}; name the file .{form} or .{form}.gz")
+    return lengths
+
+
+def _bins(lengths: Counter[int]) -> list[LengthBin]:
+    """Bins of about equally many reads; a length that occurs often is a bin of its own."""
+    total = sum(lengths.values())
+    bins: list[LengthBin] = []
+    held: list[int] = []
+    for length in sorted(lengths):
+        if held and (_full(held, lengths, total) or lengths[length] * _MOST_BINS >= total):
+            bins.append(_bin_of(held, lengths))
+            held = []
+        held.append(length)
+    if held:
+        bins.append(_bin_of(held, lengths))
+    return bins
+
+
+def _full(held: list[int], lengths: Counter[int], total: int) -> bool:
+    return sum(lengths[length] for length in held) * _MOST_BINS >= total
+
+
+def _bin_of(held: list[int], lengths: Counter[int]) -> LengthBin:
+    return LengthBin(held[0], held[-1], sum(lengths[length] for length in held), 0)
+
+
+def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
+    """How many to draw of each bin: its share of `n`, the remainders to those that miss most by rounding down."""
+    total = int(before.sum())
+    n = min(n, total)
+    if total == 0:
+        return np.zeros(0, np.int64)
+    quotas, left = np.divmod(before * n, total)
+    order = np.argsort(-left, kind="stable")
+    quotas[order[: n - int(quotas.sum())]] += 1
+    return quotas
+
+
+def _draw(
+    files: tuple[str, ...], bins: list[LengthBin], quotas: NDArray[np.int64], out: Path, rng: np.random.Generator
+) -> Counter[int]:
+    """Write the chosen reads; gives the lengths written."""
+    chosen = [
+        np.sort(rng.choice(part.before, int(quota), replace=False, shuffle=False))
+        for part, quota in zip(bins, quotas, strict=True)
+    ]
+    upper = np.array([part.longest for part in bins])
+    seen = np.zeros(len(bins), np.int64)
+    drawn: Counter[int] = Counter()
+    with whole_file(out) as aside, _opened(aside, out) as target:
+        for batch in parse(files, ParseLog()):
+            lengths = np.diff(batch.base_offsets)
+            bin_of = np.searchsorted(upper, lengths)
+            picked = np.zeros(len(batch), bool)
+            for number in np.unique(bin_of).tolist():
+                members = np.flatnonzero(bin_of == number)
+                first, last = np.searchsorted(chosen[number], (seen[number], seen[number] + len(members)))
+                picked[members[chosen[number][first:last] - seen[number]]] = True
+                seen[number] += len(members)
+            for i in np.flatnonzero(picked).tolist():
+                target.write(batch.record(i))
+                drawn[int(lengths[i])] += 1
+    return drawn
+
+
+def _opened(path: Path, named: Path) -> BinaryIO:
+    if named.suffix == ".gz":
+        return xopen(path, "wb", compresslevel=1, threads=0, format="gz")
+    return path.open("wb")
+
+
+def _distance(before: Counter[int], after: Counter[int]) -> float:
+    if not before or not after:
+        return 0.0
+    lengths = sorted(before)
+    shares = [np.cumsum([counts[length] for length in lengths]) / sum(counts.values()) for counts in (before, after)]
+    return float(np.abs(shares[0] - shares[1]).max())

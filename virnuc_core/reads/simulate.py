@@ -1,0 +1,312 @@
+"""Labelled genomes and reads out of nothing: to try virnuc, to train a first head, to measure at any size.
+
+The two kinds of genome differ as a classifier can learn it: viral ones are rich in A and T and nearly all coding, with
+a codon usage of their own; the others are rich in G and C, with genes far between. No real organism is imitated.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, BinaryIO, Final, Literal
+
+import numpy as np
+from Bio.Data import CodonTable
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+from xopen import xopen
+
+from virnuc_core.config import Spec
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.rundir import whole_file
+
+PRESETS: Final = {
+    "tiny": 10,
+    "small": 100,
+    "medium": 1_000,
+    "large": 10_000,
+    "100k": 100_000,
+    "1m": 1_000_000,
+    "6m": 6_000_000,
+}
+LABELS: Final = ("others", "virus")
+TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
+
+_BATCH: Final = 20_000  # reads made at a time
+_LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
+_SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
+_GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
+_CODING: Final = (0.35, 0.95)  # share of the genome within genes
+_SPREAD: Final = 0.02  # standard deviation of G+C between genomes of a kind
+
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class SimulateSpec(Spec):
+    """How many reads, of what, and how faulty."""
+
+    reads: int = Field(PRESETS["medium"], ge=0)
+    read_length: int = Field(150, ge=1, le=100_000, description="bases; unless a histogram is given")
+    lengths: Path | None = Field(None, description="file of lines 'length count': read lengths are drawn from it")
+    viral_share: Share = Field(0.5, description="share of viral reads")
+    viral_genomes: int = Field(20, ge=1)
+    other_genomes: int = Field(20, ge=1)
+    genome_length: int = Field(30_000, ge=100, description="mean bases of a genome")
+    error_rate: Share = Field(0.002, description="substituted bases")
+    n_rate: Share = Field(0.0001, description="bases read as N")
+    duplicate_share: Share = Field(0.02, description="reads that are exact copies of another")
+    seed: int = Field(0, ge=0)
+
+    @classmethod
+    def preset(cls, name: str, **changes: object) -> SimulateSpec:
+        """A spec by the name of its size: tiny, small, medium, large, 100k, 1m, 6m."""
+        if name not in PRESETS:
+            raise ConfigError(f"preset '{name}' is not known; choose {', '.join(PRESETS)}")
+        return cls.model_validate({"reads": PRESETS[name], **changes})
+
+    @model_validator(mode="after")
+    def _reads_fit(self) -> SimulateSpec:
+        if self.lengths is None and self.read_length > self.genome_length // 2:
+            raise ValueError(f"read_length {self.read_length} needs a genome_length of {2 * self.read_length} or more")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateSummary:
+    """What was written, and where."""
+
+    reads: int
+    viral_reads: int
+    bases: int
+    copies: int
+    genomes: int
+    reads_file: Path
+    truth_file: Path
+    genomes_file: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Genomes:
+    """All genomes end to end, in codes 0..3 of ACGT; others first."""
+
+    codes: NDArray[np.uint8]
+    starts: NDArray[np.int64]  # [n]
+    lengths: NDArray[np.int64]  # [n]
+    names: list[str]
+    viral: NDArray[np.bool_]  # [n]
+
+
+@dataclass(frozen=True, slots=True)
+class _Reads:
+    """Some reads: letters padded to the longest."""
+
+    letters: NDArray[np.uint8]  # [n, longest] codes 0..4
+    lengths: NDArray[np.int64]
+    genome: NDArray[np.int64]
+    start: NDArray[np.int64]
+    reverse: NDArray[np.bool_]
+    copy_of: NDArray[np.int64]  # index among these reads, or -1
+
+
+def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
+    """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`.
+
+    The same spec gives the same bytes. Errors: `ConfigError` for a suffix that names no format; `InputError` for a
+    histogram that cannot be read.
+    """
+    match = _SUFFIX.search(out.name)
+    if match is None:
+        raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
+    stem = out.name[: match.start()]
+    truth_file, genomes_file = out.with_name(f"{stem}.truth.tsv"), out.with_name(f"{stem}.genomes.fasta.gz")
+    lengths, weights = _length_choices(spec)
+    rng = np.random.default_rng(spec.seed)
+    genomes = _make_genomes(spec, int(lengths.max()), rng)
+    made = viral = bases = copies = 0
+    with ExitStack() as files:
+        reads_out = files.enter_context(_packed(files.enter_context(whole_file(out)), out))
+        truth_out = files.enter_context(files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8"))
+        genomes_out = files.enter_context(_packed(files.enter_context(whole_file(genomes_file)), genomes_file))
+        genomes_out.write(_genomes_text(genomes))
+        truth_out.write("\t".join(TRUTH_HEADER) + "\n")
+        while made < spec.reads:
+            size = min(_BATCH, spec.reads - made)
+            reads = _make_reads(spec, genomes, rng.choice(lengths, size, p=weights), rng)
+            ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
+            reads_out.write(_reads_text(reads, ids, "fastq" if match[1] in ("fastq", "fq") else "fasta"))
+            truth_out.writelines(_truth_lines(reads, ids, genomes))
+            made += size
+            viral += int(np.count_nonzero(genomes.viral[reads.genome]))
+            bases += int(reads.lengths.sum())
+            copies += int(np.count_nonzero(reads.copy_of >= 0))
+    return SimulateSummary(made, viral, bases, copies, len(genomes.names), out, truth_file, genomes_file)
+
+
+def _packed(path: Path, named: Path) -> BinaryIO:
+    if named.suffix == ".gz":
+        return xopen(path, "wb", compresslevel=1, threads=0, format="gz")
+    return path.open("wb")
+
+
+def _length_choices(spec: SimulateSpec) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Read lengths and how likely each is."""
+    if spec.lengths is None:
+        return np.array([spec.read_length]), np.ones(1)
+    counts = read_histogram(spec.lengths)
+    weights = np.array(list(counts.values()), float)
+    return np.array(list(counts), np.int64), weights / weights.sum()
+
+
+def read_histogram(path: Path) -> dict[int, int]:
+    """Lengths and counts from lines `length count`; `#` lines and one header line are passed over.
+
+    Errors: `InputError` naming the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError("the length histogram cannot be read", file=path, hint="expected text lines") from error
+    counts: dict[int, int] = {}
+    for number, line in enumerate(lines, 1):
+        words = re.split(r"[\s,;]+", line.strip())
+        if words == [""] or line.startswith("#") or (number == 1 and not words[0].isdecimal()):
+            continue
+        if len(words) != 2 or not all(word.isdecimal() for word in words) or int(words[0]) == 0:
+            raise InputError(f"{line!r} is no pair of length and count", file=path, line=number)
+        counts[int(words[0])] = counts.get(int(words[0]), 0) + int(words[1])
+    if not sum(counts.values()):
+        raise InputError("the length histogram counts no read", file=path, hint="expected lines 'length count'")
+    return counts
+
+
+def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generator) -> _Genomes:
+    pieces, names = [], []
+    kinds = [0] * spec.other_genomes + [1] * spec.viral_genomes
+    for number, kind in enumerate(kinds):
+        length = max(int(spec.genome_length * rng.uniform(0.5, 1.5)), longest_read)
+        pieces.append(_genome(kind, length, rng))
+        names.append(f"{LABELS[kind]}_{number + 1 if kind == 0 else number + 1 - spec.other_genomes:04d}")
+    lengths = np.array([len(piece) for piece in pieces], np.int64)
+    return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, np.array(kinds) == 1)
+
+
+def _genome(kind: Literal[0, 1] | int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+    """Genes of a codon usage of the genome's own, on either strand, with random bases between. Codes 0..3."""
+    gc = float(np.clip(rng.normal(_GC[kind], _SPREAD), 0.1, 0.9))
+    base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
+    codons, shares = _codon_usage(base_shares, rng)
+    pieces: list[NDArray[np.uint8]] = []
+    size = 0
+    while size < length:
+        gene = int(rng.integers(100, 600))  # codons
+        between = int(3 * gene * (1 / _CODING[kind] - 1))
+        coding = codons[rng.choice(len(codons), gene, p=shares)].reshape(-1)
+        pieces.append(coding if rng.random() < 0.5 else (3 - coding)[::-1])
+        pieces.append(rng.choice(4, between, p=base_shares).astype(np.uint8))
+        size += len(coding) + between
+    return np.concatenate(pieces)[:length]
+
+
+def _codon_usage(
+    base_shares: NDArray[np.float64], rng: np.random.Generator
+) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
+    """The 61 codons that are no stop, and how often each is used."""
+    stops = set(CodonTable.unambiguous_dna_by_id[1].stop_codons)
+    codons = np.array(
+        [
+            (a, b, c)
+            for a in range(4)
+            for b in range(4)
+            for c in range(4)
+            if "".join("ACGT"[i] for i in (a, b, c)) not in stops
+        ],
+        np.uint8,
+    )
+    shares = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
+    return codons, shares / shares.sum()
+
+
+def _make_reads(spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64], rng: np.random.Generator) -> _Reads:
+    n = len(lengths)
+    genome = _choose_genomes(spec, genomes, n, rng)
+    start = (rng.random(n) * (genomes.lengths[genome] - lengths + 1)).astype(np.int64)
+    reverse = rng.random(n) < 0.5
+    longest = int(lengths.max())
+    # a read of the other strand is a window of the reversed complement of everything
+    ahead = np.concatenate([genomes.codes, np.zeros(longest, np.uint8)])
+    back = np.concatenate([3 - genomes.codes[::-1], np.zeros(longest, np.uint8)])
+    at = genomes.starts[genome] + start
+    letters = np.empty((n, longest), np.uint8)
+    letters[~reverse] = sliding_window_view(ahead, longest)[at[~reverse]]
+    letters[reverse] = sliding_window_view(back, longest)[(len(genomes.codes) - at - lengths)[reverse]]
+    flat = letters.reshape(-1)
+    wrong = rng.integers(0, flat.size, rng.binomial(flat.size, spec.error_rate))
+    flat[wrong] = (flat[wrong] + rng.integers(1, 4, len(wrong))) % 4
+    flat[rng.integers(0, flat.size, rng.binomial(flat.size, spec.n_rate))] = 4
+    return _with_copies(spec, _Reads(letters, lengths, genome, start, reverse, np.full(n, -1)), rng)
+
+
+def _choose_genomes(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """A genome for each read: its kind by the viral share, within the kind by length. Both kinds occur if n ≥ 2."""
+    viral = rng.random(n) < spec.viral_share
+    if n >= 2 and 0 < spec.viral_share < 1 and viral.all() | ~viral.any():
+        viral[0] = ~viral[0]
+    genome = np.empty(n, np.int64)
+    for kind in (False, True):
+        members = np.flatnonzero(genomes.viral == kind)
+        weights = genomes.lengths[members] / genomes.lengths[members].sum()
+        own = viral == kind
+        genome[own] = rng.choice(members, int(np.count_nonzero(own)), p=weights)
+    return genome
+
+
+def _with_copies(spec: SimulateSpec, reads: _Reads, rng: np.random.Generator) -> _Reads:
+    """Some reads replaced by exact copies of others before them."""
+    n = len(reads.lengths)
+    source = np.arange(n)
+    copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)
+    copies = copies[copies > 0]
+    originals = (rng.random(len(copies)) * copies).astype(np.int64)
+    fine = ~np.isin(originals, copies)
+    source[copies[fine]] = originals[fine]
+    copy_of = np.where(source == np.arange(n), -1, source)
+    return _Reads(
+        reads.letters[source],
+        reads.lengths[source],
+        reads.genome[source],
+        reads.start[source],
+        reads.reverse[source],
+        copy_of,
+    )
+
+
+def _reads_text(reads: _Reads, ids: list[str], form: Literal["fasta", "fastq"]) -> bytes:
+    letters = _LETTERS[reads.letters].tobytes()
+    width = reads.letters.shape[1]
+    quality = ("I" * width).encode()
+    pieces = []
+    for i, (name, length) in enumerate(zip(ids, reads.lengths.tolist(), strict=True)):
+        bases = letters[i * width : i * width + length]
+        if form == "fasta":
+            pieces.append(b">%b\n%b\n" % (name.encode(), bases))
+        else:
+            pieces.append(b"@%b\n%b\n+\n%b\n" % (name.encode(), bases, quality[:length]))
+    return b"".join(pieces)
+
+
+def _truth_lines(reads: _Reads, ids: list[str], genomes: _Genomes) -> Iterator[str]:
+    columns = (reads.genome.tolist(), reads.start.tolist(), reads.reverse.tolist(), reads.copy_of.tolist())
+    labels = [LABELS[int(viral)] for viral in genomes.viral]
+    for name, genome, start, reverse, copy in zip(ids, *columns, strict=True):
+        source = ids[copy] if copy >= 0 else ""
+        yield f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{'-' if reverse else '+'}\t{source}\n"
+
+
+def _genomes_text(genomes: _Genomes) -> bytes:
+    letters = _LETTERS[genomes.codes].tobytes()
+    spans = zip(genomes.names, genomes.starts.tolist(), genomes.lengths.tolist(), strict=True)
+    return b"".join(b">%b\n%b\n" % (name.encode(), letters[start : start + length]) for name, start, length in spans)

@@ -1,0 +1,222 @@
+"""Irregular FASTA and FASTQ through Biopython's iterators, with the line of each record.
+
+After a broken record reading can go on.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import IO, Final, cast
+
+from Bio.SeqIO.FastaIO import SimpleFastaParser
+from Bio.SeqIO.QualityIO import FastqGeneralIterator
+
+from virnuc_core.errors import InputError
+from virnuc_core.reads.sources import DamagedInput, Source
+
+_LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for broken: bounds what one error costs
+_LONGEST_SHOWN: Final = 200
+_READ_BYTES: Final = 1 << 20
+_LETTERS: Final = "ACGTUNRYSWKMBDHVX-."
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One read as it stands in the file; the id is the first word of the header, possibly empty."""
+
+    id: bytes
+    bases: bytes
+    line: int
+    text: bytes  # the record in its plain form: unwrapped FASTQ, FASTA on two lines
+
+
+Broken = Callable[[InputError], None]
+
+
+class _Rest(io.RawIOBase):
+    """What the fast cutter left, followed by the rest of the source. Damage ends it and is kept for later."""
+
+    def __init__(self, data: bytes, source: Source) -> None:
+        self._data, self._source = data, source
+        self.damage: DamagedInput | None = None
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: object) -> int:
+        target = memoryview(buffer).cast("B")  # type: ignore[arg-type]
+        if not self._data and self.damage is None:
+            try:
+                self._data = self._source.read(_READ_BYTES)
+            except DamagedInput as error:
+                self.damage = error
+        piece, self._data = self._data[: len(target)], self._data[len(target) :]
+        target[: len(piece)] = piece
+        return len(piece)
+
+
+class _Lines:
+    """Text lines with a counter, and those of the current record to go back to. Looks like a text file to Biopython."""
+
+    def __init__(self, text: Iterator[str], line: int) -> None:
+        self._text = text
+        self._again: deque[str] = deque()
+        self.number = line - 1  # of the last line given out
+        self.last = ""
+        self.since: list[str] = []  # lines of the current record; its header first
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = self._again.popleft() if self._again else next(self._text)
+        if len(self.since) >= _LONGEST_RECORD_LINES:
+            self._again.appendleft(line)
+            raise ValueError(f"A record does not end within {_LONGEST_RECORD_LINES} lines.")
+        self.number += 1
+        self.last = line
+        self.since.append(line)
+        return line
+
+    def readline(self) -> str:
+        return next(self, "")
+
+    def read(self, size: int) -> str:
+        """Biopython asks for nothing, to see whether it gets text."""
+        return "" if size == 0 else "".join(self)
+
+    def begin(self) -> None:
+        """The last line given out is the header of a new record."""
+        self.since = [self.last]
+
+    def back(self, lines: list[str]) -> None:
+        """Give out `lines`, the last ones, again."""
+        self._again.extendleft(reversed(lines))
+        self.number -= len(lines)
+        self.since = []
+
+
+def shortened(text: str) -> str:
+    """Printable, and no longer than people read: what stands in a broken file may be anything."""
+    clean = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_SHOWN])
+    return clean + "…" * (len(text) > _LONGEST_SHOWN)
+
+
+def _open(source: Source, data: bytes, line: int) -> tuple[_Rest, _Lines]:
+    rest = _Rest(data, source)
+    # any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are
+    text = io.TextIOWrapper(io.BufferedReader(rest, _READ_BYTES), "utf-8", errors="surrogateescape", newline=None)
+    return rest, _Lines(text, line)
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _id(title: str) -> bytes:
+    return _bytes("".join(title.split(None, 1)[:1]))
+
+
+def iterate_fasta(source: Source, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
+    """Records of the rest of a FASTA file; `;` lines are comments wherever they stand.
+
+    Text before the first header and a damaged end are given to `broken`; the record that stands there is left out.
+    """
+    rest, lines = _open(source, data, line)
+    headers: deque[int] = deque()
+    held: Record | None = None
+    for title, bases in SimpleFastaParser(  # type: ignore[no-untyped-call]
+        _fasta_lines(lines, headers, source.name, broken)
+    ):
+        if held is not None:
+            yield held
+        letters = "".join(bases.split())
+        held = Record(_id(title), _bytes(letters), headers.popleft(), _bytes(f">{title}\n{letters}\n"))
+    if rest.damage is not None:
+        broken(rest.damage)
+    elif held is not None:
+        yield held
+
+
+def _fasta_lines(lines: _Lines, headers: deque[int], name: str, broken: Broken) -> Iterator[str]:
+    """Lines without comments; notes the line of each header, and whatever text no header stands before."""
+    headed = told = False
+    for text in lines:
+        lines.since = []
+        if text.startswith(";"):
+            continue
+        if text.startswith(">"):
+            headers.append(lines.number)
+            headed = True
+        elif not headed:
+            if text.strip() and not told:
+                told = True
+                problem = f"'{shortened(text.strip())}' stands before the first header"
+                broken(InputError(problem, file=name, line=lines.number, hint="expected a line that starts with '>'"))
+            continue
+        yield text
+
+
+def iterate_fastq(source: Source, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
+    """Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
+
+    After a broken record reading goes on at the next lines that look like a record.
+    """
+    rest, lines = _open(source, data, line)
+    cut_off = False
+    while _skip_blank(lines):
+        start = lines.number + 1
+        try:
+            for title, bases, quality in FastqGeneralIterator(cast(IO[str], lines)):
+                yield Record(_id(title), _bytes(bases), start, _bytes(f"@{title}\n{bases}\n+\n{quality}\n"))
+                start = lines.number
+                lines.begin()
+        except ValueError as error:
+            taken = lines.since
+            cut_off = rest.damage is not None and not _skip_blank(lines)
+            if cut_off:
+                break
+            broken(_explain(error, source.name, start, taken[0]))
+            lines.back(taken[1:])
+            _find_record(lines)
+    if rest.damage is not None:
+        broken(rest.damage)
+
+
+def _skip_blank(lines: _Lines) -> bool:
+    """Go to the next line that is not blank; false at the end."""
+    for text in lines:
+        if text.strip():
+            lines.back([text])
+            return True
+        lines.since = []
+    return False
+
+
+def _find_record(lines: _Lines) -> None:
+    """Go to the next header that bases or a `+` line follow; quality lines may start with `@` too."""
+    window: deque[str] = deque(maxlen=3)
+    for text in lines:
+        lines.since = []
+        window.append(text)
+        if len(window) == 3 and window[0].startswith("@"):
+            letters = window[1].strip()
+            if window[2].startswith("+") or (letters and not letters.upper().strip(_LETTERS)):
+                break
+    else:
+        return
+    lines.back(list(window))
+
+
+def _explain(error: ValueError, name: str, line: int, header: str) -> InputError:
+    words = header[1:].split(None, 1) if header.startswith("@") else []
+    return InputError(
+        f"broken FASTQ record: {shortened(str(error).rstrip('.'))}",
+        file=name,
+        line=line,
+        read_id=shortened(words[0]) if words else None,
+        hint="expected '@id', bases, '+', and as many quality letters as bases",
+    )

@@ -1,0 +1,262 @@
+"""Where reads come from: files, folders and standard input, opened as plain bytes whatever they are packed in."""
+
+from __future__ import annotations
+
+import bz2
+import importlib
+import lzma
+import sys
+import zlib
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Final, Protocol
+
+from virnuc_core.errors import InputError
+
+STDIN: Final = "-"
+_PIECE_BYTES: Final = 1 << 16  # compressed bytes unpacked at a time; bounds what one call can swell to
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The files named by a user, folders opened up, in the order they will be read."""
+
+    files: tuple[str, ...]  # paths, or "-" for standard input
+    ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
+
+
+class DamagedInput(InputError):  # noqa: N818  # named for what the caller has in hand
+    """Data that cannot be unpacked or read any further. What came before it is good."""
+
+
+class _Unpacker(Protocol):
+    """What zlib, bz2, lzma and zstandard objects have in common."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, /) -> bytes: ...
+
+
+def find_inputs(reads: tuple[str, ...]) -> Inputs:
+    """Resolve what the user named; folders give their read files in order of name, sub-folders are not entered.
+
+    Errors: `InputError` for what does not exist, is named twice, cannot be read, or a folder without reads.
+    """
+    files: list[str] = []
+    ignored: list[str] = []
+    for name in reads:
+        if name == STDIN:
+            files.append(name)
+            continue
+        path = Path(name)
+        if path.is_dir():
+            inside = _files_in(path)
+            wanted = [str(entry) for entry in inside if _holds_reads(entry)]
+            if not wanted:
+                raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files themselves")
+            files += wanted
+            ignored += [str(entry) for entry in inside if str(entry) not in set(wanted)]
+        elif path.exists():
+            files.append(name)
+        else:
+            raise InputError("no such file or folder", file=path, hint="check the path")
+    _refuse_repeats(files)
+    return Inputs(tuple(files), tuple(ignored))
+
+
+def _files_in(folder: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
+    except OSError as error:
+        raise _unreadable(str(folder), error) from error
+
+
+def _refuse_repeats(files: list[str]) -> None:
+    seen: dict[Path, str] = {}
+    for name in files:
+        key = Path(name) if name == STDIN else Path(name).resolve()
+        if key in seen:
+            raise InputError(f"the same file is named twice (also as {seen[key]})", file=name, hint="name it once")
+        seen[key] = name
+
+
+def _holds_reads(path: Path) -> bool:
+    """Whether the file begins like FASTA or FASTQ; one that cannot be unpacked counts, to be named later."""
+    try:
+        with Source.open(str(path)) as source:
+            return source.read(1 << 12).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"@", b";")
+    except InputError:
+        return True
+
+
+class Source:
+    """One opened input: `read` gives unpacked bytes; damage is told by `InputError` after the last good bytes.
+
+    Gzip (many members, bgzip), bzip2, xz and zstd are recognised by their first bytes, never by name.
+    """
+
+    def __init__(self, name: str, stream: BinaryIO, head: bytes) -> None:
+        self.name = name
+        self._stream = stream
+        self._packed = head  # read from the stream, not yet unpacked
+        self._make, self._kind = _unpacker_for(head, name)
+        self._unpacker: _Unpacker | None = None
+        self._ended = False
+        self._damage: DamagedInput | None = None
+
+    @classmethod
+    def open(cls, name: str) -> Source:
+        """Open a path, or standard input for `-`. Errors: `InputError` when it cannot be opened."""
+        with ExitStack() as opened:
+            try:
+                if name == STDIN:
+                    stream: BinaryIO = sys.stdin.buffer
+                else:
+                    stream = opened.enter_context(Path(name).open("rb", buffering=0))
+                source = cls(name, stream, _read_some(stream, _PIECE_BYTES))
+            except OSError as error:
+                raise _unreadable(name, error) from error
+            opened.pop_all()  # stays open: it is the caller's now
+            return source
+
+    @property
+    def packed_as(self) -> str:
+        """`plain`, `gzip`, `bzip2`, `xz` or `zstd`."""
+        return self._kind
+
+    def read(self, size: int) -> bytes:
+        """About `size` bytes (compressed input may give more), fewer only before the end or damage; `b""` at the end.
+
+        Errors: `DamagedInput` when the input is damaged or cut off, once everything before that has been returned.
+        """
+        pieces: list[bytes] = []
+        wanted = size
+        while wanted > 0 and not self._ended:
+            try:
+                piece = self._next_piece()
+            except DamagedInput as damage:
+                self._damage, self._ended = damage, True
+                break
+            pieces.append(piece)
+            wanted -= len(piece)
+        data = b"".join(pieces)
+        if not data and self._damage is not None:
+            told, self._damage = self._damage, None  # once; a caller that goes on finds the end
+            raise told
+        return data
+
+    def _next_piece(self) -> bytes:
+        packed, self._packed = self._packed, b""
+        if not packed:
+            packed = self._from_disk()
+        if self._make is None:
+            self._ended = not packed
+            return packed
+        return self._unpack(packed, self._make)
+
+    def _from_disk(self) -> bytes:
+        size = _PIECE_BYTES if self._make is not None else 1 << 20
+        try:
+            return _read_some(self._stream, size)
+        except OSError as error:
+            raise DamagedInput(f"reading failed: {error.strerror or error}", file=self.name) from error
+
+    def _unpack(self, packed: bytes, make: Callable[[], _Unpacker]) -> bytes:
+        if not packed:
+            if self._unpacker is not None:
+                raise DamagedInput(
+                    f"the {self._kind} data ends early: the file is cut off", file=self.name, hint="copy it again"
+                )
+            self._ended = True
+            return b""
+        if self._unpacker is None:
+            packed = packed.lstrip(b"\0")  # tapes and some tools pad with zeros after the last member
+            if not packed:
+                return b""
+            self._unpacker = make()
+        try:
+            data = self._unpacker.decompress(packed)
+        except _damage_types() as error:
+            reason = str(error) or type(error).__name__
+            raise DamagedInput(f"damaged {self._kind} data: {reason}", file=self.name, hint="copy it again") from error
+        if self._unpacker.eof:
+            self._packed = self._unpacker.unused_data
+            self._unpacker = None
+        return data
+
+    def close(self) -> None:
+        """Close the file; standard input stays open."""
+        if self.name != STDIN:
+            self._stream.close()
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _unreadable(name: str, error: OSError) -> InputError:
+    reason = error.strerror or str(error)
+    return InputError(f"cannot be read: {reason}", file=name, hint="check the path and its permissions")
+
+
+def _read_some(stream: BinaryIO, size: int) -> bytes:
+    """Up to `size` bytes; fewer only at the end, so that a slow pipe is not taken for a short file."""
+    pieces: list[bytes] = []
+    while size > 0:
+        piece = stream.read(size)
+        if not piece:
+            break
+        pieces.append(piece)
+        size -= len(piece)
+    return b"".join(pieces)
+
+
+def _unpacker_for(head: bytes, name: str) -> tuple[Callable[[], _Unpacker] | None, str]:
+    if head.startswith(b"\x1f\x8b"):
+        return _gzip_unpacker(), "gzip"
+    if head.startswith(b"BZh"):
+        return bz2.BZ2Decompressor, "bzip2"
+    if head.startswith(b"\xfd7zXZ\0"):
+        return lzma.LZMADecompressor, "xz"
+    if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
+        return _zstd_unpacker(name), "zstd"
+    return None, "plain"
+
+
+def _gzip_unpacker() -> Callable[[], _Unpacker]:
+    """ISA-L where it is installed (about three times as fast), else zlib; both check the sums of every member."""
+    try:
+        fast = importlib.import_module("isal.isal_zlib")
+    except ImportError:
+        return lambda: zlib.decompressobj(wbits=31)
+    return lambda: fast.decompressobj(wbits=31)
+
+
+def _zstd_unpacker(name: str) -> Callable[[], _Unpacker]:
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        raise InputError(
+            "zstd data, but the package zstandard is not installed",
+            file=name,
+            hint="install it, or unpack the file first",
+        ) from error
+    return lambda: zstandard.ZstdDecompressor().decompressobj()
+
+
+def _damage_types() -> tuple[type[Exception], ...]:
+    """Exceptions by which the decompressors in use say that the data is damaged."""
+    types: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
+    for module, attribute in (("isal.isal_zlib", "IsalError"), ("zstandard", "ZstdError")):
+        if module in sys.modules:
+            types.append(getattr(sys.modules[module], attribute))
+    return tuple(types)

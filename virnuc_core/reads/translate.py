@@ -1,0 +1,173 @@
+"""Chunks to open frames: six reading frames of every chunk, those without a stop kept, on whole arrays.
+
+Letters other than A, C, G, T make their codons vanish (the protein closes up), and the DNA of a frame is cut by the
+length of its protein plus one base: both are part of the method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import numpy as np
+from Bio.Data import CodonTable
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+FRAMES: Final = ("F1", "F2", "F3", "R1", "R2", "R3")
+
+_GROUP_BASES: Final = 1 << 20  # bases looked at together: arrays of this many bytes stay in the cache
+_NO_BASE: Final = 84  # code of a letter that is no base: 16 a + 4 b + c with one of it is no codon, also modulo 256
+_STOP: Final = ord("*")
+_BYTES: Final = bytes(range(256))
+_UPPER: Final = _BYTES.upper()
+_COMPLEMENT: Final = _UPPER.translate(bytes.maketrans(b"ACGT", b"TGCA"))
+
+
+@dataclass(frozen=True, slots=True)
+class Orfs:
+    """Open frames in order of chunk and frame, as columns."""
+
+    chunk: NDArray[np.int64]  # [n] index of the chunk
+    frame: NDArray[np.uint8]  # [n] 0..5, see FRAMES
+    proteins: NDArray[np.uint8]  # end to end
+    protein_lengths: NDArray[np.int32]  # [n] ≥ 1
+    dna: NDArray[np.uint8]  # end to end, upper case
+    dna_lengths: NDArray[np.int32]  # [n]
+
+    def __len__(self) -> int:
+        return len(self.chunk)
+
+
+@cache
+def _tables() -> tuple[bytes, bytes, bytes]:
+    """Code of a letter; amino acid of a codon's code 16 a + 4 b + c on either strand, 0 for none."""
+    codes = bytearray([_NO_BASE] * 256)
+    for code, base in enumerate("ACGT"):
+        codes[ord(base)] = codes[ord(base.lower())] = code
+    standard = CodonTable.unambiguous_dna_by_id[1]
+    forward, reverse = bytearray(256), bytearray(256)
+    for code in range(64):
+        codon = "".join("ACGT"[code >> shift & 3] for shift in (4, 2, 0))
+        forward[code] = ord(standard.forward_table.get(codon, "*"))
+        opposite = codon[::-1].translate(str.maketrans("ACGT", "TGCA"))
+        reverse[code] = ord(standard.forward_table.get(opposite, "*"))
+    return bytes(codes), bytes(forward), bytes(reverse)
+
+
+def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Orfs:
+    """Open frames of the chunks `bases[start:end]`.
+
+    `starts` and `ends` [n] both ascend. A frame is open when its protein has no stop and is not empty.
+    """
+    parts = [_translate_group(bases, starts[a:b], ends[a:b], a) for a, b in _groups(starts, ends)]
+    if len(parts) == 1:
+        return parts[0]
+    return Orfs(
+        *(
+            np.concatenate([getattr(part, name) for part in parts] or [np.zeros(0, kind)])
+            for name, kind in (
+                ("chunk", np.int64),
+                ("frame", np.uint8),
+                ("proteins", np.uint8),
+                ("protein_lengths", np.int32),
+                ("dna", np.uint8),
+                ("dna_lengths", np.int32),
+            )
+        )
+    )
+
+
+def _groups(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Ranges of chunks that span a bounded number of bases, and bounded when each is padded to the longest."""
+    a = 0
+    while a < len(starts):
+        b = max(a + 1, int(np.searchsorted(ends, starts[a] + _GROUP_BASES, side="right")))
+        widest = int((ends[a:b] - starts[a:b]).max()) + 1
+        b = max(a + 1, min(b, a + 2 * _GROUP_BASES // widest))
+        yield a, b
+        a = b
+
+
+def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64], first_chunk: int) -> Orfs:
+    low, high = int(starts[0]), int(ends[-1])
+    lengths = ends - starts
+    width = -(-int(lengths.max()) // 3)  # codons of the longest chunk, rounded up
+    pad = bytes(3 * width + 3)
+    # both strands as one string each, so that every chunk is a window that begins at its own first base
+    segment = bases[low:high]
+    strands = (segment.translate(_UPPER), segment.translate(_COMPLEMENT)[::-1])
+    begins = (starts - low, high - ends)
+    inside = _shorter(3 * width, lengths - 2)
+    by_frame: list[NDArray[np.uint8]] = []
+    is_open = np.empty((len(starts), 6), bool)
+    for strand, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
+        residues = _windows(letters, begin, 3 * width)
+        residues *= inside  # a codon that runs over the end of the chunk is none
+        stops = residues == _STOP
+        for offset in range(3):
+            is_open[:, 3 * strand + offset] = ~stops[:, offset::3].any(axis=1)
+            by_frame.append(residues[:, offset::3])
+    return _gather(strands, begins, lengths, by_frame, is_open, first_chunk)
+
+
+def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The amino acid of the codon that begins at each base, of both strands; 0 for none."""
+    table, forward, reverse = _tables()
+    codes = np.frombuffer((segment + pad).translate(table), np.uint8)
+    codons = ((codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]).tobytes()
+    n = len(segment)
+    ahead = np.frombuffer(codons.translate(forward), np.uint8)
+    # the reverse codon at forward base p begins, on the other strand, at base n - 3 - p
+    back = codons[: max(n - 2, 0)].translate(reverse)[::-1] + pad + bytes(2)
+    return ahead, np.frombuffer(back, np.uint8)
+
+
+def _shorter(width: int, lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which of `width` columns lie within each row's length: [n, width], or [1, width] when all rows are alike."""
+    if len(lengths) and lengths.min() == lengths.max():
+        lengths = lengths[:1]
+    inside: NDArray[np.bool_] = np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
+    return inside
+
+
+def _windows(letters: NDArray[np.uint8], begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
+    """A copy of `width` letters from each beginning on. [n, width]"""
+    return sliding_window_view(letters, width)[begins]
+
+
+def _gather(
+    strands: tuple[bytes, bytes],
+    begins: tuple[NDArray[np.int64], NDArray[np.int64]],
+    lengths: NDArray[np.int64],
+    by_frame: list[NDArray[np.uint8]],
+    is_open: NDArray[np.bool_],
+    first_chunk: int,
+) -> Orfs:
+    """Proteins and DNA of the open frames, in order of chunk and frame."""
+    chunk, frame = np.nonzero(is_open)
+    table = np.empty((len(chunk), by_frame[0].shape[1]), np.uint8)
+    for number, letters in enumerate(by_frame):
+        table[frame == number] = letters[is_open[:, number]]
+    filled = table != 0
+    protein_lengths = np.count_nonzero(filled, axis=1)
+    if not protein_lengths.all():  # too short for a codon, or nothing but ambiguous letters
+        kept = protein_lengths > 0
+        chunk, frame, table, filled, protein_lengths = (
+            column[kept] for column in (chunk, frame, table, filled, protein_lengths)
+        )
+    strand, offset = np.divmod(frame, 3)
+    dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
+    both = b"".join(strands)
+    at = np.where(strand == 0, begins[0][chunk], begins[1][chunk] + len(strands[0])) + offset
+    dna = b"".join([both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)])
+    return Orfs(
+        chunk=chunk + first_chunk,
+        frame=frame.astype(np.uint8),
+        proteins=table[filled],
+        protein_lengths=protein_lengths.astype(np.int32),
+        dna=np.frombuffer(dna, np.uint8),
+        dna_lengths=dna_lengths.astype(np.int32),
+    )
