@@ -13,7 +13,6 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -91,11 +90,10 @@ def shard_path(run: RunDir, shard: int) -> Path:
     return run.shards / f"{shard:05d}.h5"
 
 
-def _checksum(result: ShardResult, lo: int, hi: int, fingerprint: str) -> str:
-    digest = hashlib.blake2b(f"{lo}:{hi}:{fingerprint}".encode(), digest_size=32)
-    for array in (result.embeddings, result.scores):
-        digest.update(f"{array.dtype.str}{array.shape}".encode())
-        digest.update(np.ascontiguousarray(array).data.cast("B"))
+def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) -> str:
+    """Of one dataset, its place and its run: scores can be proven without reading the embeddings."""
+    digest = hashlib.blake2b(f"{lo}:{hi}:{fingerprint}:{array.dtype.str}{array.shape}".encode(), digest_size=32)
+    digest.update(np.ascontiguousarray(array).data.cast("B"))
     return digest.hexdigest()
 
 
@@ -109,33 +107,37 @@ def commit(run: RunDir, plan: Plan, shard: int, result: ShardResult) -> Path:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
     with whole_file(path) as aside, h5py.File(aside, "w", libver="latest") as file:
-        file.create_dataset("embeddings", data=result.embeddings)
-        file.create_dataset("scores", data=result.scores)
+        for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
+            dataset = file.create_dataset(name, data=array)
+            dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
         file.attrs["schema_version"] = SCHEMA_VERSION
         file.attrs["shard"] = shard
         file.attrs["range"] = [lo, hi]
         file.attrs["fingerprint"] = plan.fingerprint
-        file.attrs["checksum"] = _checksum(result, lo, hi, plan.fingerprint)
     return path
 
 
 def read_shard(run: RunDir, plan: Plan, shard: int) -> ShardResult:
-    """A committed shard, proven by its checksum; `ShardError` says what is wrong with the file."""
+    """A committed shard, proven by its checksums; `ShardError` says what is wrong with the file."""
+    embeddings, scores = _read(run, plan, shard, ("embeddings", "scores"))
+    return ShardResult(embeddings, scores)
+
+
+def _read(run: RunDir, plan: Plan, shard: int, names: tuple[str, ...]) -> list[NDArray[np.float32]]:
+    """Some datasets of a shard, each proven by its own checksum."""
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
     try:
         with h5py.File(path, "r") as file:
-            attributes: dict[str, Any] = dict(file.attrs)
-            result = ShardResult(file["embeddings"][:], file["scores"][:])
-        if attributes["fingerprint"] != plan.fingerprint:
-            raise ShardError(f"{path} belongs to another run", shard=shard)
-        if list(attributes["range"]) != [lo, hi] or attributes["checksum"] != _checksum(
-            result, lo, hi, plan.fingerprint
-        ):
-            raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+            if file.attrs["fingerprint"] != plan.fingerprint:
+                raise ShardError(f"{path} belongs to another run", shard=shard)
+            arrays: list[NDArray[np.float32]] = [file[name][:] for name in names]
+            kept = [file[name].attrs["checksum"] for name in names]
     except (OSError, KeyError, ValueError, RuntimeError) as error:
         raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
-    return result
+    if kept != [_checksum(array, lo, hi, plan.fingerprint) for array in arrays]:
+        raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+    return arrays
 
 
 def committed(run: RunDir, plan: Plan) -> tuple[list[int], list[str]]:
@@ -177,9 +179,9 @@ def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
     plan = read_plan(run)
     uniques = plan.bounds[-1]
     scores = np.full((uniques, 2), np.nan, dtype=np.float32)
-    for shard, result in results(run, plan):
+    for shard in range(len(plan)):
         lo, hi = plan.range(shard)
-        scores[lo:hi] = result.scores
+        (scores[lo:hi],) = _read(run, plan, shard, ("scores",))
     failed: NDArray[np.bool_] = np.isnan(scores[:, 0]) | np.isnan(scores[:, 1])
     return scores, failed
 

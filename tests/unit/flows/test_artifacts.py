@@ -1,0 +1,116 @@
+"""Cells that read as meant, keys Prefect accepts, sizes it can carry."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.artifacts import (
+    MAX_BYTES,
+    bounded_markdown,
+    bounded_rows,
+    cell,
+    file_link,
+    key,
+    markdown_table,
+    publish_markdown,
+    publish_table,
+    verdict_cell,
+    without_front_matter,
+)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (">= 0.9", "≥ 0.9"),
+        ("<= 10 h", "≤ 10 h"),
+        ("< 1 h", "\\< 1 h"),
+        ("> 80 %", "\\> 80 %"),
+        (math.inf, "∞"),
+        (-math.inf, "-∞"),
+        (math.nan, "–"),
+        (None, "–"),
+        (True, "yes"),
+        (1234567, "1,234,567"),
+        (0.98765432, "0.9877"),
+        ("# 7", "\\# 7"),
+        ("~1.9x~", "\\~1.9x\\~"),
+        ("a|b", "a\\|b"),
+        ("a_b_c", "a_b_c"),
+        ("two\nlines", "two lines"),
+        ("<script>", "\\<script\\>"),
+    ],
+)
+def test_cells(value: object, shown: str) -> None:
+    assert cell(value) == shown
+
+
+@given(st.one_of(st.text(), st.floats(), st.integers(), st.booleans(), st.none()))
+def test_a_cell_is_always_one_line_of_valid_json_without_a_quotation(value: object) -> None:
+    text = cell(value)
+    assert "\n" not in text
+    assert json.loads(json.dumps(text)) == text
+    assert not text.startswith(">")
+
+
+@given(st.lists(st.text(), min_size=1))
+def test_a_key_is_one_prefect_accepts_or_an_error(parts: list[str]) -> None:
+    try:
+        made = key(*parts)
+    except ValueError:
+        assert not re.search("[a-z0-9]", "".join(parts).lower())
+        return
+    assert re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?", made)
+
+
+def test_keys_say_what_they_are_of() -> None:
+    assert key("criteria", "Lung_R1", "cpu:2") == "criteria-lung-r1-cpu-2"
+
+
+def test_a_long_table_is_cut_and_says_so() -> None:
+    rows = [{"name": f"row {i}", "text": "x" * 1000} for i in range(500)]
+    kept = bounded_rows(rows)
+    assert len(json.dumps(kept).encode()) < MAX_BYTES * 1.05
+    assert kept[-1]["name"] == f"… {500 - (len(kept) - 1):,} more rows: see the files of the run"
+    assert bounded_rows(rows[:3]) == rows[:3]
+
+
+def test_a_long_report_is_cut_at_a_line_and_names_the_file() -> None:
+    text = "\n".join("ä" * 100 for _ in range(2000))
+    cut = bounded_markdown(text, Path("/r/report.md"))
+    assert len(cut.encode()) <= MAX_BYTES
+    assert cut.endswith("the whole text is `/r/report.md`\n")
+    assert set(cut.split("\n\n…")[0]) == {"ä", "\n"}
+    assert bounded_markdown("short", "f") == "short"
+
+
+def test_the_report_is_shown_without_its_front_matter() -> None:
+    assert without_front_matter('---\nprofile: "x"\n---\n\n# Report\n') == "# Report\n"
+    assert without_front_matter("# Report\n---\nmore\n") == "# Report\n---\nmore\n"
+    assert without_front_matter("---\nnever closed\n") == "---\nnever closed\n"
+
+
+def test_tables_as_markdown() -> None:
+    assert markdown_table([{"a": "1", "b": "2"}]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+    assert markdown_table([]) == ""
+
+
+def test_a_verdict_nobody_knows_is_shown_as_it_is() -> None:
+    assert "PASS" in verdict_cell("pass")
+    assert verdict_cell("odd") == "odd"
+
+
+def test_links_survive_spaces() -> None:
+    assert file_link(Path("/a b/report.html")) == "file:///a%20b/report.html"
+
+
+def test_outside_a_run_nothing_is_published() -> None:
+    publish_table("criteria", [{"a": "b"}], "")
+    publish_markdown("report", "text", "", "file")

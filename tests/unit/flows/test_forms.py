@@ -1,0 +1,119 @@
+"""Flat parameters from one model: the signature, the form's schema, and what a bad value is answered with."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Literal, get_args
+
+import pytest
+from prefect.utilities.callables import parameter_schema
+from pydantic import Field
+
+from flows.forms import build, fields_of, takes
+from flows.parameters import (
+    AttentionChoice,
+    ComputeSettings,
+    InboxSettings,
+    PrecisionChoice,
+    PredictSettings,
+    TrainSettings,
+    ValidateSettings,
+)
+from virnuc_core.config import Attention, EngineSpec, Precision, Spec
+from virnuc_core.errors import ConfigError
+
+
+class Base(Spec):
+    """Inherited settings."""
+
+    workers: int = Field(2, ge=1, le=8, description="how many")
+
+
+class Cooking(Base):
+    """A model."""
+
+    dish: str = Field(min_length=2, description="what is cooked")
+    heat: Literal["low", "high"] = Field("low", description="how hot")
+
+
+@takes(Cooking)
+def cook(settings: Cooking) -> str:
+    """Cooks."""
+    return f"{settings.dish} on {settings.heat} by {settings.workers}"
+
+
+def test_a_function_of_a_model_becomes_one_of_its_fields() -> None:
+    assert list(inspect.signature(cook).parameters) == ["dish", "heat", "workers"]
+    assert cook(dish="soup", workers=3) == "soup on low by 3"
+
+
+def test_own_fields_stand_before_inherited_ones() -> None:
+    assert list(fields_of(Cooking)) == ["dish", "heat", "workers"]
+
+
+def test_the_form_knows_descriptions_bounds_choices_and_defaults() -> None:
+    properties = parameter_schema(cook).properties
+    assert properties["workers"]["minimum"] == 1
+    assert properties["workers"]["maximum"] == 8
+    assert properties["workers"]["default"] == 2
+    assert properties["workers"]["description"] == "how many"
+    assert properties["heat"]["enum"] == ["low", "high"]
+    assert parameter_schema(cook).required == ["dish"]
+
+
+def test_a_bad_value_is_one_sentence_that_names_it() -> None:
+    with pytest.raises(ConfigError, match=r"^workers: input should be less than or equal to 8 \(given 9\)$"):
+        cook(dish="soup", workers=9)
+    with pytest.raises(ConfigError, match="spoon"):
+        build(Cooking, {"dish": "soup", "spoon": 1})
+
+
+@pytest.mark.parametrize("model", [PredictSettings, ValidateSettings, InboxSettings, TrainSettings])
+def test_every_parameter_of_every_flow_is_explained(model: type[ComputeSettings]) -> None:
+    for name, field in model.model_fields.items():
+        assert field.description, name
+        assert len(field.description) < 100, name
+
+
+def test_settings_left_empty_are_those_of_the_profile() -> None:
+    base = EngineSpec(token_budget=2048, precision="fp16")
+    settings = ComputeSettings(dna_token_budget=512)
+    assert settings.engine(base) == EngineSpec(token_budget=2048, precision="fp16", dna_token_budget=512)
+
+
+@pytest.mark.parametrize(
+    ("devices", "good"),
+    [
+        ("auto", True),
+        ("cpu", True),
+        ("cpu:2", True),
+        ("cuda:0,cuda:1", True),
+        ("cuda:GPU-3f2c11aa-0000", True),
+        ("cpu:0", False),
+        ("gpu:1", False),
+        ("cuda:0,,cuda:1", False),
+        ("", False),
+    ],
+)
+def test_the_form_and_the_model_agree_on_devices(devices: str, good: bool) -> None:
+    import re
+
+    pattern = parameter_schema(takes(ComputeSettings)(lambda settings: settings)).properties["devices"]["pattern"]
+    assert bool(re.search(pattern, devices)) is good
+    if good:
+        ComputeSettings(devices=devices)
+    else:
+        with pytest.raises(ConfigError, match="devices"):
+            build(ComputeSettings, {"devices": devices})
+
+
+@pytest.mark.parametrize(("choice", "words"), [(PrecisionChoice, Precision), (AttentionChoice, Attention)])
+def test_the_form_offers_every_word_the_engine_knows(choice: object, words: object) -> None:
+    assert get_args(choice) == ("default", *get_args(words))
+
+
+def test_paths_arrive_as_paths() -> None:
+    settings = build(PredictSettings, {"reads": ["a.fa"], "out": "run", "models": "m"})
+    assert settings.out == Path("run")
+    assert settings.reads == ("a.fa",)

@@ -1,0 +1,120 @@
+"""Names, settings, retries and progress: what surrounds a run."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from flows import preflight, settings
+from flows.names import from_parameters, run_name, sample_of
+from tasks.embed import first_attempt
+from tasks.progress import ProgressArtifact
+from tasks.retries import can_help
+from virnuc_core.errors import (
+    ConfigError,
+    DeviceError,
+    InputError,
+    RunMismatchError,
+    ShardError,
+    WeightsError,
+    WorkerError,
+)
+
+
+@pytest.mark.parametrize(
+    ("reads", "name"),
+    [
+        (["/d/lung_R1.fastq.gz"], "lung_R1"),
+        (["a.fa", "b.fa", "c.fa"], "a+2"),
+        (["-"], "stdin"),
+        (["run.2026.fq.zst"], "run.2026"),
+        ([".gz"], ".gz"),
+        (["x" * 200 + ".fa"], "x" * 60),
+        ([], "no-reads"),
+    ],
+)
+def test_samples_have_short_names(reads: list[str], name: str) -> None:
+    assert sample_of(reads) == name
+
+
+def test_run_names_leave_out_what_is_not_known() -> None:
+    assert run_name("lung", None, "cpu:2") == "lung · cpu:2"
+    parameters = {"reads": ["/d/lung.fq"], "profile": "/p/my.toml", "devices": "cpu:2"}
+    assert from_parameters(parameters, "reads", "profile", "devices", "absent") == "lung · my · cpu:2"
+    assert from_parameters({"inbox": "/srv/in"}, "inbox") == "in"
+
+
+def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
+    environment = {"PREFECT_SERVER_ANALYTICS_ENABLED": "true"}
+    settings.prepare(environment)
+    assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "true"
+    assert environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "90"
+
+
+def test_the_models_directory_may_come_from_the_environment() -> None:
+    assert settings.models_folder({"VIRNUC_MODELS": "/m"}) == Path("/m")
+    assert settings.models_folder({}) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "helps"),
+    [
+        (WorkerError("died"), True),
+        (ShardError("damaged", shard=3), True),
+        (DeviceError("taken"), True),
+        (OSError(28, "No space left on device"), True),
+        (InputError("truncated", file="a.gz"), False),
+        (ConfigError("unknown"), False),
+        (RunMismatchError("another run"), False),
+        (WeightsError("absent"), False),
+        (FileNotFoundError("gone"), False),
+        (PermissionError("no"), False),
+        (TypeError("a bug"), False),
+    ],
+)
+def test_only_what_a_retry_can_help_is_retried(error: Exception, helps: bool) -> None:
+    assert can_help(error) is helps
+
+
+def test_outside_a_run_every_attempt_is_the_first() -> None:
+    assert first_attempt()
+
+
+def test_progress_is_sent_seldom_and_at_the_end() -> None:
+    sent: list[float] = []
+    with ProgressArtifact("p", "", every_s=0.05, send=sent.append) as progress:
+        for step in range(1000):
+            progress.show(step / 1000)
+        time.sleep(0.12)
+        progress.show(1.0)
+    assert sent[-1] == 100.0
+    assert len(sent) <= 6
+    assert sent == sorted(set(sent))
+
+
+def test_a_server_that_is_away_does_not_stop_the_work(caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(_: float) -> None:
+        raise httpx.ConnectError("refused")
+
+    with ProgressArtifact("p", "", every_s=0.01, send=refuse) as progress:
+        progress.show(0.5)
+    assert "progress not shown: refused" in caplog.text
+
+
+def test_no_thread_is_left_behind() -> None:
+    before = threading.active_count()
+    with ProgressArtifact("p", "", every_s=0.01, send=lambda _: None):
+        pass
+    assert threading.active_count() == before
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    preflight.writable(tmp_path / "new" / "deep")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="is a file"):
+        preflight.writable(tmp_path / "file" / "out")

@@ -1,0 +1,155 @@
+"""Measurements as rows people read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tasks.report import shares_of_time
+from tasks.tables import comparison_rows, criteria_rows, fate_rows, met_sentence, scaling_rows, stage_rows, with_unit
+from virnuc_core.config import Target
+from virnuc_core.pipeline import RunSummary
+from virnuc_core.telemetry.records import STAGES
+from virnuc_core.validation.records import (
+    BitwiseEquality,
+    Comparison,
+    Criterion,
+    LabelAgreement,
+    Report,
+    RunFigure,
+    ScalingFigure,
+    StageFigure,
+)
+
+
+def summary(**changes: Any) -> RunSummary:
+    """A run of ten reads that took two seconds."""
+    fields: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
+    fields |= {
+        "total_s": 2.0,
+        "n_reads": 10,
+        "stages": {"Sequence Chunking": 0.5, "Nucleotide Splitting": None, "ESM-2": 1.0},
+        "fates": {"viral": 3, "others": 3, "no_open_frame": 4, "empty": 0, "failed": 0},
+    }
+    return RunSummary(**(fields | changes))
+
+
+def criterion(**changes: Any) -> Criterion:
+    base = Criterion(
+        id="packing",
+        perf_id="PERF-05",
+        title="Packing efficiency",
+        definition="real tokens ÷ slots",
+        unit="%",
+        value=89.5,
+        target=Target(op=">", value=90),
+        verdict="fail",
+        reason="",
+        samples=12_345,
+        samples_of="batches",
+        device="2x RTX 4090",
+        profile_line="packing_efficiency > 90",
+        raw=(),
+    )
+    return base.model_copy(update=changes)
+
+
+def report(*criteria: Criterion, **parts: Any) -> Report:
+    """A report of some criteria; what is not named is absent."""
+    fields: dict[str, Any] = dict.fromkeys(Report.model_fields)
+    fields |= {"scaling": (), "comparisons": (), "checks": (), "criteria": criteria}
+    return Report.model_construct(**(fields | parts))
+
+
+def test_all_nine_stages_are_named_measured_fused_or_neither() -> None:
+    rows = {row["stage"]: row for row in stage_rows(summary())}
+    assert len(rows) == len(STAGES) + 1
+    assert rows["Stage 1: Sequence Chunking"] == {
+        "stage": "Stage 1: Sequence Chunking",
+        "seconds": "0.5",
+        "share": "25.0 %",
+    }
+    assert rows["Stage 3: Nucleotide Splitting"]["seconds"] == "fused"
+    assert rows["Stage 9: Consensus Scoring"]["seconds"] == "not measured"
+
+
+def test_a_run_of_no_time_has_no_shares() -> None:
+    assert {row["share"] for row in stage_rows(summary(total_s=0.0))[:-1]} == {"–"}
+
+
+def test_fates_add_up_to_the_reads() -> None:
+    rows = fate_rows(summary())
+    assert rows[0] == {"fate": "viral", "reads": "3", "share": "30.0 %"}
+    assert rows[-1]["reads"] == "10"
+    assert fate_rows(replace(summary(), n_reads=0, fates={"viral": 0}))[0]["share"] == "–"
+
+
+def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
+    row = criteria_rows(report(criterion()))[0]
+    assert row["verdict"] == "✗ **FAIL**"
+    assert (row["measured"], row["required"]) == ("89.5 %", "\\> 90 %")
+    assert row["samples"] == "12,345 batches"
+    bare = criteria_rows(report(criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")))[
+        0
+    ]
+    assert (bare["measured"], bare["required"], bare["samples"], bare["why"]) == ("–", "–", "–", "no GPU")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "op", "shown"),
+    [
+        (3200.62, "s", "", "3,200.6 s"),
+        (1.576, "x", ">=", "≥ 1.58×"),
+        (99.87, "%", "<=", "≤ 99.87 %"),
+        (float("inf"), "s", "", "∞"),
+        (None, "x", ">=", "–"),
+        (1.0, "", "<", "\\< 1"),
+    ],
+)
+def test_figures_with_units(value: float | None, unit: str, op: str, shown: str) -> None:
+    assert with_unit(value, unit, op) == shown
+
+
+def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged() -> None:
+    passed, missed = criterion(title="Scaling", verdict="pass"), criterion()
+    skipped = criterion(title="Time", verdict="not run")
+    assert met_sentence(report(passed)) == "1 of 1 criteria met"
+    assert met_sentence(report(passed, missed, skipped)) == (
+        "1 of 3 criteria met; not met: Packing efficiency; 1 not judged here"
+    )
+
+
+def test_scaling_and_comparisons() -> None:
+    figure = ScalingFigure(
+        num_gpus=2,
+        time_seconds=2025.0,
+        speedup=1.58,
+        efficiency=0.79,
+        esm2_scaling=1.87,
+        dnabert_scaling=None,
+        super_linear=False,
+    )
+    row = scaling_rows(report(scaling=(figure,)))[0]
+    assert (row["time"], row["speed-up"], row["efficiency"], row["DNABERT-S"]) == ("2,025.0 s", "1.58×", "79 %", "–")
+    agreement = LabelAgreement(
+        in_both=100, only_in_a=0, only_in_b=0, agreeing=99, agreement=0.99, score=None, examples=()
+    )
+    equal = BitwiseEquality(identical=True, files_compared=3, shards_compared=2, differing=())
+    found = Comparison(a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal)
+    shown = comparison_rows([found])[0]
+    assert (shown["compared"], shown["consensus"], shown["per frame"]) == ("devices-1 with devices-2", "99 %", "–")
+    assert shown["bit for bit"] == "yes"
+    assert json.dumps(shown)
+
+
+def test_the_reviewer_sees_the_share_of_other_work() -> None:
+    stages = tuple(
+        StageFigure(name=name, seconds=1.0, share=share, status="measured")
+        for name, share in (("ESM-2", 0.6), ("DNABERT-S", 0.3), ("Sequence Chunking", 0.1))
+    )
+    run = RunFigure.model_construct(stages=stages)
+    assert shares_of_time(report(run=run)) == "**ESM-2 60.0 %, DNABERT-S 30.0 %, other work 10.0 %**"
+    assert shares_of_time(report(run=None)) == "Stage times are not known."
