@@ -1,0 +1,70 @@
+# What people type. Everything happens in .venv with the versions of constraints.txt; nothing else is touched.
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.made-of
+DEMO := demo-out
+READS ?= 2000
+N ?= 200
+# the first interpreter that runs and is of a supported version; PYTHON=… on the command line chooses another
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: help setup demo test check lint sound deploy test-ui test-postgres faults clean
+
+help:
+	@echo "make setup     .venv with the pinned versions        make demo      the whole story in two minutes"
+	@echo "make test      all tests but ui and postgres         make check     format, lint, types, tests"
+	@echo "make deploy    deployments to the configured server  make test-ui   the UI in a real browser"
+	@echo "make faults N=200   long kill-and-resume run         make sound     do the pinned versions fit together?"
+
+setup: $(STAMP)
+
+$(STAMP): constraints.txt pyproject.toml
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed; name one: make setup PYTHON=/path/to/python3.12"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@cat constraints.txt pyproject.toml | cksum > $(STAMP)
+
+demo: setup
+	rm -rf $(DEMO)
+	mkdir -p $(DEMO)
+	$(BIN)/virnuc simulate $(DEMO)/reads.fastq.gz --reads $(READS) --seed 0
+	$(BIN)/virnuc models init-random $(DEMO)/models --esm2 tiny --dnabert-s tiny --seed 0
+	$(BIN)/virnuc train $(DEMO)/reads.fastq.gz --truth $(DEMO)/reads.truth.tsv --models $(DEMO)/models --install \
+		--devices cpu:2 --out $(DEMO)/train
+	$(BIN)/virnuc validate --profile ci-smoke --reads $(DEMO)/reads.fastq.gz --models $(DEMO)/models \
+		--devices cpu:2 --out $(DEMO)/validation
+
+test: setup
+	$(BIN)/pytest -m "not ui and not postgres"
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+check: lint test
+
+# The pinned versions must install and hold together: `pip check` alone has passed with a server that could not start.
+sound: setup
+	$(BIN)/pip check
+	$(BIN)/python -W error::ImportWarning -c "from prefect.server.api.server import create_app; create_app(ephemeral=True)"
+
+deploy: setup
+	$(BIN)/prefect --no-prompt work-pool inspect gpu >/dev/null 2>&1 || $(BIN)/prefect --no-prompt work-pool create gpu --type process
+	$(BIN)/prefect --no-prompt deploy --prefect-file deployments/prefect.yaml --all
+
+test-ui: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui]'
+	sh tests/ui/install-browser.sh
+	$(BIN)/pytest -m ui tests/ui
+
+test-postgres: setup
+	$(BIN)/pytest -m postgres
+
+faults: setup
+	$(BIN)/pytest tests/faults --fault-rounds $(N)
+
+clean:
+	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""When and where the flows run: `prefect.yaml`, and how to run a server and workers."""

@@ -1,0 +1,1 @@
+"""What people start: the flows, and the `virnuc` command."""

@@ -1,0 +1,106 @@
+"""What `validate` and `scale` share: the same reads staged once, run on several numbers of devices and judged."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from flows import preflight
+from flows.parameters import MeasureSettings
+from flows.presence import announce
+from tasks.baseline import baseline
+from tasks.compare import BASELINE, compare
+from tasks.embed import embed
+from tasks.limit import TimeLimitError
+from tasks.report import publish, record_validation, report
+from tasks.stage import stage
+from virnuc_core.config import Devices, Profile
+from virnuc_core.pipeline import model_length
+from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.rundir import RunDir
+from virnuc_core.validation.gather import RUN_PREFIX
+from virnuc_core.validation.records import Report
+
+HISTORY = "virnuc-history.jsonl"
+
+
+def measure(
+    settings: MeasureSettings, profile: Profile, label: str, counts: Sequence[int], *, with_baseline: bool
+) -> Report:
+    """Run on each of `counts` devices, after the baseline if it is wanted, and judge what was measured."""
+    found = preflight.devices(settings, profile.engine)
+    devices = preflight.named(found)
+    announce(label, profile.name, devices.kind)
+    out, store, length = settings.out, RunDir(settings.out).store, model_length(settings.models)
+    spec = StageSpec(
+        reads=settings.reads,
+        model_length=length,
+        workers=settings.stage_workers,
+        on_error=settings.on_error,
+        strict=settings.strict,
+    )
+    staging = stage(spec, store, label=label, email=settings.email).result()
+    record_validation(
+        out,
+        spec=settings.model_dump(mode="json"),
+        profile=profile,
+        models=settings.models,
+        reads_fingerprint=staging.fingerprint,
+        model_length=length,
+        devices=found,
+    )
+    subset = with_baseline and _baseline(settings, profile, label, devices, store)
+    names = _runs(settings, profile, label, devices, staging, counts)
+    compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
+    judged = report(out, profile, history=_history(settings), label=label).result()
+    publish(judged, out, label)
+    return judged
+
+
+def _baseline(settings: MeasureSettings, profile: Profile, label: str, devices: Devices, store: Path) -> bool:
+    """Run the baseline; whether it covers a part of the reads only."""
+    summary = baseline(
+        RunDir(settings.out / BASELINE),
+        store=store,
+        models=settings.models,
+        devices=devices,
+        spec=profile.baseline,
+        label=label,
+        force=settings.force,
+    ).result()
+    return summary.subset is not None
+
+
+def _runs(
+    settings: MeasureSettings,
+    profile: Profile,
+    label: str,
+    devices: Devices,
+    staging: StageSummary,
+    counts: Sequence[int],
+) -> tuple[str, ...]:
+    """Names of the runs that came to an end."""
+    names = []
+    for count in counts:
+        name = f"{RUN_PREFIX}{count}"
+        with suppress(TimeLimitError):  # the run's summary says so, and the report calls it a failure
+            embed(
+                RunDir(settings.out / name),
+                staging,
+                store=RunDir(settings.out).store,
+                models=settings.models,
+                devices=devices.first(count),
+                engine=settings.engine(profile.engine),
+                label=label,
+                force=settings.force,
+                window_s=profile.window_s,
+                sample_s=profile.sample_s,
+                time_limit_s=profile.time_limit_s,
+            ).result()
+            names.append(name)
+    return tuple(names)
+
+
+def _history(settings: MeasureSettings) -> Path:
+    return settings.history if settings.history is not None else settings.out.absolute().parent / HISTORY

@@ -1,0 +1,170 @@
+"""Run a flow here and now: the flow that deployments run, with a tidy terminal and a cancel button that works."""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, cast
+from uuid import UUID
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateType
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.flows import Flow
+from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
+from prefect.states import Cancelled
+
+from virnuc_core.errors import VirnucError
+
+WATCH_S: Final = 2.0
+logger = logging.getLogger(__name__)
+
+
+class CancelledError(VirnucError):
+    """Somebody cancelled the flow run, in the UI or with `prefect flow-run cancel`."""
+
+    exit_code = 130
+
+
+class _OwnLines(logging.Filter):
+    """Keeps the console to what virnuc says, and to Prefect's warnings; errors are said once, by the command."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name.startswith("virnuc_core"):
+            return True
+        return record.levelno == logging.WARNING
+
+
+def tidy_console() -> None:
+    """From now on show the core's lines, plainly, and Prefect's warnings; also while this process ends."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler) and not any(isinstance(f, _OwnLines) for f in handler.filters):
+            handler.addFilter(_OwnLines())
+            handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+
+
+class CancelWatch:
+    """Interrupts this process when the flow run it works for is cancelled.
+
+    A worker or `serve` ends the process of a cancelled run; nobody does that for a run started by hand.
+    """
+
+    def __init__(self, every_s: float = WATCH_S) -> None:
+        self._every_s, self._stop = every_s, threading.Event()
+        self.cancelled: UUID | None = None
+        self._thread: threading.Thread | None = None
+
+    def start(self, flow_run_id: UUID) -> None:
+        """Watch `flow_run_id` from now on."""
+        here = contextvars.copy_context()  # the server this run talks to
+        self._thread = threading.Thread(
+            target=here.run, args=(self._watch, flow_run_id), name="cancel watch", daemon=True
+        )
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Watch no longer; returns when the watching thread has ended."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(timeout=30)
+
+    def _watch(self, flow_run_id: UUID) -> None:
+        with get_client(sync_client=True) as client:
+            while not self._stop.wait(self._every_s):
+                try:
+                    state = client.read_flow_run(flow_run_id).state
+                except (httpx.HTTPError, PrefectException, OSError) as error:
+                    logger.debug("state of the run not read: %s", error)
+                    continue
+                if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                    self.cancelled = flow_run_id
+                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                    return
+
+
+_watch: CancelWatch | None = None
+
+
+def watch_for_cancellation() -> None:
+    """For a flow's body: start watching when the flow was started by hand. Under a worker there is nothing to do."""
+    context = FlowRunContext.get()
+    if _watch is not None and context is not None and context.flow_run is not None:
+        _watch.start(context.flow_run.id)
+
+
+def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False) -> State[Any]:
+    """Run `flow` in this process; returns its final state, which may be a failed one that was not raised.
+
+    Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`.
+    """
+    global _watch  # one flow a process is run by hand
+    watch = _watch = CancelWatch()
+    if not debug:
+        tidy_console()
+    try:
+        with _terminate_politely():
+            state = cast(State[Any], flow(**parameters, return_state=True))
+    except KeyboardInterrupt:
+        if watch.cancelled is None:
+            raise
+        _confirm_cancelled(watch.cancelled)
+        raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
+    finally:
+        _watch = None
+        watch.stop()
+    return _raise_own(state)
+
+
+def _raise_own(state: State[Any]) -> State[Any]:
+    """A state whose data is an exception raises it; a state that was returned on purpose is passed on."""
+    if state.is_completed():
+        return state
+    found = state.result(raise_on_failure=False)
+    if isinstance(found, BaseException) and state.name != "Criteria not met":
+        raise found
+    return state
+
+
+@contextmanager
+def _terminate_politely() -> Iterator[None]:
+    """SIGTERM ends a run started by hand as Ctrl-C does, so that children are ended in order."""
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _confirm_cancelled(flow_run_id: UUID) -> None:
+    with get_client(sync_client=True) as client:
+        client.set_flow_run_state(flow_run_id, Cancelled(message="cancelled; children ended"), force=True)
+
+
+def ui_hint(flow_run_id: UUID | str | None, say: Callable[[str], object] = sys.stdout.write) -> None:
+    """Say where the run can be looked at."""
+    address = PREFECT_UI_URL.value()
+    if PREFECT_API_URL.value() is not None and address:
+        say(f"In the UI: {address}/runs/flow-run/{flow_run_id}\n")
+        return
+    stock = Path.home() / ".prefect"
+    home = "" if PREFECT_HOME.value() == stock else f"PREFECT_HOME={PREFECT_HOME.value()} "
+    say(
+        f"To see this run in the UI: {home}prefect server start, then open "
+        f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}\n"
+    )

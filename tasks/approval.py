@@ -1,0 +1,83 @@
+"""The reviewer's answer to a validation: the five questions, and the record kept beside the figures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from prefect.input import RunInput
+from pydantic import Field, create_model
+
+from virnuc_core.rundir import write_text_whole
+
+Answer = Literal["yes", "no", "not answered"]
+Verdict = Literal["approved", "rejected", "pending"]
+NOBODY: Final = "nobody (time-out)"
+FILE: Final = "approval.json"
+SCHEMA_VERSION: Final = 1
+
+
+class Approval(RunInput):
+    """What the reviewer is asked. The decision and the name have no default: an empty answer must not count as one.
+
+    The form renders descriptions as Markdown, in which a number at the start would become a list of its own.
+    """
+
+    all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
+    target_realistic: Answer = Field("not answered", description="If not: was the target realistic?")
+    tuning_could_help: Answer = Field(
+        "not answered", description="If not: could tuning help (loader workers, token budget, prefetch)?"
+    )
+    code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
+    esm2_still_bottleneck: Answer = Field(
+        "not answered", description="Is ESM-2 still the bottleneck? How large is the share of non-GPU work?"
+    )
+    verdict: Verdict = Field(description="The decision")
+    reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
+    note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
+
+
+def form(figures: Mapping[str, str], description: str) -> type[Approval]:
+    """The form with the figures of this run beside the questions they belong to, by name of field.
+
+    `description` stands above the form; in a low window the UI hides it, so that nothing may stand there alone.
+    """
+    fields: dict[str, Any] = {}
+    for name, text in figures.items():
+        field = Approval.model_fields[name]
+        fields[name] = (field.annotation, Field(field.default, description=f"{field.description} {text}"))
+    made = create_model("Approval", __base__=Approval, **fields)
+    return made.with_initial_data(description=description)
+
+
+def time_out() -> dict[str, str]:
+    """The answer given when nobody answers in time."""
+    return {"verdict": "pending", "reviewer": NOBODY, "note": "no answer came before the time-out"}
+
+
+def record(report_dir: Path, approval: Approval, *, flow_run: str, when: datetime | None = None) -> Path:
+    """Keep who decided what and when beside the report; returns the file."""
+    path = report_dir / FILE
+    body = {
+        "schema_version": SCHEMA_VERSION,
+        "when": (when or datetime.now(UTC)).isoformat(timespec="seconds"),
+        "flow_run": flow_run,
+        **approval.model_dump(mode="json"),
+    }
+    write_text_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+    return path
+
+
+def as_markdown(approval: Approval) -> str:
+    """The answer as a section of the report."""
+    lines = [f"## Approval: {approval.verdict}", "", f"By {approval.reviewer}.", ""]
+    for name, field in Approval.model_fields.items():
+        value = getattr(approval, name)
+        if name not in ("verdict", "reviewer", "note") and value != "not answered":
+            lines.append(f"- {field.description} **{value}**")
+    if approval.note:
+        lines += ["", *(f"> {line}" for line in approval.note.splitlines())]
+    return "\n".join(lines) + "\n"

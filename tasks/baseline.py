@@ -1,0 +1,51 @@
+"""Baseline: the original algorithm on the same machine and reads, as the thing to beat and the oracle of labels."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.embed import first_attempt
+from tasks.guard import device_slots
+from tasks.logs import core_logs
+from tasks.progress import ProgressArtifact
+from tasks.retries import POLICY
+from tasks.states import done
+from virnuc_core.baseline.run import BaselineProgress, BaselineSummary, run_baseline
+from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.engine.devices import resolve
+from virnuc_core.rundir import RunDir
+
+
+@task(name="baseline", task_run_name="baseline {spec.name} on {devices}", cache_policy=NO_CACHE, **POLICY)
+def baseline(
+    run: RunDir, *, store: Path, models: Path, devices: Devices, spec: BaselineSpec, label: str, force: bool = False
+) -> State[BaselineSummary]:
+    """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
+    if force and first_attempt():
+        shutil.rmtree(run.root, ignore_errors=True)
+    progress = ProgressArtifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
+
+    def show(so_far: BaselineProgress) -> None:
+        progress.show(so_far.rows / so_far.total_rows if so_far.total_rows else 1.0)
+
+    with core_logs(), device_slots(resolve(devices)), progress:
+        summary = run_baseline(run, store, models, devices, spec, on_progress=show)
+        progress.show(1.0)
+    return done(summary, describe(summary), reused=summary.reused)
+
+
+def describe(summary: BaselineSummary) -> str:
+    """What the baseline's time is and how it is known."""
+    if summary.source == "recorded":
+        return f"{summary.name}: {summary.wall_s:,.1f} s, recorded in the profile"
+    if summary.subset is None:
+        return f"{summary.name}: {summary.wall_s:,.1f} s measured on all reads"
+    return (
+        f"{summary.name}: {summary.measured_s:,.1f} s measured on {summary.subset.reads:,} reads, "
+        f"{summary.wall_s:,.1f} s scaled by tokens"
+    )

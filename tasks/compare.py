@@ -1,0 +1,63 @@
+"""Compare: every run against the baseline, and the run on many devices against the run on one, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.artifacts import publish_table
+from tasks.logs import core_logs
+from tasks.retries import POLICY
+from tasks.states import done
+from tasks.tables import comparison_rows, percent
+from virnuc_core.rundir import RunDir
+from virnuc_core.validation.compare import compare as hold
+from virnuc_core.validation.exact import bitwise, cosines
+from virnuc_core.validation.gather import write_comparisons
+from virnuc_core.validation.records import Comparison
+from virnuc_core.validation.verify import dna_width
+
+BASELINE = "baseline"
+
+
+@task(name="compare", task_run_name="compare {label}", cache_policy=NO_CACHE, **POLICY)
+def compare(
+    out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool, label: str
+) -> State[tuple[Comparison, ...]]:
+    """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
+    with core_logs():
+        found = comparisons(out, names, tolerance=tolerance, subset=subset)
+        write_comparisons(out, found)
+    publish_table(f"comparison-{label}", comparison_rows(found), f"Agreement of the runs of {label}")
+    return done(found, describe(found))
+
+
+def comparisons(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
+    """The runs `names` against the baseline, where that left results, and against the first of them."""
+    found = []
+    if RunDir(out / BASELINE).predictions.is_file():
+        found += [
+            hold(out / BASELINE, out / name, tolerance=tolerance, subset_of_a=subset, names=(BASELINE, name))
+            for name in names
+        ]
+    for name in names[1:]:
+        first = names[0]
+        a, b = out / first, out / name
+        exact = {"cosines": cosines(a, b, dna_width(a)), "bitwise": bitwise(a, b)}
+        found.append(hold(a, b, tolerance=tolerance, names=(first, name)).model_copy(update=exact))
+    return tuple(found)
+
+
+def describe(found: tuple[Comparison, ...]) -> str:
+    """The agreements, in a sentence."""
+    parts = []
+    for comparison in found:
+        if comparison.bitwise is not None:
+            same = "equal bit for bit" if comparison.bitwise.identical else "NOT equal bit for bit"
+            parts.append(f"{comparison.a} and {comparison.b} {same}")
+        elif comparison.consensus is not None:
+            parts.append(f"{comparison.b} agrees with {comparison.a} to {percent(comparison.consensus.agreement)}")
+    return "; ".join(parts) or "nothing to compare"

@@ -1,0 +1,91 @@
+"""Embed: a staged store to verdicts, on the devices asked for; a retry computes only what is not committed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.artifacts import publish_table
+from tasks.guard import device_slots
+from tasks.limit import TimeLimit, TimeLimitError, forget_stopped, write_stopped
+from tasks.logs import core_logs
+from tasks.progress import ProgressArtifact
+from tasks.retries import POLICY
+from tasks.states import done
+from tasks.tables import stage_rows
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.devices import resolve
+from virnuc_core.errors import WorkerError
+from virnuc_core.pipeline import RunSummary, Watch, classify, read_summary
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.results import THRESHOLD
+from virnuc_core.rundir import RunDir
+
+
+@task(name="embed", task_run_name="embed {label} on {devices}", cache_policy=NO_CACHE, **POLICY)
+def embed(
+    run: RunDir,
+    staging: StageSummary,
+    *,
+    store: Path,
+    models: Path,
+    devices: Devices,
+    engine: EngineSpec,
+    label: str,
+    force: bool = False,
+    threshold: float = THRESHOLD,
+    window_s: float = 30.0,
+    sample_s: float = 0.5,
+    time_limit_s: float | None = None,
+) -> State[RunSummary]:
+    """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.
+
+    A run that takes longer than `time_limit_s` is ended and says so in its summary. Errors: `TimeLimitError` then,
+    which is not tried again; else those of `classify`.
+    """
+    progress = ProgressArtifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
+    watch = Watch(
+        sample_s=sample_s, window_s=window_s, on_progress=lambda snapshot: progress.show(snapshot.percent / 100)
+    )
+    forget_stopped(run)
+    before = read_summary(run)
+    limit = TimeLimit(time_limit_s)
+    with core_logs(), device_slots(resolve(devices)), progress:
+        try:
+            with limit:
+                summary = classify(
+                    run,
+                    staging,
+                    store=store,
+                    models=models,
+                    devices=devices,
+                    engine=engine,
+                    force=force and first_attempt(),
+                    threshold=threshold,
+                    watch=watch,
+                )
+        except WorkerError as error:
+            if not limit.reached:
+                raise
+            write_stopped(run, staging, devices, limit.elapsed_s)
+            raise TimeLimitError(f"{run.root}: ended at the limit of {time_limit_s or 0:,.0f} s") from error
+        progress.show(1.0)
+    publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
+    return done(summary, describe(summary, before), reused=summary == before)
+
+
+def first_attempt() -> bool:
+    """Whether this is not a retry; a retry must go on from what the attempt before it committed."""
+    return (runtime.task_run.run_count or 1) <= 1
+
+
+def describe(summary: RunSummary, before: RunSummary | None = None) -> str:
+    """What was computed, in a sentence; `before` is what the directory said at the start."""
+    if summary == before:
+        return f"all {summary.shards} shards were committed: nothing to compute"
+    kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
+    deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
+    return f"{summary.shards_computed} of {summary.shards} shards computed{kept} in {summary.wall_s:.1f} s{deaths}"

@@ -1,0 +1,206 @@
+"""The ledger of an inbox folder: which content has met which fate. Plain files, no Prefect.
+
+    OUT/fates/<sha256>.json   written whole when the fate of a content is known; never changed by another run
+    OUT/claims/<sha256>.lock  held by the run that works on it; freed by death
+    OUT/runs/<sha256:16>/     the run directory of that content
+    OUT/inbox.tsv             one row for each file seen, made anew from the above
+
+Files are told apart by content, so that a renamed or copied file is not predicted again, and a name used twice is.
+"""
+
+from __future__ import annotations
+
+import csv
+import fcntl
+import hashlib
+import io
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Final, Literal
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.rundir import write_text_whole
+
+FateName = Literal["predicted", "failed"]
+RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
+SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
+
+
+@checked(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
+class Fate:
+    """What became of one content."""
+
+    sha256: str
+    fate: FateName
+    file: str  # the file it was predicted from
+    run: str  # run directory, relative to OUT
+    when: str
+    reads: int | None = None
+    viral: int | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One file of the inbox, as inbox.tsv shows it."""
+
+    file: str  # relative to the inbox
+    sha256: str
+    size: int
+    mtime_ns: int
+    fate: RowFate
+    run: str = ""
+    reads: str = ""
+    viral: str = ""
+    note: str = ""
+
+
+_FATE: Final = TypeAdapter(Fate)
+_COLUMNS: Final = tuple(field.name for field in fields(Row))
+
+
+class Ledger:
+    """Reads and writes the fates of one inbox."""
+
+    def __init__(self, inbox: Path, out: Path) -> None:
+        if not inbox.is_dir():
+            raise InputError("no such folder", file=inbox, hint="create it or name another inbox")
+        if out.resolve() == inbox.resolve() or inbox.resolve() in out.resolve().parents:
+            raise ConfigError(f"{out}: results would lie inside the inbox {inbox}; choose another directory")
+        self.inbox, self.out = inbox, out
+
+    @property
+    def table(self) -> Path:
+        return self.out / "inbox.tsv"
+
+    def run_of(self, sha256: str) -> Path:
+        """The run directory of a content."""
+        return self.out / "runs" / sha256[:16]
+
+    def scan(self, *, settle_s: float, now_s: float | None = None) -> list[Row]:
+        """Every file of the inbox, oldest first, with what is known of its content.
+
+        A file changed less than `settle_s` ago is `arriving` and not read. Content without a fate is `waiting`; of
+        several files with one content all but the one it was, or will be, predicted from are `duplicate`.
+        """
+        now = time.time() if now_s is None else now_s
+        known = {(row.file, row.size, row.mtime_ns): row.sha256 for row in self.read_table() if row.sha256}
+        rows = [self._row(path, known, now - settle_s) for path in self._files()]
+        rows.sort(key=lambda row: (row.mtime_ns, row.file))
+        return self._mark_duplicates(rows)
+
+    def _files(self) -> Iterator[Path]:
+        for path in sorted(self.inbox.rglob("*")):
+            hidden = any(part.startswith(".") for part in path.relative_to(self.inbox).parts)
+            if path.is_file() and not hidden and path.suffix not in SKIPPED_SUFFIXES:
+                yield path
+
+    def _row(self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float) -> Row:
+        name, status = str(path.relative_to(self.inbox)), path.stat()
+        row = Row(name, "", status.st_size, status.st_mtime_ns, "arriving")
+        if status.st_mtime > settled_before:
+            return row
+        sha256 = known.get((name, status.st_size, status.st_mtime_ns)) or _digest(path)
+        return _with_fate(replace(row, sha256=sha256, fate="waiting"), self.fate(sha256))
+
+    @staticmethod
+    def _mark_duplicates(rows: list[Row]) -> list[Row]:
+        first: dict[str, str] = {}
+        for row in rows:  # the file a fate was written for comes first, else the oldest
+            if row.sha256 and row.note == "":
+                first.setdefault(row.sha256, row.file)
+        marked = []
+        for row in rows:
+            twin = first.get(row.sha256)
+            same = not row.sha256 or twin is None or twin == row.file
+            marked.append(row if same else replace(row, fate="duplicate", note=f"same content as {twin}"))
+        return marked
+
+    def fate(self, sha256: str) -> Fate | None:
+        """The fate of a content; None while unknown. Errors: `ConfigError` names a fate file that cannot be read."""
+        path = self.out / "fates" / f"{sha256}.json"
+        try:
+            return _FATE.validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError as error:
+            raise ConfigError(
+                f"{path}: not a fate this version can read; remove it to predict that file anew"
+            ) from error
+
+    def record(self, fate: Fate) -> None:
+        """Write a fate down."""
+        write_text_whole(self.out / "fates" / f"{fate.sha256}.json", _FATE.dump_json(fate, indent=2).decode() + "\n")
+
+    @contextmanager
+    def claim(self, sha256: str) -> Iterator[bool]:
+        """Hold a content while working on it; yields False when another run holds it."""
+        with _locked(self.out / "claims" / f"{sha256}.lock", wait=False) as mine:
+            yield mine
+
+    def read_table(self) -> list[Row]:
+        """The rows written last; none when there is no table or another version wrote it."""
+        try:
+            text = self.table.read_text(encoding="utf-8")
+        except FileNotFoundError:
+            return []
+        reader = csv.DictReader(io.StringIO(text), delimiter="\t")
+        if tuple(reader.fieldnames or ()) != _COLUMNS:
+            return []
+        adapter = TypeAdapter(Row)
+        return [adapter.validate_python(row) for row in reader]
+
+    def write_table(self, rows: Sequence[Row]) -> None:
+        """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
+        with _locked(self.out / "claims" / "inbox.tsv.lock", wait=True):
+            here = {row.file for row in rows}
+            gone = [replace(row, fate="gone") for row in self.read_table() if row.file not in here]
+            text = io.StringIO()
+            writer = csv.DictWriter(text, _COLUMNS, delimiter="\t", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(self._refreshed(row)) for row in [*rows, *gone])
+            write_text_whole(self.table, text.getvalue())
+
+    def _refreshed(self, row: Row) -> Row:
+        """The row with the fate its content has by now: an overlapping run may have found it."""
+        if row.fate not in ("waiting", "busy", "duplicate"):
+            return row
+        return _with_fate(row, self.fate(row.sha256))
+
+
+def _with_fate(row: Row, fate: Fate | None) -> Row:
+    if fate is None:
+        return row
+    reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
+    known = replace(row, run=fate.run, reads=reads, viral=viral)
+    if fate.file != row.file:
+        return replace(known, fate="duplicate", note=f"same content as {fate.file}")
+    return replace(known, fate=fate.fate, note=fate.error or "")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+@contextmanager
+def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        os.close(handle)

@@ -1,0 +1,153 @@
+"""Report: verdicts from raw files, in every form, in the UI and as events."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.approval import Approval, form
+from tasks.artifacts import (
+    file_link,
+    key,
+    markdown_table,
+    publish_link,
+    publish_markdown,
+    publish_table,
+    without_front_matter,
+)
+from tasks.events import emit
+from tasks.logs import core_logs
+from tasks.retries import POLICY
+from tasks.states import done
+from tasks.tables import criteria_rows, met_sentence, scaling_rows
+from virnuc_core import provenance
+from virnuc_core.config import Profile
+from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.engine.devices import Device
+from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.validation.records import Criterion, Report
+from virnuc_core.validation.report import write_report
+
+
+@task(name="report", task_run_name="report {label}", cache_policy=NO_CACHE, **POLICY)
+def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[Report]:
+    """Every form of the report in `out/report/`, and one event for each verdict."""
+    with core_logs():
+        judged = write_report(out, profile, history)
+    for criterion in (*judged.criteria, *judged.checks):
+        emit_verdict(criterion, judged, out)
+    return done(judged, met_sentence(judged))
+
+
+def record_validation(
+    out: Path,
+    *,
+    spec: dict[str, Any],
+    profile: Profile,
+    models: Path,
+    reads_fingerprint: str,
+    model_length: int,
+    devices: tuple[Device, ...],
+) -> None:
+    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time."""
+    weights = fingerprint(models)
+    fresh = provenance.new_record(
+        spec=spec,
+        model_length=model_length,
+        fingerprints={"reads": reads_fingerprint, **asdict(weights)},
+        resolved={},
+        devices=tuple(device.record() for device in devices),
+        store=RunDir(out).store.name,
+    )
+    body = {**fresh.model_dump(mode="json"), "profile": profile.model_dump(mode="json")}
+    path = RunDir(out).record
+    if path.is_file():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        if all(before.get(name) == body[name] for name in ("fingerprints", "devices", "profile")):
+            body["created"] = before["created"]
+    write_text_whole(path, json.dumps(body, indent=2) + "\n")
+
+
+def publish(judged: Report, out: Path, label: str) -> None:
+    """The verdicts in the UI; the same keys each time, so that each key's page is a history.
+
+    Called by the flow itself, whose artifacts its page shows before those of its tasks.
+    """
+    name, folder = judged.profile.name, RunDir(out).report
+    publish_table(f"criteria-{name}", criteria_rows(judged), f"**{met_sentence(judged)}** — {label}, {name}")
+    if judged.scaling:
+        publish_table(f"scaling-{name}", scaling_rows(judged), f"Scaling of {label}")
+    text = without_front_matter((folder / "report.md").read_text(encoding="utf-8"))
+    publish_markdown(f"report-{name}", text, met_sentence(judged), folder / "report.md")
+    publish_link(f"report-html-{name}", folder / "report.html", "report.html", "The report with its charts")
+
+
+def emit_verdict(criterion: Criterion, judged: Report, out: Path) -> None:
+    """One event for one verdict."""
+    target = criterion.target
+    emit(
+        f"criterion.{key(criterion.verdict)}",
+        f"criterion.{key(criterion.id)}",
+        criterion.title,
+        {
+            "value": criterion.value,
+            "target": None if target is None else f"{target.op} {target.value:g} {criterion.unit}",
+            "reason": criterion.reason,
+            "profile": judged.profile.name,
+            "report": str(RunDir(out).report.absolute()),
+        },
+    )
+
+
+def emit_outcome(judged: Report, out: Path) -> None:
+    """One event for the validation as a whole."""
+    passed = not judged.failed
+    emit(
+        "validation.passed" if passed else "validation.failed",
+        f"validation.{key(judged.profile.name)}",
+        judged.profile.title,
+        {
+            "met": judged.met,
+            "asked": len(judged.criteria),
+            "failed": [criterion.title for criterion in judged.failed],
+            "report": str(RunDir(out).report.absolute()),
+        },
+    )
+
+
+def approval_form(judged: Report, out: Path) -> type[Approval]:
+    """What the reviewer is asked, with the figures of this validation beside the questions."""
+    rows = criteria_rows(judged)
+    missed = [f"{row['criterion']} {row['measured']} ({row['required']})" for row in rows if "FAIL" in row["verdict"]]
+    wanted = ("verdict", "criterion", "measured", "required")
+    table = markdown_table([{name: row[name] for name in wanted} for row in rows])
+    link = file_link(RunDir(out).report / "report.html")
+    return form(
+        {
+            "all_criteria_met": f"**{met_sentence(judged)}**",
+            "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
+            "esm2_still_bottleneck": shares_of_time(judged),
+        },
+        f"{table}\nBottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} [The whole report]({link})\n",
+    )
+
+
+def shares_of_time(judged: Report) -> str:
+    """Where the time went: the two encoders, and everything else.
+
+    What a stage that is fused takes is part of the stage it is fused with.
+    """
+    stages = () if judged.run is None else judged.run.stages
+    shares = {stage.name: stage.share for stage in stages if stage.share is not None}
+    if not shares:
+        return "Stage times are not known."
+    encoders = [(name, shares.get(name, 0.0)) for name in ("ESM-2", "DNABERT-S")]
+    rest = max(0.0, 1.0 - sum(share for _, share in encoders))
+    parts = [f"{name} {100 * share:.1f} %" for name, share in [*encoders, ("other work", rest)]]
+    return f"**{', '.join(parts)}**"

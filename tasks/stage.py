@@ -1,0 +1,36 @@
+"""Stage: reads to the columnar store of open frames."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.logs import core_logs
+from tasks.retries import POLICY
+from tasks.states import done
+from virnuc_core.pipeline import stage_reads
+from virnuc_core.reads.remote import fetch_all
+from virnuc_core.reads.stage import StageSpec, StageSummary
+
+
+@task(name="stage", task_run_name="stage {label}", cache_policy=NO_CACHE, **POLICY)
+def stage(spec: StageSpec, store: Path, *, label: str, email: str | None = None) -> State[StageSummary]:
+    """The store at `store` holds the reads of `spec`; one that already does is used as it is.
+
+    Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
+    """
+    with core_logs():
+        local = fetch_all(spec.reads, store.parent / "downloads", email=email)
+        summary = stage_reads(spec.model_copy(update={"reads": local}), store)
+    return done(summary, describe(summary), reused=summary.reused)
+
+
+def describe(summary: StageSummary) -> str:
+    """What was staged, in a sentence."""
+    how = "reused, content unchanged" if summary.reused else "staged"
+    counts = summary.counts
+    skipped = f"; {summary.skipped_records:,} broken records skipped" if summary.skipped_records else ""
+    return f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct{skipped}"

@@ -1,0 +1,51 @@
+"""Train: a head fitted to the embeddings of labelled reads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.logs import core_logs
+from tasks.retries import POLICY
+from tasks.states import done
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.training import TrainSpec, TrainSummary, train_head
+
+
+@task(name="train", task_run_name="train {label}", cache_policy=NO_CACHE, **POLICY)
+def train(
+    run: RunDir, *, store: Path, truth: Path, models: Path, spec: TrainSpec, seed: int, label: str
+) -> State[TrainSummary]:
+    """The head in `run/head`, and how well it does on genomes it has never met."""
+    with core_logs():
+        summary = train_head(run, OrfStore.open(store), truth, run.root, models=models, seed=seed, spec=spec)
+    return done(summary, describe(summary))
+
+
+def describe(summary: TrainSummary) -> str:
+    """How good the head is, in a sentence."""
+    return (
+        f"accuracy {summary.test_accuracy:.3f}, AUC {summary.test_auc:.3f} on {summary.genomes['test']} unseen genomes "
+        f"after {summary.epochs} epochs"
+    )
+
+
+def install_head(new: Path, models: Path) -> Path | None:
+    """Put `new` in place as `models/head`; the head that was there becomes `head.before`, which is returned."""
+    target, before = models / "head", models / "head.before"
+    aside = models / ".head.new"
+    shutil.rmtree(aside, ignore_errors=True)
+    shutil.copytree(new, aside)
+    kept = None
+    if target.exists():
+        shutil.rmtree(before, ignore_errors=True)
+        os.replace(target, before)
+        kept = before
+    os.replace(aside, target)
+    return kept

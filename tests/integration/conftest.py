@@ -1,0 +1,82 @@
+"""One temporary Prefect backend for all flow tests of a session."""
+
+from __future__ import annotations
+
+import gc
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from prefect.settings import (
+    PREFECT_API_URL,
+    PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
+    PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW,
+    PREFECT_SERVER_ANALYTICS_ENABLED,
+    temporary_settings,
+)
+from prefect.testing.utilities import prefect_test_harness
+
+from virnuc_core.encoders.weights import init_random
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+
+
+@pytest.fixture(scope="session")
+def prefect_backend() -> Iterator[None]:
+    """A Prefect API with an empty database; runs in it have no heartbeat thread, which costs a second a flow."""
+    quiet = {PREFECT_SERVER_ANALYTICS_ENABLED: False, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
+    with (
+        temporary_settings(updates=quiet),
+        prefect_test_harness(server_startup_timeout=90),
+        temporary_settings(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
+    ):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _prefects_own_sockets() -> Iterator[None]:
+    """Prefect leaves sockets to the garbage collector; collect them here, where nobody is blamed for the warning."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Within these tests the collector may come by earlier, too."""
+    here = Path(__file__).parent
+    for item in items:
+        if item.path.is_relative_to(here):
+            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning"))
+            item.add_marker(pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"))
+
+
+@pytest.fixture(scope="session")
+def child_environment(prefect_backend: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Environment of processes that shall talk to the same backend as the tests."""
+    url = PREFECT_API_URL.value()
+    assert url is not None
+    home = str(tmp_path_factory.mktemp("prefect-home"))
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    return {**kept, "PREFECT_API_URL": url, "PREFECT_HOME": home, "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"}
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models directory of tiny random models."""
+    folder = tmp_path_factory.mktemp("weights") / "models"
+    init_random(folder, seed=1)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """300 simulated reads."""
+    return simulate(SimulateSpec(reads=300, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz").reads_file
+
+
+@pytest.fixture(scope="session")
+def many_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many simulated reads that a core works on them for some ten seconds."""
+    return simulate(SimulateSpec(reads=12_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz").reads_file

@@ -1,0 +1,250 @@
+"""The flows from reads to verdicts, on tiny models: what they leave on disk, and what people see of them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import pytest
+from prefect.artifacts import Artifact
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
+from prefect.client.schemas.objects import State, TaskRun
+
+from flows.predict import predict
+from flows.predict_inbox import predict_inbox
+from flows.train import train
+from flows.validate import validate
+from tasks.inbox import Ledger
+from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.pipeline import read_summary
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.rundir import RunDir
+from virnuc_core.validation.verify import verify_report
+
+pytestmark = pytest.mark.usefixtures("prefect_backend")
+RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
+
+
+def run_of(state: State[Any]) -> UUID:
+    flow_run_id = state.state_details.flow_run_id
+    assert flow_run_id is not None
+    return flow_run_id
+
+
+def task_runs(state: State[Any]) -> dict[str, TaskRun]:
+    """Task runs of a flow run by name."""
+    wanted = FlowRunFilter(id=FlowRunFilterId(any_=[run_of(state)]))
+    with get_client(sync_client=True) as client:
+        return {run.name: run for run in client.read_task_runs(flow_run_filter=wanted)}
+
+
+def message(run: TaskRun) -> str:
+    assert run.state is not None
+    return run.state.message or ""
+
+
+def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, models: Path) -> None:
+    out = tmp_path / "run"
+    state = predict(reads=[str(reads)], out=out, models=models, devices="cpu:1", return_state=True)
+    assert state.is_completed()
+    summary = read_summary(RunDir(out))
+    assert summary is not None
+    assert sum(summary.fates.values()) == 300
+    assert state.message == f"{summary.fates['viral']:,} of 300 reads are viral"
+    assert all((out / name).is_file() for name in RESULTS)
+    with get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(run_of(state))
+    assert flow_run.name == "few · cpu:1"
+    assert sorted(flow_run.tags) == ["cpu", "few", "virnuc"]
+    assert set(task_runs(state)) == {"stage few", "embed few on cpu:1"}
+    stages = Artifact.get("stages-few-cpu-1")
+    assert stages is not None
+    assert [row["stage"] for row in json.loads(str(stages.data))][5] == "Stage 6: ESM-2"
+
+
+def test_a_finished_prediction_is_not_computed_again(tmp_path: Path, reads: Path, models: Path) -> None:
+    out = tmp_path / "run"
+    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:1"}
+    predict(**given)
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file() and path.name != "run.json"}
+    logs = (out / "logs").stat().st_mtime_ns
+    state = predict(**given, return_state=True)
+    assert (state.message or "").endswith("; nothing had to be computed")
+    states = {name: run.state.name for name, run in task_runs(state).items() if run.state is not None}
+    assert states == {"stage few": "Reused", "embed few on cpu:1": "Reused"}
+    assert (out / "logs").stat().st_mtime_ns == logs  # no worker was started
+    changed = [str(path) for path, when in before.items() if path.stat().st_mtime_ns != when]
+    assert [name for name in changed if "shards/0" in name or "orfs" in name or "results" in name] == []
+
+
+def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(tmp_path: Path, reads: Path, models: Path) -> None:
+    out = tmp_path / "run"
+    predict(reads=[str(reads)], out=out, models=models, devices="cpu:1")
+    other = simulate(SimulateSpec(reads=50, seed=9), tmp_path / "other.fasta").reads_file
+    with pytest.raises(RunMismatchError, match="reads"):
+        predict(reads=[str(other)], out=out, models=models, devices="cpu:1")
+    state = predict(reads=[str(other)], out=out, models=models, devices="cpu:1", force=True, return_state=True)
+    assert (state.message or "").endswith("of 50 reads are viral")
+
+
+def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) -> None:
+    out = tmp_path / "validation"
+    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:2", "profile": "ci-smoke"}
+    state = validate(**given, return_state=True)
+    assert state.is_completed(), state.message
+    assert (state.message or "").startswith("1 of 7 criteria met")
+    assert verify_report(out).ok
+    assert set(task_runs(state)) == {
+        "stage few",
+        "baseline vanilla on cpu:2",
+        "embed few on cpu:1",
+        "embed few on cpu:2",
+        "compare few",
+        "report few",
+    }
+    with get_client(sync_client=True) as client:
+        assert client.read_flow_run(run_of(state)).name == "few · ci-smoke · cpu:2"
+    criteria = Artifact.get("criteria-ci-smoke")
+    assert criteria is not None
+    rows = {row["criterion"]: row for row in json.loads(str(criteria.data))}
+    assert "PASS" in rows["Consensus label agreement"]["verdict"]
+    assert rows["Consensus label agreement"]["required"] == "≥ 99 %"
+    assert "not run" in rows["Scaling"]["verdict"]
+    for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "report-html-ci-smoke"):
+        assert Artifact.get(key) is not None, key
+
+    again = validate(**given, return_state=True)
+    computing = {name: run.state.name for name, run in task_runs(again).items() if run.state is not None}
+    assert {name for name, state_name in computing.items() if state_name == "Reused"} == {
+        "stage few",
+        "baseline vanilla on cpu:2",
+        "embed few on cpu:1",
+        "embed few on cpu:2",
+    }
+    assert verify_report(out).ok
+
+
+@pytest.mark.parametrize(("fails", "kind"), [(True, "FAILED"), (False, "COMPLETED")])
+def test_a_criterion_that_is_missed_is_seen_in_the_run_list(
+    tmp_path: Path, reads: Path, models: Path, fails: bool, kind: str
+) -> None:
+    profile = tmp_path / "impossible.toml"
+    profile.write_text(
+        'name = "impossible"\ntitle = "Nobody meets this"\ndevice_names = [""]\n'
+        '[baseline]\nname = "vanilla"\nreads = 100\n'
+        '[targets]\none_device_seconds = { op = "<", value = 0.001 }\n'
+    )
+    state = validate(
+        reads=[str(reads)],
+        out=tmp_path / "validation",
+        models=models,
+        devices="cpu:1",
+        profile=str(profile),
+        fail_on_criteria=fails,
+        return_state=True,
+    )
+    assert (state.type.value, state.name) == (kind, "Criteria not met")
+    assert "not met: Time on one device" in (state.message or "")
+
+
+def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
+    tmp_path: Path, many_reads: Path, models: Path
+) -> None:
+    profile = tmp_path / "hasty.toml"
+    profile.write_text(
+        'name = "hasty"\ntitle = "In a hurry"\ndevice_names = [""]\n'
+        "time_limit_s = 4\nsample_s = 0.2\n"
+        "[engine]\nshard_tokens = 4096\n"
+        '[baseline]\nname = "vanilla"\nreads = 50\n[targets]\none_device_seconds = { op = "<", value = 4 }\n'
+    )
+    out = tmp_path / "validation"
+    given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1", "profile": str(profile)}
+    state = validate(**given, return_state=True)
+    assert "not met: Time on one device" in (state.message or "")
+    assert json.loads((out / "devices-1" / "summary.json").read_text())["stopped_at_limit"] is True
+    committed = len(list((out / "devices-1" / "shards").glob("*.h5")))
+    assert committed > 0
+    validate(**given, return_state=True)  # goes on where it was
+    assert len(list((out / "devices-1" / "shards").glob("*.h5"))) > committed
+
+
+def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
+    from virnuc_core.encoders.weights import init_random
+
+    folder = tmp_path / "models"
+    init_random(folder)
+    made = simulate(SimulateSpec(reads=400, seed=5), tmp_path / "train.fastq")
+    before = (folder / "head" / "model.safetensors").read_bytes()
+    state = train(
+        reads=[str(made.reads_file)],
+        truth=made.truth_file,
+        models=folder,
+        out=tmp_path / "run",
+        devices="cpu:1",
+        install=True,
+        epochs=3,
+        return_state=True,
+    )
+    assert "unseen genomes" in (state.message or "")
+    new = (tmp_path / "run" / "head" / "model.safetensors").read_bytes()
+    assert (folder / "head" / "model.safetensors").read_bytes() == new != before
+    assert (folder / "head.before" / "model.safetensors").read_bytes() == before
+
+
+def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path) -> None:
+    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox.mkdir()
+    for number in (1, 2):
+        simulate(SimulateSpec(reads=40, seed=number), tmp_path / f"{number}.fasta").reads_file.rename(
+            inbox / f"{number}.fasta"
+        )
+    (inbox / "copy.fasta").write_bytes((inbox / "1.fasta").read_bytes())
+    (inbox / "broken.fasta").write_text("this is no sequence file\n")
+    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
+    state = predict_inbox(**given, return_state=True)
+    assert state.message == "1 duplicate, 1 failed, 2 predicted"
+    table = {row.file: row for row in Ledger(inbox, out).read_table()}
+    assert {name: row.fate for name, row in table.items() if name in ("2.fasta", "broken.fasta")} == {
+        "2.fasta": "predicted",
+        "broken.fasta": "failed",
+    }
+    assert "broken.fasta" in table["broken.fasta"].note
+    assert table["2.fasta"].reads == "40"
+    run = out / table["2.fasta"].run
+    assert all((run / name).is_file() for name in RESULTS)
+    again = predict_inbox(**given, return_state=True)
+    assert (again.name, again.message) == ("Reused", "1 duplicate, 1 failed, 2 predicted")
+
+
+def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Path) -> None:
+    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox.mkdir()
+    made = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
+    made.rename(inbox / "1.fasta")
+    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
+    ledger = Ledger(inbox, out)
+    with ledger.claim(ledger.scan(settle_s=0)[0].sha256):
+        state = predict_inbox(**given, return_state=True)
+    assert state.message == "1 waiting"
+    assert not (out / "runs").exists()
+    assert predict_inbox(**given, return_state=True).message == "1 predicted"
+
+
+def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again(tmp_path: Path, models: Path) -> None:
+    broken = tmp_path / "broken.fastq"
+    broken.write_text("@r1\nACGT\n+\nII\n")
+    state = predict(reads=[str(broken)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True)
+    with pytest.raises(InputError, match=r"broken\.fastq"):
+        state.result()
+    staged = task_runs(state)["stage broken"]
+    assert staged.run_count == 1
+
+
+def test_no_thread_of_ours_outlives_a_flow(tmp_path: Path, reads: Path, models: Path) -> None:
+    predict(reads=[str(reads)], out=tmp_path / "run", models=models, devices="cpu:1")
+    names = [thread.name for thread in threading.enumerate()]
+    assert [name for name in names if name.startswith(("progress artifact", "cancel watch", "read cpu"))] == []

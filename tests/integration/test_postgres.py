@@ -1,0 +1,139 @@
+"""A team's set-up: PostgreSQL behind a server, a worker, a flow, and a server that is restarted in the middle of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+PROGRAMS = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
+pytestmark = [
+    pytest.mark.postgres,
+    pytest.mark.skipif(not PROGRAMS, reason="PostgreSQL's server programs are not in /usr/lib/postgresql"),
+]
+ROOT = Path(__file__).resolve().parents[2]
+PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := truth()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.2)
+    return found
+
+
+def succeeds(*command: str) -> bool:
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def background(command: list[str], log: Path, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("ab") as handle:
+        process = subprocess.Popen(command, stdout=handle, stderr=handle, **options)
+    try:
+        yield process
+    finally:
+        for one in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            one.kill()
+        process.kill()
+        process.wait(10)
+
+
+@pytest.fixture
+def database() -> Iterator[str]:
+    """Address of an empty database on loopback."""
+    programs = PROGRAMS[-1].parent
+    # PostgreSQL refuses to run as root, and its user must be able to reach the folder
+    folder = Path("/tmp") / f"virnuc-postgres-{os.getpid()}"
+    folder.mkdir(mode=0o755)
+    options: dict[str, Any] = {}
+    if os.getuid() == 0:
+        shutil.chown(folder, "postgres", "postgres")
+        options = {"user": "postgres", "group": "postgres", "extra_groups": [], "cwd": folder}
+    port = free_port()
+    try:
+        subprocess.run(
+            [str(programs / "initdb"), "-D", str(folder / "data"), "-U", "virnuc", "-A", "trust"],
+            check=True,
+            capture_output=True,
+            **options,
+        )
+        command = [str(programs / "postgres"), "-D", str(folder / "data"), "-p", str(port), "-k", str(folder)]
+        with background([*command, "-h", "127.0.0.1"], Path(f"/tmp/virnuc-postgres-{os.getpid()}.log"), **options):
+            ready = [str(programs / "pg_isready"), "-h", "127.0.0.1", "-p", str(port)]
+            wait_for(lambda: succeeds(*ready), 30, "PostgreSQL")
+            made = [str(programs / "createdb"), "-h", "127.0.0.1", "-p", str(port), "-U", "virnuc", "prefect"]
+            subprocess.run(made, check=True, capture_output=True)
+            yield f"postgresql+asyncpg://virnuc@127.0.0.1:{port}/prefect"
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        Path(f"/tmp/virnuc-postgres-{os.getpid()}.log").unlink(missing_ok=True)
+
+
+def test_a_flow_survives_a_restart_of_the_server(database: str, tmp_path: Path, many_reads: Path, models: Path) -> None:
+    port = free_port()
+    api = f"http://127.0.0.1:{port}/api"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+        "PREFECT_HOME": str(tmp_path / "home"),
+        "PREFECT_API_URL": api,
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_DATABASE_CONNECTION_URL": database,
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{api}/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def ask(path: str, **body: Any) -> Any:
+        return httpx.post(f"{api}/{path}", json=body, timeout=30).raise_for_status().json()
+
+    def run_state(run: str) -> dict[str, Any]:
+        return dict(httpx.get(f"{api}/flow_runs/{run}", timeout=30).raise_for_status().json()["state"])
+
+    log, out = tmp_path / "log", tmp_path / "run"
+    server = [*PREFECT, "server", "start", "--port", str(port)]
+    worker = [*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"]
+    with background(server, log, env=environment) as first:
+        wait_for(healthy, 90, "the server")
+        for words in (
+            ("work-pool", "create", "gpu", "--type", "process"),
+            ("deploy", "--prefect-file", "deployments/prefect.yaml", "--all"),
+        ):
+            subprocess.run([*PREFECT, *words], env=environment, cwd=ROOT, check=True, capture_output=True)
+        found = [d["id"] for d in ask("deployments/filter") if d["entrypoint"] == "flows/predict.py:predict"]
+        with background(worker, log, env=environment, cwd=ROOT):
+            given = {"reads": [str(many_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"}
+            run = ask(f"deployments/{found[0]}/create_flow_run", parameters=given | {"shard_tokens": 8192})["id"]
+            wait_for(lambda: len(list((out / "shards").glob("*.h5"))) >= 3, 120, "three shards")
+            first.terminate()
+            first.wait(30)
+            assert not healthy()
+            time.sleep(3)
+            with background(server, log, env=environment):
+                wait_for(healthy, 90, "the server, again")
+                wait_for(lambda: run_state(run)["name"] in ("Completed", "Failed", "Crashed"), 180, "the flow to end")
+                state = run_state(run)
+    assert state["name"] == "Completed", log.read_text()[-4000:]
+    assert "reads are viral" in state["message"]
+    assert (out / "prediction_results.txt").is_file()

@@ -1,0 +1,291 @@
+"""What only a real Prefect backend can tell: states, logs, artifacts, slots, the approval gate, events."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from prefect import flow, task
+from prefect.artifacts import Artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
+from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.states import Cancelled, Running
+
+from flows.approve_command import approve
+from flows.gate import ask
+from flows.presence import BEGAN, PLACE, PROCESS, announce, place
+from tasks.approval import Approval, form
+from tasks.artifacts import publish_markdown, publish_table
+from tasks.guard import device_slots, slot_name
+from tasks.logs import core_logs
+from tasks.progress import ProgressArtifact
+from tasks.retries import POLICY
+from tasks.states import done, not_met
+from virnuc_core.engine.devices import Device
+from virnuc_core.errors import ConfigError, InputError, WorkerError
+
+pytestmark = pytest.mark.usefixtures("prefect_backend")
+GPU = Device("GPU-aaaa", "cuda", "a GPU")
+
+
+def wait_for(truth: Callable[[], Any], timeout_s: float = 20) -> Any:
+    """The first true answer of `truth`."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = truth()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise AssertionError("waited in vain")
+
+
+def run_id() -> UUID:
+    context = FlowRunContext.get()
+    assert context is not None
+    assert context.flow_run is not None
+    return context.flow_run.id
+
+
+def test_states_say_what_was_done() -> None:
+    @task(cache_policy=NO_CACHE)
+    def step() -> State[int]:
+        return done(3, "0 of 14 shards computed", reused=True)
+
+    @flow
+    def whole(fails: bool) -> State[int]:
+        assert step().result() == 3
+        return not_met(3, "6 of 7 criteria met", fails=fails)
+
+    for fails, kind in ((True, "FAILED"), (False, "COMPLETED")):
+        state = whole(fails, return_state=True)
+        assert (state.type.value, state.name, state.message) == (kind, "Criteria not met", "6 of 7 criteria met")
+
+
+def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
+    core = logging.getLogger("virnuc_core.engine.pool")
+
+    @task(cache_policy=NO_CACHE)
+    def step() -> None:
+        with core_logs():
+            core.info("from the task")
+            thread = threading.Thread(target=core.info, args=("from a thread",))
+            thread.start()
+            thread.join()
+
+    @flow
+    def whole() -> UUID:
+        with core_logs():
+            core.info("from the flow")
+            step()
+        core.info("after the run")
+        return run_id()
+
+    flow_run = whole()
+    wanted = LogFilter(flow_run_id=LogFilterFlowRunId(any_=[flow_run]))
+
+    def logged() -> dict[str, bool]:
+        with get_client(sync_client=True) as client:
+            lines = client.read_logs(log_filter=wanted)
+        found = {line.message: line.task_run_id is not None for line in lines if line.name.startswith("virnuc_core")}
+        return found if len(found) >= 3 else {}
+
+    found = wait_for(logged)
+    assert found == {"from the flow": False, "from the task": True, "from a thread": True}
+    assert logging.getLogger("virnuc_core").handlers == []
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(WorkerError("died"), 3), (InputError("truncated"), 1)])
+def test_a_task_is_tried_again_only_where_that_can_help(error: Exception, attempts: int) -> None:
+    tried: list[int] = []
+
+    @task(cache_policy=NO_CACHE, **{**POLICY, "retries": 2, "retry_delay_seconds": 0})
+    def step() -> None:
+        tried.append(1)
+        raise error
+
+    @flow
+    def whole() -> None:
+        step()
+
+    state = whole(return_state=True)
+    assert state.is_failed()
+    assert len(tried) == attempts
+
+
+def test_artifacts_are_recorded_as_written() -> None:
+    @flow
+    def whole() -> None:
+        publish_table("criteria-x", [{"verdict": "✅ **PASS**", "required": "≥ 90 %"}], "7 criteria")
+        publish_markdown("report-x", "# Report", "the report", Path("/r"))
+        with ProgressArtifact("progress-x", "", every_s=0.05) as progress:
+            progress.show(0.5)
+            time.sleep(0.2)
+            progress.show(1.0)
+
+    whole()
+    table = Artifact.get("criteria-x")
+    assert table is not None
+    assert json.loads(str(table.data)) == [{"verdict": "✅ **PASS**", "required": "≥ 90 %"}]
+    progress = Artifact.get("progress-x")
+    assert progress is not None
+    assert progress.data == 100.0
+
+
+def test_a_run_bears_its_tags() -> None:
+    @flow
+    def whole() -> UUID:
+        announce("lung", "ci-smoke")
+        return run_id()
+
+    with get_client(sync_client=True) as client:
+        assert sorted(client.read_flow_run(whole()).tags) == ["ci-smoke", "lung", "virnuc"]
+
+
+def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
+    @flow
+    def whole(dead: UUID | None) -> UUID:
+        if dead is not None:
+            announce()
+        return run_id()
+
+    with get_client(sync_client=True) as client:
+        runs = {}
+        for name, labels in {
+            "killed": {PLACE: place(), PROCESS: 1, BEGAN: 1.0},
+            "elsewhere": {PLACE: "another machine", PROCESS: 1, BEGAN: 1.0},
+            "alive": {PLACE: place(), PROCESS: os.getpid(), BEGAN: psutil.Process().create_time()},
+        }.items():
+            made = client.create_flow_run(whole, parameters={"dead": None}, name=name, tags=["virnuc"])
+            client.update_flow_run_labels(made.id, labels)
+            client.set_flow_run_state(made.id, Running(), force=True)
+            runs[name] = made.id
+        whole(runs["killed"])
+        states = {name: client.read_flow_run(one).state for name, one in runs.items()}
+        for name in ("elsewhere", "alive"):
+            client.set_flow_run_state(runs[name], Cancelled(), force=True)
+    assert {name: state.name for name, state in states.items() if state is not None} == {
+        "killed": "Crashed",
+        "elsewhere": "Running",
+        "alive": "Running",
+    }
+
+
+def test_two_runs_never_hold_one_gpu() -> None:
+    inside: list[str] = []
+    overlaps: list[str] = []
+
+    def hold(name: str) -> None:
+        with device_slots([GPU]):
+            overlaps.extend(inside)
+            inside.append(name)
+            time.sleep(0.5)
+            inside.remove(name)
+
+    threads = [threading.Thread(target=contextvars.copy_context().run, args=(hold, name)) for name in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert overlaps == []
+    with get_client(sync_client=True) as client:
+        limit = client.read_global_concurrency_limit_by_name(slot_name(GPU))
+    assert (limit.limit, limit.active_slots) == (1, 0)
+
+
+def test_waiting_for_a_gpu_can_end() -> None:
+    with device_slots([GPU]), pytest.raises(TimeoutError), device_slots([GPU], wait_s=1):
+        raise AssertionError("both held it")
+
+
+def test_cores_need_no_slot() -> None:
+    core = Device("cpu-core-0", "cpu", "a core", 0)
+    with device_slots([core]), device_slots([core]):
+        pass
+
+
+@flow
+def gated(report_dir: Path, timeout_s: int) -> dict[str, Any]:
+    """Asks, and returns the answer."""
+    return ask(
+        report_dir, form({"all_criteria_met": "**6 of 7**"}, "## 6 of 7"), timeout_s=timeout_s, poll_s=1
+    ).model_dump()
+
+
+def in_thread(report_dir: Path, timeout_s: int) -> tuple[threading.Thread, list[State[Any]]]:
+    """Start `gated`; the list will hold its final state."""
+    states: list[State[Any]] = []
+
+    def run() -> None:
+        states.append(gated(report_dir, timeout_s, return_state=True))
+
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(run,))
+    thread.start()
+    return thread, states
+
+
+def waiting_run() -> Any:
+    def paused() -> Any:
+        with get_client(sync_client=True) as client:
+            runs = client.read_flow_runs()
+        return next((run for run in runs if run.state is not None and run.state.is_paused()), None)
+
+    return wait_for(paused)
+
+
+def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    thread, states = in_thread(tmp_path, timeout_s=60)
+    run = waiting_run()
+    words = ["--reviewer", "Ada", "--note", "raise the budget", "--tuning-could-help", "yes"]
+    assert approve([str(run.id), "--no", *words]) == 0
+    assert "rejected by Ada" in capsys.readouterr().out
+    thread.join(30)
+    answer = states[0].result()
+    assert (answer["verdict"], answer["tuning_could_help"], answer["all_criteria_met"]) == (
+        "rejected",
+        "yes",
+        "not answered",
+    )
+    kept = json.loads((tmp_path / "approval.json").read_text())
+    assert (kept["reviewer"], kept["note"], kept["flow_run"]) == ("Ada", "raise the budget", str(run.id))
+    assert kept["when"].endswith("+00:00")
+    with pytest.raises(ConfigError, match="does not wait"):
+        approve([str(run.id), "--yes"])
+
+
+def test_a_gate_nobody_answers_is_pending(tmp_path: Path) -> None:
+    thread, states = in_thread(tmp_path, timeout_s=2)
+    thread.join(40)
+    assert states[0].is_completed()
+    assert json.loads((tmp_path / "approval.json").read_text())["verdict"] == "pending"
+
+
+def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
+    thread, states = in_thread(tmp_path, timeout_s=60)
+    run = waiting_run()
+    with get_client(sync_client=True) as client:
+        response = client.resume_flow_run(run.id, run_input={})
+        assert response.status.value == "REJECT"
+        client.resume_flow_run(run.id, run_input={"verdict": "approved", "reviewer": "Ada"})
+    thread.join(30)
+    assert states[0].result()["verdict"] == "approved"
+
+
+def test_approving_what_is_not_there_is_one_line() -> None:
+    with pytest.raises(ConfigError, match="no flow run is named 'nobody'"):
+        approve(["nobody", "--yes"])
+    with pytest.raises(ConfigError, match="no flow run has the id"):
+        approve(["00000000-0000-0000-0000-000000000000", "--yes"])
+    assert set(Approval.model_json_schema()["required"]) == {"verdict", "reviewer"}

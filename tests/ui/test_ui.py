@@ -1,0 +1,266 @@
+"""The Prefect UI in a real browser: a form started, a verdict read, a run approved, a run cancelled.
+
+Screenshots are kept in `screenshots/`; look at them when something about the UI was changed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from virnuc_core.encoders.weights import init_random
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+
+playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[ui]', or make test-ui")
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+SHOTS = ROOT / "screenshots"
+BROWSER = shutil.which("chromium")
+pytestmark = [pytest.mark.ui, pytest.mark.skipif(BROWSER is None, reason="no chromium here; see make test-ui")]
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server with its UI, a worker and the deployments."""
+
+    url: str
+    host: psutil.Process  # the worker
+    environment: dict[str, str]  # of commands that shall talk to it
+
+    def ask(self, path: str, **body: Any) -> Any:
+        """POST to the API."""
+        return httpx.post(f"{self.url}/api/{path}", json=body, timeout=30).raise_for_status().json()
+
+    def deployment(self, entrypoint: str, name: str) -> str:
+        """Id of a deployment."""
+        found = [d["id"] for d in self.ask("deployments/filter") if (d["entrypoint"], d["name"]) == (entrypoint, name)]
+        assert len(found) == 1
+        return str(found[0])
+
+    def artifact(self, key: str) -> str:
+        """Id of the newest version of an artifact."""
+        return str(self.ask("artifacts/filter", artifacts={"key": {"any_": [key]}}, sort="CREATED_DESC")[0]["id"])
+
+    def run(self, deployment: str) -> dict[str, Any] | None:
+        """The newest run of a deployment; None before there is one."""
+        found = self.ask(
+            "flow_runs/filter",
+            flow_runs={"deployment_id": {"any_": [deployment]}},
+            sort="EXPECTED_START_TIME_DESC",
+        )
+        return dict(found[0]) if found else None
+
+    def wait(self, deployment: str, *names: str, timeout_s: float = 120) -> dict[str, Any]:
+        """The newest run, once its state bears one of the names."""
+        deadline = time.monotonic() + timeout_s
+        while (run := self.run(deployment)) is None or run["state_name"] not in names:
+            assert time.monotonic() < deadline, f"waited {timeout_s} s for {names}; the run is {run and run['state']}"
+            time.sleep(0.5)
+        return run
+
+
+def wait_until(truth: Callable[[], object], timeout_s: float = 60) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not truth():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("prefect")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | {
+        "PREFECT_HOME": str(folder),
+        "PREFECT_API_URL": f"{url}/api",
+        "PREFECT_SERVER_UI_API_URL": f"{url}/api",
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    }
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def background(*words: str) -> psutil.Process:
+        with (folder / f"{words[0]}.log").open("wb") as log:
+            started = subprocess.Popen([*PREFECT, *words], env=environment, cwd=ROOT, stdout=log, stderr=log)
+        processes.append(started)
+        return psutil.Process(started.pid)
+
+    def healthy() -> bool:
+        try:
+            return httpx.get(f"{url}/api/health", timeout=2).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    try:
+        background("server", "start", "--port", str(port))
+        wait_until(healthy)
+        for words in (
+            ("work-pool", "create", "gpu", "--type", "process"),
+            ("deploy", "--prefect-file", "deployments/prefect.yaml", "--all"),
+        ):
+            subprocess.run([*PREFECT, *words], env=environment, cwd=ROOT, check=True, capture_output=True)
+        yield Server(url, background("worker", "start", "-p", "gpu", "--limit", "2"), environment)
+    finally:
+        for process in reversed(processes):
+            for one in psutil.Process(process.pid).children(recursive=True):
+                one.kill()
+            process.kill()
+            process.wait(10)
+
+
+@pytest.fixture(scope="module")
+def page() -> Iterator[Any]:
+    SHOTS.mkdir(exist_ok=True)
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(30_000)
+        yield page
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("weights") / "models"
+    init_random(folder, seed=1)
+    return folder
+
+
+def field(page: Any, name: str) -> Any:
+    """The part of the form that belongs to a parameter."""
+    return (
+        page.locator(".schema-form-property")
+        .filter(has=page.get_by_text(name, exact=False))
+        .filter(has_text=name)
+        .first
+    )
+
+
+def fill(page: Any, name: str, text: str) -> None:
+    field(page, name).locator("textarea, input").first.fill(text)
+
+
+def shot(page: Any, name: str) -> None:
+    page.wait_for_timeout(1500)
+    page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
+
+
+def test_a_validation_started_from_the_form_is_watched_approved_and_read(
+    server: Server, page: Any, models: Path, tmp_path: Path
+) -> None:
+    reads = simulate(SimulateSpec(reads=300, seed=3), tmp_path / "lung.fastq.gz").reads_file
+    deployment = server.deployment("flows/validate.py:validate", "ad-hoc")
+    page.goto(f"{server.url}/deployments/deployment/{deployment}/run")
+    page.get_by_role("button", name="Add item").click()
+    fill(page, "reads", str(reads))
+    fill(page, "directory of the runs", str(tmp_path / "out"))
+    fill(page, "models directory", str(models))
+    fill(page, "sizes and thresholds", "ci-smoke")
+    fill(page, "cuda:0,cuda:1", "gpu9")
+    field(page, "pause after the report").locator(".p-toggle__control").click()
+    page.get_by_role("button", name="Submit").click()
+    page.get_by_text("does not match").first.wait_for()  # a bad value is refused with a sentence
+    shot(page, "1-form-refused")
+    fill(page, "cuda:0,cuda:1", "cpu:2")
+    page.get_by_role("button", name="Submit").click()
+    run = server.wait(deployment, "Running", "Paused")
+    page.goto(f"{server.url}/runs/flow-run/{run['id']}")
+    shot(page, "2-running")
+
+    run = server.wait(deployment, "Paused")
+    assert run["name"] == "lung · ci-smoke · cpu:2"
+    page.reload()
+    page.get_by_role("button", name="Resume").first.click()
+    shot(page, "3-approval-form")
+    page.get_by_text("Are all criteria met").first.wait_for()
+    assert page.get_by_text("1 of 7 criteria met").last.is_visible()
+    field(page, "The decision").locator(".p-select-button__control").focus()
+    page.keyboard.press("ArrowDown")  # opens the choice on its first word
+    page.locator(".p-select-option--highlighted", has_text="approved").first.wait_for()
+    page.keyboard.press("Enter")
+    fill(page, "Who decides", "Ada")
+    page.get_by_role("button", name="Submit").last.click()
+    run = server.wait(deployment, "Completed", "Failed")
+    assert run["state"]["message"].startswith("1 of 7 criteria met")
+    assert run["state"]["message"].endswith("approved by Ada")
+    page.goto(f"{server.url}/runs/flow-run/{run['id']}")
+    page.get_by_text("1 of 7 criteria met").first.wait_for()
+    shot(page, "4-completed")
+
+    page.get_by_text("Artifacts", exact=True).last.click()
+    page.get_by_text("criteria-ci-smoke").last.wait_for()
+    shot(page, "5-artifacts")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact('criteria-ci-smoke')}")
+    page.get_by_text("PASS").first.wait_for()
+    shot(page, "6-criteria")
+    assert page.get_by_text("≥ 99 %").first.is_visible()
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact('report-ci-smoke')}")
+    page.get_by_text("Consensus label agreement").first.wait_for()
+    shot(page, "7-report")
+    page.goto(f"{server.url}/runs")
+    page.get_by_text("lung · ci-smoke · cpu:2").first.wait_for()
+    shot(page, "8-runs")
+
+
+def test_the_example_automation_answers_a_failed_criterion(
+    server: Server, page: Any, models: Path, tmp_path: Path
+) -> None:
+    subprocess.run(
+        [*PREFECT, "automation", "create", "--from-file", "deployments/alert-on-failed-criterion.yaml"],
+        env=server.environment,
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+    )
+    profile = tmp_path / "impossible.toml"
+    profile.write_text(
+        'name = "impossible"\ntitle = "Nobody meets this"\ndevice_names = [""]\n'
+        '[baseline]\nname = "vanilla"\nreads = 50\n'
+        '[targets]\none_device_seconds = { op = "<", value = 0.001 }\n'
+    )
+    reads = simulate(SimulateSpec(reads=100, seed=3), tmp_path / "lung.fasta").reads_file
+    deployment = server.deployment("flows/validate.py:validate", "nightly")
+    given = {"reads": [str(reads)], "out": str(tmp_path / "out"), "models": str(models), "devices": "cpu:1"}
+    server.ask(f"deployments/{deployment}/create_flow_run", parameters={**given, "profile": str(profile)})
+    run = server.wait(deployment, "Criteria not met")
+    assert run["state_type"] == "FAILED"
+    assert "not met: Time on one device" in run["state"]["message"]
+    wait_until(lambda: httpx.get(f"{server.url}/api/deployments/{deployment}", timeout=10).json()["paused"])
+    page.goto(f"{server.url}/runs")
+    page.get_by_text("Criteria not met").first.wait_for()
+    shot(page, "11-criteria-not-met")
+
+
+def test_a_run_cancelled_in_the_ui_is_gone(server: Server, page: Any, models: Path, tmp_path: Path) -> None:
+    reads = simulate(SimulateSpec(reads=20_000, seed=4), tmp_path / "many.fastq.gz").reads_file
+    deployment = server.deployment("flows/predict.py:predict", "ad-hoc")
+    out = tmp_path / "out"
+    given = {"reads": [str(reads)], "out": str(out), "models": str(models), "devices": "cpu:1", "shard_tokens": 8192}
+    server.ask(f"deployments/{deployment}/create_flow_run", parameters=given)
+    wait_until(lambda: len(list((out / "shards").glob("*.h5"))) >= 3, 120)
+    run = server.wait(deployment, "Running")
+    family = [one for one in server.host.children(recursive=True) if "virnuc_core" in " ".join(one.cmdline())]
+    assert family
+    page.goto(f"{server.url}/runs/flow-run/{run['id']}")
+    page.get_by_role("button", name="Cancel").first.click()
+    shot(page, "9-cancel")
+    page.locator("[role=dialog], .p-modal").last.get_by_role("button", name="Confirm").click()
+    wait_until(lambda: not any(one.is_running() for one in family), 15)
+    server.wait(deployment, "Cancelled", timeout_s=60)
+    page.reload()
+    shot(page, "10-cancelled")
