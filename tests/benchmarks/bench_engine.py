@@ -278,7 +278,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
 def _commit() -> str | None:
     here = Path(__file__).resolve().parents[2]
     done = subprocess.run(["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 if __name__ == "__main__":
