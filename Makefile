@@ -10,12 +10,13 @@ N ?= 200
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test check lint sound deploy test-ui test-postgres faults clean
+.PHONY: help setup demo test test-slow check lint sound deploy test-ui test-postgres faults clean
 
 help:
 	@echo "make setup     .venv with the pinned versions        make demo      the whole story in two minutes"
-	@echo "make test      all tests but ui and postgres         make check     format, lint, types, tests"
+	@echo "make test      all quick tests                     make check     format, lint, types, tests"
 	@echo "make deploy    deployments to the configured server  make test-ui   the UI in a real browser"
+	@echo "make test-slow workers, cancelling, long runs        make test-postgres   a team's server"
 	@echo "make faults N=200   long kill-and-resume run         make sound     do the pinned versions fit together?"
 
 setup: $(STAMP)
@@ -37,7 +38,10 @@ demo: setup
 		--devices cpu:2 --out $(DEMO)/validation
 
 test: setup
-	$(BIN)/pytest -m "not ui and not postgres"
+	$(BIN)/pytest -m "not ui and not postgres and not slow"
+
+test-slow: setup
+	$(BIN)/pytest -m "slow and not ui and not postgres"
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(command: Command, words: Sequence[str]) -> int:
     debug = "--debug" in words
     if not debug:  # a machine without a GPU is not a fatal error
-        logging.getLogger("nvitop.api.libnvml").setLevel(logging.CRITICAL + 1)
+        logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)  # it sets its own level on import
     try:
         code = command.load()(words)
         sys.stdout.flush()

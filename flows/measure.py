@@ -40,7 +40,7 @@ def measure(
         on_error=settings.on_error,
         strict=settings.strict,
     )
-    staging = stage(spec, store, label=label, email=settings.email).result()
+    staging = stage(spec, store, label=label, email=settings.email, force=settings.force).result()
     record_validation(
         out,
         spec=settings.model_dump(mode="json"),
@@ -49,6 +49,7 @@ def measure(
         reads_fingerprint=staging.fingerprint,
         model_length=length,
         devices=found,
+        force=settings.force,
     )
     subset = with_baseline and _baseline(settings, profile, label, devices, store)
     names = _runs(settings, profile, label, devices, staging, counts)

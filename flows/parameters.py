@@ -68,7 +68,14 @@ class ReadingSettings(Spec):
     email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
 
 
-class PredictSettings(ComputeSettings, ReadingSettings):
+class VerdictSettings(Spec):
+    """What is called viral, and whether those reads are written out."""
+
+    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
+    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
+
+
+class PredictSettings(VerdictSettings, ComputeSettings, ReadingSettings):
     """Which reads are viral."""
 
     reads: Reads = Field(description=READS_HELP)
@@ -106,7 +113,7 @@ class ScaleSettings(MeasureSettings):
     profile: str = Field("phase6-scaling", min_length=1, description="sizes and bands: a name, or a .toml file")
 
 
-class InboxSettings(ComputeSettings, ReadingSettings):
+class InboxSettings(VerdictSettings, ComputeSettings, ReadingSettings):
     """Predict each new file of a folder, once."""
 
     inbox: Path = Field(description="folder that is watched; files are told apart by their content")

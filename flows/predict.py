@@ -48,7 +48,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
             on_error=settings.on_error,
             strict=settings.strict,
         )
-        staging = stage(spec, run.store, label=label, email=settings.email).result()
+        staging = stage(spec, run.store, label=label, email=settings.email, force=settings.force).result()
         before = read_summary(run)
         summary = embed(
             run,
@@ -72,4 +72,6 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
             {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())},
         )
     already = "; nothing had to be computed" if summary == before else ""
-    return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{already}")
+    failed = summary.fates.get("failed", 0)
+    lost = f"; {failed:,} reads have rows that had to be set aside (failed.tsv)" if failed else ""
+    return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{lost}{already}")

@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 from flows import preflight
 from flows.forms import takes
 from flows.names import from_parameters
-from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings
+from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
 from flows.presence import announce
 from flows.running import watch_for_cancellation
@@ -79,7 +79,7 @@ def _work_on(row: Row, ledger: Ledger, settings: InboxSettings) -> Row:
 
 def _predict(row: Row, ledger: Ledger, settings: InboxSettings) -> Fate:
     out = ledger.run_of(row.sha256)
-    shared = set(ComputeSettings.model_fields) | set(ReadingSettings.model_fields)
+    shared = {name for part in (ComputeSettings, ReadingSettings, VerdictSettings) for name in part.model_fields}
     state = predict(
         reads=(str(settings.inbox / row.file),),
         out=out,

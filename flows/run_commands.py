@@ -20,6 +20,9 @@ CRITERION_FAILED = 5
 Settings = TypeVar("Settings", bound=BaseModel)
 
 
+PARTIAL = 6  # exit code: done, but some rows had to be set aside
+
+
 def _read(
     words: Sequence[str], name: str, description: str, model: type[Settings], positional: Sequence[str] = ()
 ) -> tuple[Settings, argparse.Namespace]:
@@ -46,7 +49,11 @@ def predict(words: Sequence[str]) -> int:
 
     state = run_flow(flow, _parameters(spec), debug=arguments.debug)
     sys.stdout.write(f"{state.message}\nResults: {spec.out}\n")
-    return 0
+    from virnuc_core.pipeline import read_summary
+    from virnuc_core.rundir import RunDir
+
+    summary = read_summary(RunDir(spec.out))
+    return PARTIAL if summary is not None and summary.fates["failed"] else 0
 
 
 def predict_inbox(words: Sequence[str]) -> int:

@@ -48,7 +48,7 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
             on_error=settings.on_error,
             strict=settings.strict,
         )
-        staging = stage(spec, run.store, label=label, email=settings.email).result()
+        staging = stage(spec, run.store, label=label, email=settings.email, force=settings.force).result()
         embed(
             run,
             staging,

@@ -30,6 +30,7 @@ from virnuc_core import provenance
 from virnuc_core.config import Profile
 from virnuc_core.encoders.weights import fingerprint
 from virnuc_core.engine.devices import Device
+from virnuc_core.errors import RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.validation.records import Criterion, Report
 from virnuc_core.validation.report import write_report
@@ -54,8 +55,12 @@ def record_validation(
     reads_fingerprint: str,
     model_length: int,
     devices: tuple[Device, ...],
+    force: bool,
 ) -> None:
-    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time."""
+    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
+
+    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
+    """
     weights = fingerprint(models)
     fresh = provenance.new_record(
         spec=spec,
@@ -69,6 +74,11 @@ def record_validation(
     path = RunDir(out).record
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
+        others = [name for name, print_ in body["fingerprints"].items() if before["fingerprints"].get(name) != print_]
+        if others and not force:
+            raise RunMismatchError(
+                f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
+            )
         if all(before.get(name) == body[name] for name in ("fingerprints", "devices", "profile")):
             body["created"] = before["created"]
     write_text_whole(path, json.dumps(body, indent=2) + "\n")

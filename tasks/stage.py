@@ -17,14 +17,16 @@ from virnuc_core.reads.stage import StageSpec, StageSummary
 
 
 @task(name="stage", task_run_name="stage {label}", cache_policy=NO_CACHE, **POLICY)
-def stage(spec: StageSpec, store: Path, *, label: str, email: str | None = None) -> State[StageSummary]:
+def stage(
+    spec: StageSpec, store: Path, *, label: str, email: str | None = None, force: bool = False
+) -> State[StageSummary]:
     """The store at `store` holds the reads of `spec`; one that already does is used as it is.
 
     Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
     """
     with core_logs():
         local = fetch_all(spec.reads, store.parent / "downloads", email=email)
-        summary = stage_reads(spec.model_copy(update={"reads": local}), store)
+        summary = stage_reads(spec.model_copy(update={"reads": local}), store, force=force)
     return done(summary, describe(summary), reused=summary.reused)
 
 

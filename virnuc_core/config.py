@@ -29,7 +29,9 @@ class Spec(BaseModel):
 class EngineSpec(Spec):
     """How the packing engine computes. The fields of `RESULT_FIELDS` may change result bytes, the others never do."""
 
-    precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8 is for ESM-2, DNABERT-S keeps fp16 then")
+    precision: Precision = Field(
+        "auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8 is for ESM-2, DNABERT-S keeps fp16 then"
+    )
     attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
     compile: bool | None = Field(
         None, description="compile the encoder blocks with torch instead of using our own kernels"

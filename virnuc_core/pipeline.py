@@ -94,10 +94,14 @@ def read_summary(run: RunDir) -> RunSummary | None:
     """The summary of a complete run; None when it is not complete."""
     if not run.summary.is_file():
         return None
-    body = json.loads(run.summary.read_text(encoding="utf-8"))
-    for name in ("devices", "workers", "deaths", "damaged"):
-        body[name] = tuple(body[name])
-    return RunSummary(**body)
+    try:
+        body = json.loads(run.summary.read_text(encoding="utf-8"))
+        for name in ("devices", "workers", "deaths", "damaged"):
+            body[name] = tuple(body[name])
+        return RunSummary(**body)
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("%s cannot be read (%s); the run counts as not complete", run.summary, error)
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +119,15 @@ class Job:
     threshold: float = THRESHOLD
 
 
-def stage_reads(spec: StageSpec, out: Path) -> StageSummary:
-    """Reads to the ORF store at `out`; reused when it already holds the same content under the same settings."""
-    return stage(spec, out)
+def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
+    """Reads to the ORF store at `out`; reused when it already holds the same content under the same settings.
+
+    Errors: those of `stage`; `ConfigError` when a run is at work beside the store, and `RunMismatchError` when a run
+    of other reads was recorded there: its store is what its shards refer to, so only `force` replaces it.
+    """
+    beside = RunDir(out.parent)
+    with run_lock(beside.root):
+        return stage(spec, out, may_replace=force or not beside.record.exists())
 
 
 def model_length(models: Path) -> int:
@@ -226,7 +236,8 @@ def _fates(results: ResultSummary) -> dict[str, int]:
 
 def _start_over(run: RunDir) -> None:
     for folder in (run.shards, run.telemetry, run.root / "logs"):
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
     for file in (run.record, run.summary, run.embeddings, run.predictions, run.consensus, run.reads_table):
         file.unlink(missing_ok=True)
     for file in (run.failed_rows, viral_path(run, "fasta"), viral_path(run, "fastq")):
@@ -298,7 +309,12 @@ def _embed(job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch) ->
     """Compute the shards that are left, on one worker a device."""
     specs = [
         WorkerSpec(
-            str(job.run.root.resolve()), str(job.store.path.resolve()), str(job.models.resolve()), device, job.engine
+            run=str(job.run.root.resolve()),
+            store=str(job.store.path.resolve()),
+            models=str(job.models.resolve()),
+            reads=job.store.fingerprint,
+            device=device,
+            engine=job.engine,
         )
         for device in job.devices
     ]
@@ -385,7 +401,9 @@ def _summary(
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for."""
     run = RunDir(spec.out)
-    staging = stage_reads(StageSpec(reads=spec.reads, model_length=model_length(spec.models)), run.store)
+    staging = stage_reads(
+        StageSpec(reads=spec.reads, model_length=model_length(spec.models)), run.store, force=spec.force
+    )
     summary = classify(
         run,
         staging,

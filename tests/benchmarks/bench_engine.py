@@ -94,7 +94,7 @@ def bare(job: Job, seconds: float) -> Bare:
     device = torch.device("cuda:0" if job.devices[0].kind == "cuda" else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    loader = Loader(job.store.path, job.models, engine, pin=False)
+    loader = Loader(job.store.path, job.store.fingerprint, job.models, engine, pin=False)
     items = [i for i in loader.load(Order(0, *job.plan.range(0))) if isinstance(i, Ready)]
     rates = {}
     for name, load in (("esm2", load_esm2), ("dnabert_s", load_dnabert_s)):

@@ -79,4 +79,4 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def many_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """So many simulated reads that a core works on them for some ten seconds."""
-    return simulate(SimulateSpec(reads=12_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz").reads_file
+    return simulate(SimulateSpec(reads=9_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz").reads_file

@@ -244,6 +244,14 @@ def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again
     assert staged.run_count == 1
 
 
+def test_an_empty_file_gives_files_with_headers_only(tmp_path: Path, models: Path) -> None:
+    empty = tmp_path / "empty.fasta"
+    empty.touch()
+    state = predict(reads=[str(empty)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True)
+    assert state.message == "0 of 0 reads are viral"
+    assert len((tmp_path / "run" / "prediction_results.txt").read_text().splitlines()) == 1
+
+
 def test_no_thread_of_ours_outlives_a_flow(tmp_path: Path, reads: Path, models: Path) -> None:
     predict(reads=[str(reads)], out=tmp_path / "run", models=models, devices="cpu:1")
     names = [thread.name for thread in threading.enumerate()]

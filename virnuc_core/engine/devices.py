@@ -49,13 +49,16 @@ def cpu_name() -> str:
 
 def visible_gpus() -> list[Device]:
     """The GPUs this process may use, in CUDA's order, without starting CUDA; none when there is no driver."""
-    import nvitop
+    import pynvml
 
     try:
-        gpus = nvitop.Device.cuda.all()
-        return [Device(gpu.uuid(), "cuda", gpu.name()) for gpu in gpus]
-    except nvitop.NVMLError:
+        pynvml.nvmlInit()  # asked first: nvitop prints several lines of its own where there is no driver
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError:
         return []
+    import nvitop
+
+    return [Device(gpu.uuid(), "cuda", gpu.name()) for gpu in nvitop.Device.cuda.all()]
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:

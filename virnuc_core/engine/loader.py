@@ -25,6 +25,7 @@ from virnuc_core.encoders.packed import PackedBatch, Tokenizer
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
 from virnuc_core.engine.spec import Order
+from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.telemetry.records import Encoder
 
@@ -75,28 +76,36 @@ Slice = tuple[int, int]
 Tokens = tuple[Tensor, Tensor]  # all tokens end to end, row offsets
 
 
+def open_store(path: Path, fingerprint: str) -> OrfStore:
+    """The store a plan was made for; `ConfigError` when another lies there now."""
+    store = OrfStore.open(path)
+    if store.fingerprint != fingerprint:
+        raise ConfigError(f"{path} is no longer the store this run was started on; run it again")
+    return store
+
+
 class Slices(Dataset[tuple[Tokens, Tokens]]):
     """Ranges of uniques as tokens: `[lo, hi)` -> (protein tokens, DNA tokens).
 
     The store is opened in whichever process reads.
     """
 
-    def __init__(self, store: Path, models: Path) -> None:
-        self.store_path, self.models = store, models
+    def __init__(self, store: Path, fingerprint: str, models: Path) -> None:
+        self.store_path, self.fingerprint, self.models = store, fingerprint, models
         self._store: OrfStore | None = None
         self._protein: Tokenizer | None = None
         self._dna: Tokenizer | None = None
 
     def __getitem__(self, span: Slice) -> tuple[Tokens, Tokens]:
         if self._store is None or self._protein is None or self._dna is None:
-            self._store = OrfStore.open(self.store_path)
+            self._store = open_store(self.store_path, self.fingerprint)
             self._protein, self._dna = Esm2Tokenizer(), DnabertTokenizer(self.models)
         return self._protein.encode(self._store.protein(*span)), self._dna.encode(self._store.dna(*span))
 
-    def __getstate__(self) -> tuple[Path, Path]:
-        return self.store_path, self.models
+    def __getstate__(self) -> tuple[Path, str, Path]:
+        return self.store_path, self.fingerprint, self.models
 
-    def __setstate__(self, state: tuple[Path, Path]) -> None:
+    def __setstate__(self, state: tuple[Path, str, Path]) -> None:
         self.__init__(*state)  # type: ignore[misc]
 
 
@@ -124,13 +133,13 @@ def _die_with_worker(_: int) -> None:
 class Loader:
     """Turns shard ranges into packed batches, through `num_workers` processes that stay up between shards."""
 
-    def __init__(self, store: Path, models: Path, engine: EngineSpec, *, pin: bool) -> None:
+    def __init__(self, store: Path, fingerprint: str, models: Path, engine: EngineSpec, *, pin: bool) -> None:
         self.engine, self.pin = engine, pin
         self.pads: dict[Encoder, int] = {"esm2": Esm2Tokenizer().pad_id, "dnabert_s": DnabertTokenizer(models).pad_id}
         self._spans = _Spans()
         workers = engine.num_workers
         self._loader: DataLoader[tuple[Tokens, Tokens]] = DataLoader(
-            Slices(store, models),
+            Slices(store, fingerprint, models),
             sampler=self._spans,
             batch_size=None,
             num_workers=workers,

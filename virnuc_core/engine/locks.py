@@ -28,7 +28,11 @@ def _holder(path: Path) -> str:
 
 @contextmanager
 def run_lock(root: Path) -> Iterator[None]:
-    """Hold a run directory; `ConfigError` names the process that holds it already."""
+    """Hold a run directory; `ConfigError` names the process that holds it already.
+
+    A directory that was made for this, and in which nothing was made since, is removed again.
+    """
+    made = not root.exists()
     root.mkdir(parents=True, exist_ok=True)
     path = root / ".lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -39,6 +43,9 @@ def run_lock(root: Path) -> Iterator[None]:
         os.write(handle, str(os.getpid()).encode())
         yield
     finally:
+        if made and [entry.name for entry in root.iterdir()] == [path.name]:
+            path.unlink()
+            root.rmdir()
         os.close(handle)
 
 

@@ -71,6 +71,7 @@ class WorkerSpec:
     run: str
     store: str
     models: str
+    reads: str  # fingerprint of the store the plan was made for
     device: Device
     engine: EngineSpec
     divisor: int = 1  # of the token budgets, after the device was found too small for them
@@ -81,6 +82,7 @@ class WorkerSpec:
             "run": self.run,
             "store": self.store,
             "models": self.models,
+            "reads": self.reads,
             "device": self.device.record(),
             "engine": self.engine.model_dump(mode="json"),
             "divisor": self.divisor,
@@ -93,6 +95,7 @@ class WorkerSpec:
             body["run"],
             body["store"],
             body["models"],
+            body["reads"],
             Device(**body["device"]),
             EngineSpec.model_validate(body["engine"]),
             body["divisor"],

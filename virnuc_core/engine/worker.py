@@ -43,18 +43,17 @@ class Worker:
 
     def run(self) -> None:
         """Load, then compute orders until told to stop; the first batches are packed while the weights are read."""
-        from virnuc_core.engine.loader import Feeder, Loader
+        from virnuc_core.engine.loader import Feeder, Loader, open_store
         from virnuc_core.engine.shards import read_plan
-        from virnuc_core.reads.store import OrfStore
         from virnuc_core.rundir import RunDir
 
         spec, engine = self.spec, self.spec.engine
         self.parent.beat(engine.heartbeat_s, self._progress_s)
         self.run_dir = RunDir(Path(spec.run))
         self.plan = read_plan(self.run_dir)
-        self.store = OrfStore.open(Path(spec.store))
+        self.store = open_store(Path(spec.store), spec.reads)
         pin = engine.pin_memory and spec.device.kind == "cuda"
-        loader = Loader(Path(spec.store), Path(spec.models), engine, pin=pin)
+        loader = Loader(Path(spec.store), spec.reads, Path(spec.models), engine, pin=pin)
         feeder = Feeder(loader, self._next_order, engine.prefetch_factor * max(1, engine.num_workers))
         self.runner = self._load()
         writer = threading.Thread(target=self._write, name="writer", daemon=True)

@@ -18,7 +18,7 @@ import psutil
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.reads.frames import each_with_frames
 from virnuc_core.reads.parse import OnError, ParseLog, ReadBatch, Skipped, parse
 from virnuc_core.reads.sources import STDIN, Inputs, find_inputs
@@ -99,11 +99,12 @@ class _Clock:
             yield batch
 
 
-def stage(spec: StageSpec, out: Path) -> StageSummary:
+def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
     """Read everything, cut it, translate it and write the store `out`; or find that it is there already.
 
     The store appears whole or not at all. Skipped records are listed in `skipped.tsv` beside it.
-    Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written.
+    Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
+    when `out` holds other reads and may not be replaced.
     """
     clock = _Clock()
     inputs = find_inputs(spec.reads)
@@ -111,6 +112,11 @@ def stage(spec: StageSpec, out: Path) -> StageSummary:
         with _scratch(out) as folder, _skip_list(spec, out, folder) as log:
             reused = _is_current(spec, inputs, out, log, clock)
             if not reused:
+                if out.exists() and not may_replace:
+                    raise RunMismatchError(
+                        f"{out.parent} holds a run of other reads, or of reads cut otherwise; "
+                        "choose another directory or --force"
+                    )
                 log.start_over()
                 _write(spec, inputs, out, folder, log, clock)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's

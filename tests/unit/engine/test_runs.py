@@ -259,3 +259,50 @@ def test_the_plan_does_not_depend_on_the_devices(
     ]
     assert jobs[0].plan == jobs[1].plan
     assert shards.read_plan(RunDir(tmp_path / "cpu:1")) == jobs[0].plan
+
+
+def test_other_reads_never_replace_the_store_of_a_run(
+    tmp_path: Path, reads_file: Path, tiny_models: Path, reference: Path
+) -> None:
+    """The store is what a run's shards refer to: refused reads must leave it as it was."""
+    from virnuc_core.pipeline import stage_reads
+    from virnuc_core.reads.stage import StageSpec
+
+    run, other = RunDir(tmp_path / "run"), tmp_path / "other.fasta"
+    other.write_text(">x\n" + "ACGGT" * 40 + "\n")
+    staging = stage_reads(StageSpec(reads=(str(reads_file),), model_length=300), run.store)
+    go(run.root, (run.store, staging), tiny_models, Devices.parse("cpu:1"))
+    before = run.store.read_bytes()
+    with pytest.raises(RunMismatchError, match="other reads"):
+        stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store)
+    assert run.store.read_bytes() == before
+    assert result_bytes(run.root) == result_bytes(reference)
+    assert stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store, force=True).counts.n_reads == 1
+
+
+def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path) -> None:
+    from virnuc_core.engine.locks import run_lock
+    from virnuc_core.pipeline import stage_reads
+    from virnuc_core.reads.stage import StageSpec
+
+    run = RunDir(tmp_path / "run")
+    with run_lock(run.root), pytest.raises(ConfigError, match="is working here"):
+        stage_reads(StageSpec(reads=(str(reads_file),), model_length=300), run.store)
+    assert not run.store.exists()
+
+
+def test_a_worker_refuses_a_store_that_is_not_the_plans(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    from virnuc_core.engine.loader import Slices
+
+    with pytest.raises(ConfigError, match="no longer the store"):
+        Slices(staged[0], "another fingerprint", tiny_models)[0, 1]
+    assert len(Slices(staged[0], staged[1].fingerprint, tiny_models)[0, 1]) == 2
+
+
+def test_a_damaged_summary_counts_as_an_incomplete_run(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    for text in ("{", "{}", '{"schema_version": 1, "devices": []}'):
+        run.summary.write_text(text)
+        assert read_summary(run) is None
