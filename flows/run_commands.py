@@ -16,11 +16,9 @@ from flows.parameters import InboxSettings, PredictSettings, ScaleSettings, Trai
 from virnuc_core.config import EngineSpec, load_profile
 
 CRITERION_FAILED = 5
+PARTIAL = 6  # done, but some rows had to be set aside
 
 Settings = TypeVar("Settings", bound=BaseModel)
-
-
-PARTIAL = 6  # exit code: done, but some rows had to be set aside
 
 
 def _read(
