@@ -38,7 +38,7 @@ demo: setup
 		--devices cpu:2 --out $(DEMO)/validation
 
 test: setup
-	$(BIN)/pytest -m "not ui and not postgres and not slow"
+	$(BIN)/pytest -n 2 -m "not ui and not postgres and not slow"
 
 test-slow: setup
 	$(BIN)/pytest -m "slow and not ui and not postgres"
@@ -68,7 +68,7 @@ test-postgres: setup
 	$(BIN)/pytest -m postgres
 
 faults: setup
-	$(BIN)/pytest tests/faults --fault-rounds $(N)
+	$(BIN)/python tests/faults/harness.py --rounds $(N)
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -25,4 +25,4 @@ def keep_from_ctrl_c() -> None:
     Ctrl-C reaches every process of the terminal's group. A server that is gone first leaves the flow asking for it for
     two minutes. Prefect has no setting for how it starts its server, so the module's own `subprocess` is stood in for.
     """
-    server.subprocess = _OwnSession()  # type: ignore[attr-defined]
+    server.subprocess = _OwnSession()  # type: ignore[attr-defined, assignment]
