@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import h5py
 import numpy as np
@@ -23,6 +24,8 @@ from virnuc_core.rundir import RunDir, whole_file, write_text_whole
 
 SCHEMA_VERSION = 1
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
+SEAL_BYTES = 512  # HDF5's smallest user block
+READ_BYTES = 1 << 22
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
@@ -106,7 +109,15 @@ def commit(run: RunDir, plan: Plan, shard: int, result: ShardResult) -> Path:
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_file(path) as aside, h5py.File(aside, "w", libver="latest") as file:
+    with whole_file(path) as aside:
+        _write_shard(aside, plan, shard, result)
+        _seal(aside)
+    return path
+
+
+def _write_shard(aside: Path, plan: Plan, shard: int, result: ShardResult) -> None:
+    lo, hi = plan.range(shard)
+    with h5py.File(aside, "w", libver="latest", userblock_size=SEAL_BYTES) as file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
             dataset = file.create_dataset(name, data=array)
             dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
@@ -114,11 +125,34 @@ def commit(run: RunDir, plan: Plan, shard: int, result: ShardResult) -> Path:
         file.attrs["shard"] = shard
         file.attrs["range"] = [lo, hi]
         file.attrs["fingerprint"] = plan.fingerprint
-    return path
+
+
+def _seal(path: Path) -> None:
+    """Write the digest of everything behind the user block into it: any changed bit of the file is seen."""
+    with path.open("rb+") as file:
+        seal = _file_digest(file)
+        file.seek(0)
+        file.write(seal)
+
+
+def _file_digest(file: BinaryIO) -> bytes:
+    """The user block a sealed file has, from the bytes behind it."""
+    digest = hashlib.blake2b(digest_size=32)
+    file.seek(SEAL_BYTES)
+    while piece := file.read(READ_BYTES):
+        digest.update(piece)
+    return f"virnuc shard {SCHEMA_VERSION}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
 
 
 def read_shard(run: RunDir, plan: Plan, shard: int) -> ShardResult:
-    """A committed shard, proven by its checksums; `ShardError` says what is wrong with the file."""
+    """A committed shard, proven to the last bit; `ShardError` says what is wrong with the file."""
+    path = shard_path(run, shard)
+    try:
+        with path.open("rb") as file:
+            if file.read(SEAL_BYTES) != _file_digest(file):
+                raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+    except OSError as error:
+        raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
     embeddings, scores = _read(run, plan, shard, ("embeddings", "scores"))
     return ShardResult(embeddings, scores)
 

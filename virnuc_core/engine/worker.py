@@ -15,7 +15,7 @@ import time
 import traceback
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from virnuc_core.config import Attention, Precision
 from virnuc_core.engine.process import Parent
@@ -39,7 +39,6 @@ class Worker:
         self.stopping = threading.Event()
         self.device_lock: int | None = None  # kept open for as long as this process lives
         self._writes: queue.Queue[Any] = queue.Queue(maxsize=COMMITS_AHEAD)
-        self._write_error: BaseException | None = None
 
     def run(self) -> None:
         """Load, then compute orders until told to stop; the first batches are packed while the weights are read."""
@@ -61,8 +60,6 @@ class Worker:
         self.runner.run(feeder, self._hand_over)
         self._writes.put(None)
         writer.join()
-        if self._write_error is not None:
-            raise self._write_error
 
     def _load(self) -> Runner:
         """Both encoders and the head on the device, warm; tells the parent."""
@@ -111,18 +108,14 @@ class Worker:
         return None
 
     def _hand_over(self, pending: Any) -> None:
-        if self._write_error is not None:
-            raise self._write_error
         self._writes.put(pending)
 
     def _write(self) -> None:
         try:
             while (pending := self._writes.get()) is not None:
                 self._commit(pending)
-        except BaseException as error:  # noqa: BLE001 - raised by the launch loop at its next hand-over
-            self._write_error = error
-            while self._writes.get() is not None:
-                pass
+        except Exception as error:  # noqa: BLE001 - said at once: the launch loop may be waiting for orders that never come
+            give_up(self.parent, error)
 
     def _commit(self, pending: Any) -> None:
         from virnuc_core.engine.runner import not_finite
@@ -172,6 +165,14 @@ class Worker:
         )
 
 
+def give_up(parent: Parent, error: Exception) -> NoReturn:
+    """Tell the parent what went wrong, in whichever thread it did, and end the process."""
+    event = "oom" if type(error).__name__ == "OutOfMemoryError" else "error"
+    trace = "".join(traceback.format_exception(error))
+    parent.send({"event": event, "kind": type(error).__name__, "message": str(error), "traceback": trace})
+    os._exit(1)
+
+
 def main() -> None:
     """Run one worker until its parent says stop, closes its input or dies."""
     parent = Parent()
@@ -196,10 +197,7 @@ def main() -> None:
             worker.device_lock = lock_device(spec.device.id, spec.engine.device_wait_s)
         worker.run()
     except Exception as error:  # noqa: BLE001 - a worker's failure reaches the pool with its traceback
-        event = "oom" if type(error).__name__ == "OutOfMemoryError" else "error"
-        text = {"kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        parent.send({"event": event, **text})
-        os._exit(1)
+        give_up(parent, error)
     os._exit(0)  # skip interpreter shutdown: everything is committed, and threads or CUDA may linger
 
 

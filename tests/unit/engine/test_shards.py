@@ -134,3 +134,16 @@ def test_the_virtual_dataset_does_not_know_the_time(tmp_path: Path) -> None:
         written.append(shards.write_virtual_embeddings(run).read_bytes())
         time.sleep(1.1)
     assert written[0] == written[1]
+
+
+@pytest.mark.parametrize("start", range(0, 64, 8))
+def test_every_single_flipped_bit_of_the_file_is_seen(run: RunDir, start: int) -> None:
+    plan = Plan((0, 3), "f")
+    path = shards.commit(run, plan, 0, result(3))
+    whole = path.read_bytes()
+    for at in range(start, len(whole), 64):
+        body = bytearray(whole)
+        body[at] ^= 1 << (at % 8)
+        path.write_bytes(body)
+        with pytest.raises(ShardError):
+            shards.read_shard(run, plan, 0)
