@@ -73,6 +73,6 @@ def is_dead(flow_run: FlowRun) -> bool:
     if labels.get(PLACE) != place() or not isinstance(number, int) or not isinstance(began, (int, float)):
         return False
     try:
-        return abs(psutil.Process(number).create_time() - began) > SAME_START_S
+        return bool(abs(psutil.Process(number).create_time() - began) > SAME_START_S)
     except psutil.NoSuchProcess:
         return True
