@@ -17,7 +17,6 @@ help:
 	@echo "make test      all quick tests                     make check     format, lint, types, tests"
 	@echo "make deploy    deployments to the configured server  make test-ui   the UI in a real browser"
 	@echo "make test-slow workers, cancelling, long runs        make test-postgres   a team's server"
-	@echo "make test-slow, make test-postgres: the rest of the tests"
 	@echo "make faults N=200   long kill-and-resume run         make sound     do the pinned versions fit together?"
 
 setup: $(STAMP)
