@@ -4,8 +4,8 @@
     python tests/benchmarks/bench_encoders.py --variants kernels+fused,compiled+varlen --lengths 52 --budgets 16384
     python tests/benchmarks/bench_encoders.py --device cpu --esm2 tiny --dnabert-s tiny --seconds 0.2   # a smoke test
 
-A variant is a list of features joined by `+`: how (eager, compiled or kernels), parts of kernels (residual, gelu),
-the attention (varlen, fused or reference), graph, and block64 or block128, warps2 or warps8 for the fused attention.
+A variant is a list of features joined by `+`: how (eager, compiled or kernels), parts of kernels (residual, gated),
+the attention (varlen, fused or reference), graph.
 Weights are random; nothing is written but the JSON file.
 """
 
@@ -48,11 +48,10 @@ PROFILED_KERNELS = 14
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
 DATASHEET = {"H200": (989.0, 1979.0), "H100": (989.0, 1979.0), "A100": (312.0, None), "RTX 4090": (165.2, 330.3)}
 
-ESM2_VARIANTS = (
-    "compiled+varlen,compiled+fused,kernels+fused,kernels+residual+fused,kernels+residual+gelu+fused,"
-    "kernels+residual+fused+graph"
+ESM2_VARIANTS = "compiled+varlen,compiled+fused,kernels+fused,kernels+residual+fused,kernels+residual+fused+graph"
+DNABERT_VARIANTS = (
+    "compiled+fused,kernels+fused,kernels+residual+fused,kernels+residual+gated+fused,kernels+fused+graph"
 )
-DNABERT_VARIANTS = "compiled+fused,kernels+fused,kernels+residual+fused,kernels+residual+gelu+fused,kernels+fused+graph"
 CPU_VARIANTS = "eager+reference"
 
 Name = Literal["esm2", "dnabert_s"]
@@ -73,8 +72,8 @@ class Variant:
     def parse(cls, text: str) -> Variant:
         """Read `kernels+residual+fused`; `SystemExit` names a feature that is not known."""
         features = set(text.split("+"))
-        known = {"eager", "compiled", "kernels", "residual", "gelu", "graph", "varlen", "fused", "reference"}
-        if unknown := features - known - {"block64", "block128", "warps2", "warps8"}:
+        known = {"eager", "compiled", "kernels", "residual", "gated", "graph", "varlen", "fused", "reference"}
+        if unknown := features - known:
             raise SystemExit(f"variant '{text}': {', '.join(sorted(unknown))} is not known")
         backends = features & {"varlen", "fused", "reference"}
         if len(backends) != 1 or len(features & {"eager", "compiled", "kernels"}) != 1:
@@ -82,9 +81,7 @@ class Variant:
         tuning = Tuning(
             kernels="kernels" in features,
             residual_product="residual" in features,
-            gelu_product="gelu" in features,
-            block=128 if "block128" in features else 64 if "block64" in features else None,
-            warps=8 if "warps8" in features else 2 if "warps2" in features else 4,
+            gated_product="gated" in features,
         )
         attention = cast(Literal["varlen", "fused", "reference"], backends.pop())
         return cls(text, attention, "compiled" in features, "graph" in features, tuning)

@@ -44,8 +44,6 @@ class Rows(NamedTuple):
     cos: Tensor | None = None  # the same at each token's position, float32 [slots, head_dim / 2]
     sin: Tensor | None = None
     slopes: Tensor | None = None  # float32 [heads], with ALiBi
-    block: int | None = None  # tokens of a block of the fused kernel (None: by max_seqlen), and its warps
-    warps: int = 4
 
 
 Attend = Callable[[Tensor, Rows], Tensor]  # [slots, 3 * width] (all q heads, all k, all v) to [slots, width]
@@ -123,7 +121,7 @@ def bind(backend: Backend, *, compiled: bool) -> Attend:
             plain = reference_op() if compiled else reference
             return lambda qkv, r: plain(qkv, r.cu_seqlens, r.cos, r.sin, r.slopes, r.heads, r.max_seqlen)
         case "fused":
-            from virnuc_core.encoders.kernels import attention_op, fused_attention
+            from virnuc_core.encoders.attention_kernels import attention_op, fused_attention
 
             fused = attention_op() if compiled else fused_attention
             return lambda qkv, r: fused(
@@ -135,8 +133,6 @@ def bind(backend: Backend, *, compiled: bool) -> Attend:
                 r.heads,
                 r.max_seqlen,
                 r.launched,
-                r.block,
-                r.warps,
             )
 
 

@@ -12,7 +12,7 @@ from virnuc_core.encoders.attention import Attend, Backend, Layers, Rows, alibi_
 from virnuc_core.encoders.compiling import compile_block
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, make_dense
-from virnuc_core.encoders.segments import segment_mean
+from virnuc_core.encoders.segments import mean_of
 from virnuc_core.encoders.shapes import DnabertShape
 from virnuc_core.encoders.store import Readable
 from virnuc_core.encoders.tuning import PLAIN, Tuning
@@ -93,6 +93,8 @@ class DnabertS:
         self.compiled = compile
         self._attend = bind(attention, compiled=compile)
         self._pad_id = pad_id
+        # there are no positions to add, so the norm behind the embedding is a property of each token
+        self._embed = F.layer_norm(weights.embed, (shape.width,), *weights.embed_norm, shape.norm_eps)
         self._layers = self._kernel_layers() if tuning.kernels else self._block_layers()
         self._slopes = torch.tensor(alibi_slopes(shape.heads), dtype=torch.float32, device=weights.embed.device)
 
@@ -115,21 +117,19 @@ class DnabertS:
     def embed(self, batch: PackedBatch) -> Tensor:
         """Mean over all tokens of each row, first and last included: float32 [row_capacity, width]."""
         with torch.inference_mode():
-            return segment_mean(self.hidden(batch), batch.cu_seqlens[:-1], batch.cu_seqlens[1:])
+            mean = mean_of(kernels=self.tuning.kernels)
+            return mean(self.hidden(batch), batch.cu_seqlens[:-1], batch.cu_seqlens[1:])
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""
         with torch.inference_mode():
-            x = F.embedding(batch.tokens, self.weights.embed)
-            x = F.layer_norm(x, (self.width,), *self.weights.embed_norm, self.shape.norm_eps)
+            x = F.embedding(batch.tokens, self._embed)
             rows = Rows(
                 cu_seqlens=batch.cu_seqlens,
                 max_seqlen=batch.max_seqlen,
                 launched=rows_to_launch(batch, compiled=self.compiled),
                 heads=self.shape.heads,
                 slopes=self._slopes,
-                block=self.tuning.block,
-                warps=self.tuning.warps,
             )
             return self._layers(x, rows, self._attend)
 

@@ -12,7 +12,7 @@ from virnuc_core.encoders.attention import Attend, Backend, Layers, Rows, bind, 
 from virnuc_core.encoders.compiling import compile_block
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, make_dense
-from virnuc_core.encoders.segments import positions, segment_mean
+from virnuc_core.encoders.segments import mean_of, positions
 from virnuc_core.encoders.shapes import Esm2Shape
 from virnuc_core.encoders.store import Readable
 from virnuc_core.encoders.tuning import PLAIN, Tuning
@@ -158,11 +158,9 @@ class Esm2:
             sin_table=sin,
             cos=None if place is None else cos[place],
             sin=None if place is None else sin[place],
-            block=self.tuning.block,
-            warps=self.tuning.warps,
         )
 
     def _pool(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
         starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
         ends = torch.maximum(starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES))
-        return segment_mean(hidden, starts, ends)
+        return mean_of(kernels=self.tuning.kernels)(hidden, starts, ends)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,3 +26,12 @@ def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     ends_and_tail = torch.cat((bounds, bounds[-1:]))
     sums = torch.segment_reduce(x.float(), "sum", offsets=ends_and_tail, axis=0, unsafe=True, initial=0)[::2]
     return sums / (ends - starts).clamp_min(1).unsqueeze(1)
+
+
+def mean_of(*, kernels: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """`segment_mean`, or the kernel that computes the same without a float32 copy of `x`."""
+    if not kernels:
+        return segment_mean
+    from virnuc_core.encoders.kernels import span_means
+
+    return span_means

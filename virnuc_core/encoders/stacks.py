@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Attend, Rows
-from virnuc_core.encoders.dnabert_s import DnabertLayer, DnabertWeights
+from virnuc_core.encoders.dnabert_s import DnabertWeights
 from virnuc_core.encoders.esm2 import Esm2Layer, Esm2Weights
-from virnuc_core.encoders.kernels import activation, linear_gelu, norm
+from virnuc_core.encoders.kernels import activation, norm
 from virnuc_core.encoders.precision import Dense, scaled_dense
+from virnuc_core.encoders.product_kernels import gated_unit, interleave
 from virnuc_core.encoders.tuning import Tuning
+from virnuc_core.errors import ConfigError
 
 
 def _product(x: Tensor, scale: Tensor | None, layer: Dense) -> Tensor:
@@ -33,6 +35,8 @@ class Esm2Stack:
     """The layers of ESM-2 and the norm behind them."""
 
     def __init__(self, weights: Esm2Weights, eps: float, tuning: Tuning) -> None:
+        if tuning.gated_product:
+            raise ConfigError("tuning: gated_product is for DNABERT-S, ESM-2 has no gated unit; leave it off")
         self._weights, self._eps, self._tuning = weights, eps, tuning
         self._quantise = weights.layers[0].qkv.scale is not None
         self._shifts = _running_biases(weights) if tuning.residual_product else None
@@ -78,9 +82,7 @@ class Esm2Stack:
             shift=self._shift(place),
             quantise=self._quantise,
         )
-        if self._tuning.gelu_product:
-            ready: tuple[Tensor, Tensor | None] = linear_gelu(normed, layer.fc1.weight, layer.fc1.bias), None
-        elif self._quantise:
+        if self._quantise:
             ready = activation(_product(normed, scale, layer.fc1), quantise=True)
         else:
             ready = F.gelu(_product(normed, scale, layer.fc1)), None
@@ -96,10 +98,15 @@ def _running_biases(weights: Esm2Weights) -> list[Tensor]:
     shifts = [total]
     for layer in weights.layers:
         for product in (layer.out, layer.fc2):
-            assert product.bias is not None
-            total = total + product.bias.float()
+            total = total + _wide_bias(product)
             shifts.append(total)
     return shifts
+
+
+def _wide_bias(layer: Dense) -> Tensor:
+    """The bias of a product in float32, for the norm behind it to add."""
+    assert layer.bias is not None
+    return layer.bias.float()
 
 
 class DnabertStack:
@@ -108,28 +115,35 @@ class DnabertStack:
     def __init__(self, weights: DnabertWeights, eps: float, tuning: Tuning) -> None:
         self._layers, self._eps, self._tuning = weights.layers, eps, tuning
         self._quantise = weights.layers[0].qkv.scale is not None
+        self._interleaved = [interleave(layer.gated.weight) for layer in weights.layers] if tuning.gated_product else []
+        self._shifts = [(_wide_bias(layer.out), _wide_bias(layer.wo)) for layer in weights.layers]
 
     def __call__(self, x: Tensor, rows: Rows, attend: Attend) -> Tensor:
         """Last hidden state [slots, width]; `x` [slots, width] is used up."""
-        for layer in self._layers:
+        for i, layer in enumerate(self._layers):
             mixed = attend(_product(*self._ready(x), layer.qkv), rows)
-            x = self._add_and_norm(x, self._ready(mixed), layer.out, layer.attn_norm)
-            x = self._add_and_norm(x, self._gated(x, layer), layer.wo, layer.ffn_norm)
+            after_mix, after_unit = self._shifts[i]
+            x = self._add_and_norm(x, self._ready(mixed), layer.out, after_mix, layer.attn_norm)
+            x = self._add_and_norm(x, self._gated(x, i), layer.wo, after_unit, layer.ffn_norm)
         return x
 
     def _ready(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         return activation(x, gelu=False, quantise=True) if self._quantise else (x, None)
 
-    def _gated(self, x: Tensor, layer: DnabertLayer) -> tuple[Tensor, Tensor | None]:
-        if self._tuning.gelu_product:
-            return linear_gelu(x, layer.gated.weight, None, gated=True), None
-        return activation(_product(*self._ready(x), layer.gated), gated=True, quantise=self._quantise)
+    def _gated(self, x: Tensor, place: int) -> tuple[Tensor, Tensor | None]:
+        if self._tuning.gated_product:
+            return gated_unit(x, self._interleaved[place]), None
+        return activation(_product(*self._ready(x), self._layers[place].gated), gated=True, quantise=self._quantise)
 
     def _add_and_norm(
-        self, x: Tensor, ready: tuple[Tensor, Tensor | None], layer: Dense, affine: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,
+        ready: tuple[Tensor, Tensor | None],
+        layer: Dense,
+        shift: Tensor,
+        affine: tuple[Tensor, Tensor],
     ) -> Tensor:
         if self._tuning.residual_product:
-            assert layer.bias is not None
             _add_product(x, ready[0], layer)
-            return norm(x, affine, self._eps, shift=layer.bias.float())[0]
+            return norm(x, affine, self._eps, shift=shift)[0]
         return norm(x, affine, self._eps, delta=_product(*ready, layer))[0]

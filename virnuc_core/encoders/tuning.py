@@ -21,23 +21,22 @@ class Tuning:
 
     kernels: bool = False  # norms, activations and quantisation by our own kernels, in place of the compiled block
     residual_product: bool = False  # with `kernels`: the residual is added inside the matrix product (fp16, bf16, fp32)
-    gelu_product: bool = False  # with `kernels`: first feed-forward product and its GELU in one kernel (fp16, bf16)
-    block: int | None = None  # tokens of a block of the fused attention kernel; None: by the longest row
-    warps: int = 4  # warps of such a block
+    gated_product: bool = False  # with `kernels`: DNABERT-S's gated unit in one kernel (fp16, bf16)
 
     def check(self, precision: Resolved, *, compile: bool | None) -> None:
         """Raise `ConfigError` for switches that exclude each other."""
         if self.kernels and compile:
             raise ConfigError("tuning: own kernels replace the compiled block; set compile or kernels, not both")
-        if (self.residual_product or self.gelu_product) and not self.kernels:
-            raise ConfigError("tuning: residual_product and gelu_product are parts of kernels; set kernels too")
-        if (self.residual_product or self.gelu_product) and precision == "fp8":
-            raise ConfigError("tuning: residual_product and gelu_product do not exist for fp8; leave them off")
-        if self.gelu_product and precision == "fp32":
-            raise ConfigError("tuning: gelu_product computes in fp16 or bf16, precision is fp32; leave it off")
+        if (self.residual_product or self.gated_product) and not self.kernels:
+            raise ConfigError("tuning: residual_product and gated_product are parts of kernels; set kernels too")
+        if (self.residual_product or self.gated_product) and precision == "fp8":
+            raise ConfigError("tuning: residual_product and gated_product do not exist for fp8; leave them off")
+        if self.gated_product and precision == "fp32":
+            raise ConfigError("tuning: gated_product computes in fp16 or bf16, precision is fp32; leave it off")
 
 
 PLAIN: Final = Tuning()
+GATED_COLUMNS: Final = 128  # a gated unit's halves are interleaved in turns of so many rows
 
 
 def measured_best(device: torch.device, precision: Resolved, *, gated: bool) -> Tuning:
@@ -49,4 +48,4 @@ def measured_best(device: torch.device, precision: Resolved, *, gated: bool) -> 
         return PLAIN
     half = precision in ("fp16", "bf16")
     own_product = gated and half and torch.cuda.get_device_capability(device) >= (9, 0)
-    return Tuning(kernels=True, residual_product=half, gelu_product=own_product)
+    return Tuning(kernels=True, residual_product=half, gated_product=own_product)

@@ -5,20 +5,24 @@ TRITON_INTERPRET=1 python tests/unit/encoders/kernel_checks.py
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders import kernels
+from virnuc_core.encoders import kernels, product_kernels
 from virnuc_core.encoders.attention import Rows, alibi_slopes, bind, reference, rotary_tables
+from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.layouts import inv_freq
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.encoders.precision import FP8, quantise_rows
-from virnuc_core.encoders.segments import positions
+from virnuc_core.encoders.segments import positions, segment_mean
 from virnuc_core.encoders.shapes import Esm2Shape
 from virnuc_core.encoders.tuning import Tuning
 from virnuc_core.encoders.weights import RandomTensors
@@ -35,47 +39,64 @@ def close(got: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got.float(), expected.float(), atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
 
-def bounds(device: torch.device) -> Tensor:
-    return (
-        F.pad(torch.tensor(LENGTHS).cumsum(0), (1, 3), value=0)
-        .index_fill(0, torch.tensor([len(LENGTHS) + 1, len(LENGTHS) + 2, len(LENGTHS) + 3]), sum(LENGTHS))
-        .to(device, torch.int32)
-    )
+class AttentionCase(NamedTuple):
+    """Attention to compute, and the result expected in the live slots."""
+
+    qkv: Tensor
+    cu: Tensor
+    tables: tuple[Tensor | None, Tensor | None, Tensor | None]
+    expected: Tensor
 
 
-def check_rotary_attention(device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32) -> None:
-    """Rotary attention, every length, NaN in the dead slots of the input."""
+def bounds(device: torch.device, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    """`cu_seqlens` of rows of these lengths, with three empty rows behind them."""
+    ends = torch.tensor(lengths).cumsum(0)
+    return torch.cat((torch.zeros(1), ends, ends[-1:].expand(3))).to(device, torch.int32)
+
+
+def attention_case(
+    rotary: bool,
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: tuple[int, ...],
+    heads: int = 2,
+    head_dim: int = 32,
+) -> AttentionCase:
+    """Random rows of the given lengths, NaN in 70 dead slots; and what `reference` makes of them."""
     torch.manual_seed(1)
-    qkv = torch.randn(SLOTS, 3 * heads * head_dim).to(device, dtype)
-    qkv[sum(LENGTHS) :] = torch.nan
-    cos, sin = rotary_tables(inv_freq(head_dim).to(device), 256)
-    cu = bounds(device)
-    place = positions(cu, SLOTS)
-    expected = reference(qkv, cu, cos[place], sin[place], None, heads, 140)
-    got = kernels.fused_attention(qkv, cu, cos, sin, None, heads, 140, len(LENGTHS))
-    close(got, expected, dtype)
-    assert torch.equal(got[sum(LENGTHS) :], torch.zeros_like(got[sum(LENGTHS) :]))
+    live = sum(lengths)
+    qkv = torch.randn(live + 70, 3 * heads * head_dim).to(device, dtype)
+    qkv[live:] = torch.nan
+    cu = bounds(device, lengths)
+    cos, sin = rotary_tables(inv_freq(head_dim).to(device), 512)
+    place = positions(cu, live + 70)
+    slopes = None if rotary else torch.tensor(alibi_slopes(heads), device=device)
+    turned = (cos[place], sin[place]) if rotary else (None, None)
+    expected = reference(qkv, cu, *turned, slopes, heads, max(lengths))
+    tables = (cos, sin, None) if rotary else (None, None, slopes)
+    return AttentionCase(qkv, cu, tables, expected)
 
 
-def check_alibi_attention(device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32) -> None:
-    """Attention with ALiBi, every length."""
-    torch.manual_seed(2)
-    qkv = torch.randn(SLOTS, 3 * heads * head_dim).to(device, dtype)
-    cu, slopes = bounds(device), torch.tensor(alibi_slopes(heads), device=device)
-    expected = reference(qkv, cu, None, None, slopes, heads, 140)
-    close(kernels.fused_attention(qkv, cu, None, None, slopes, heads, 140, len(cu) - 1), expected, dtype)
+def check_attention(rotary: bool, device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32) -> None:
+    """Rows of every kind of length, each kind under its own bound; dead slots come out as zeros."""
+    for lengths in ((1, 52, 0, 64, 2), (102, 1, 128, 0), (130, 0, 193, 256, 192, 3), (300, 20, 257)):
+        case = attention_case(rotary, device, dtype, lengths, heads, head_dim)
+        got = fused_attention(case.qkv, case.cu, *case.tables, heads, max(lengths), len(case.cu) - 1)
+        close(got[: sum(lengths)], case.expected[: sum(lengths)], dtype)
+        assert torch.equal(got[sum(lengths) :], torch.zeros_like(got[sum(lengths) :]))
 
 
 def check_attention_bound(device: torch.device, dtype: torch.dtype) -> None:
-    """A row's numbers do not depend on the bound of the batch: the one-block kernel and the loop agree bit for bit."""
-    torch.manual_seed(3)
-    qkv = torch.randn(130, 3 * 64).to(device, dtype)
-    cu = torch.tensor([0, 52, 70, 130], dtype=torch.int32, device=device)
-    slopes = torch.tensor(alibi_slopes(2), device=device)
-    cos, sin = rotary_tables(inv_freq(32).to(device), 256)
-    for tables in ((cos, sin, None), (None, None, slopes)):
-        short, long = (kernels.fused_attention(qkv, cu, *tables, 2, bound, 3) for bound in (64, 256))
-        assert torch.equal(short, long)
+    """A row's numbers depend on the power of two above the bound: neighbours and the bound itself change no bit."""
+    for rotary, length in itertools.product((True, False), (100, 150, 250, 400)):
+        alone = attention_case(rotary, device, dtype, (length,))
+        top = 1 << (length - 1).bit_length()
+        beside = alone.qkv.new_zeros(top + 3, alone.qkv.shape[1]).normal_()
+        both = torch.cat((beside, alone.qkv))
+        cu = torch.tensor([0, top, top + 3, top + 3 + length], dtype=torch.int32, device=device)
+        one = fused_attention(alone.qkv, alone.cu, *alone.tables, 2, length, 1)[:length]
+        other = fused_attention(both, cu, *alone.tables, 2, top, 3)[top + 3 : top + 3 + length]
+        assert torch.equal(one, other), (rotary, length)
 
 
 def check_norm(device: torch.device, dtype: torch.dtype) -> None:
@@ -124,17 +145,26 @@ def check_quantised(device: torch.device, dtype: torch.dtype) -> None:
         assert INTERPRETED or (rows.float() == expected_rows.float()).float().mean() > 0.99
 
 
-def check_linear_gelu(device: torch.device, dtype: torch.dtype) -> None:
-    """The first feed-forward product with its GELU; sizes that do and do not fill the blocks."""
+def check_gated_unit(device: torch.device, dtype: torch.dtype) -> None:
+    """DNABERT-S's gated unit; sizes that do and do not fill the blocks."""
     torch.manual_seed(7)
-    for m, n, k in ((200, 304, 64), (130, 128, 192)):
+    for m, n, k in ((200, 256, 64), (130, 128, 200)):
         x = torch.randn(m, k).to(device, dtype)
-        weight, bias = torch.randn(n, k).to(device, dtype) / 8, torch.randn(n).to(device, dtype)
-        expected = F.gelu(x.float() @ weight.float().T + bias.float())
-        close(kernels.linear_gelu(x, weight, bias), expected, dtype)
-    weight = torch.randn(2 * 256, 192).to(device, dtype) / 8
-    both = x.float() @ weight.float().T
-    close(kernels.linear_gelu(x, weight, None, gated=True), F.gelu(both[:, :256]) * both[:, 256:], dtype)
+        weight = torch.randn(2 * n, k).to(device, dtype) / 8
+        both = x.float() @ weight.float().T
+        got = product_kernels.gated_unit(x, product_kernels.interleave(weight))
+        close(got, F.gelu(both[:, :n]) * both[:, n:], dtype)
+
+
+def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
+    """Means of spans, empty ones included; a span alone has the same mean bit for bit."""
+    torch.manual_seed(10)
+    x = torch.randn(150, 300).to(device, dtype)
+    starts, ends = (torch.tensor(at, device=device, dtype=torch.int32) for at in ((0, 3, 40, 40), (3, 40, 40, 131)))
+    got = kernels.span_means(x, starts, ends)
+    torch.testing.assert_close(got, segment_mean(x, starts, ends), atol=1e-6, rtol=1e-6)
+    alone = kernels.span_means(x[40:131].clone(), starts.new_tensor([0]), starts.new_tensor([91]))
+    assert torch.equal(alone[0], got[3])
 
 
 def check_stack(device: torch.device, dtype: torch.dtype) -> None:
@@ -163,14 +193,15 @@ def check_compiled_call(device: torch.device, dtype: torch.dtype) -> None:
 
 
 CHECKS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], tuple[torch.dtype, ...]]] = {
-    "rotary_attention": (check_rotary_attention, (torch.float32, torch.float16, torch.bfloat16)),
-    "alibi_attention": (check_alibi_attention, (torch.float32, torch.float16, torch.bfloat16)),
-    "attention_bound": (check_attention_bound, (torch.float32, torch.float16)),
+    "rotary_attention": (functools.partial(check_attention, True), (torch.float32, torch.float16, torch.bfloat16)),
+    "alibi_attention": (functools.partial(check_attention, False), (torch.float32, torch.float16, torch.bfloat16)),
+    "attention_bound": (check_attention_bound, (torch.float16,)),
     "compiled_call": (check_compiled_call, (torch.float16,)),
     "norm": (check_norm, (torch.float32, torch.float16, torch.bfloat16)),
     "activation": (check_activation, (torch.float32, torch.float16, torch.bfloat16)),
     "quantised": (check_quantised, (torch.float16, torch.bfloat16)),
-    "linear_gelu": (check_linear_gelu, (torch.float16, torch.bfloat16)),
+    "gated_unit": (check_gated_unit, (torch.float16, torch.bfloat16)),
+    "span_means": (check_span_means, (torch.float32, torch.float16)),
     "stack": (check_stack, (torch.float32,)),
 }
 

@@ -50,10 +50,10 @@ WAYS: dict[str, dict[str, Any]] = {
         "compile": False,
         "tuning": Tuning(kernels=True, residual_product=True),
     },
-    "kernels residual gelu": {
+    "kernels residual gated": {
         "attention": "fused",
         "compile": False,
-        "tuning": Tuning(kernels=True, residual_product=True, gelu_product=True),
+        "tuning": Tuning(kernels=True, residual_product=True, gated_product=True),
     },
 }
 THRESHOLD: dict[Resolved, float] = {"fp32": 0.9999999, "fp16": 0.99999, "bf16": 0.9995, "fp8": 0.99}
@@ -64,7 +64,7 @@ DNABERT_THRESHOLD = {"fp16": 0.9999, "bf16": 0.999}
 def _combinations() -> Iterator[Any]:
     for precision in THRESHOLD:
         for way in WAYS:
-            if precision == "fp32" and ("varlen" in way or "gelu" in way):
+            if precision == "fp32" and ("varlen" in way or "gated" in way):
                 continue
             if precision == "fp8" and "residual" in way:
                 continue
@@ -72,8 +72,8 @@ def _combinations() -> Iterator[Any]:
             yield pytest.param(precision, way, marks=marks, id=f"{precision} {way}")
 
 
-COMBINATIONS = tuple(_combinations())
-WITH_BIAS = tuple(one for one in COMBINATIONS if "varlen" not in str(one.id))
+COMBINATIONS = tuple(one for one in _combinations() if "gated" not in str(one.id))
+WITH_BIAS = tuple(one for one in _combinations() if "varlen" not in str(one.id))
 
 
 def esm2(shape: Esm2Shape, precision: Resolved, way: str) -> Esm2:
@@ -129,10 +129,12 @@ KERNELS = (
     + [
         ("attention_bound", "float16"),
         ("attention_bound", "bfloat16"),
+        ("span_means", "float16"),
+        ("span_means", "float32"),
         ("compiled_call", "float16"),
         ("stack", "float32"),
     ]
-    + [(n, d) for n in ("quantised", "linear_gelu") for d in ("float16", "bfloat16")]
+    + [(n, d) for n in ("quantised", "gated_unit") for d in ("float16", "bfloat16")]
 )
 
 
@@ -140,7 +142,7 @@ KERNELS = (
 def test_kernel_equals_plain_torch(name: str, dtype: str) -> None:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    if name in ("quantised", "linear_gelu") and not HAS_FP8:
+    if name in ("quantised", "gated_unit") and not HAS_FP8:
         pytest.skip("needs compute capability 9.0")
     from .kernel_checks import CHECKS
 
@@ -149,10 +151,10 @@ def test_kernel_equals_plain_torch(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_attention_of_the_real_head_sizes(dtype: torch.dtype) -> None:
-    from .kernel_checks import check_alibi_attention, check_rotary_attention
+    from .kernel_checks import check_attention
 
-    check_rotary_attention(GPU, dtype, heads=40, head_dim=64)
-    check_alibi_attention(GPU, dtype, heads=12, head_dim=64)
+    check_attention(True, GPU, dtype, heads=40, head_dim=64)
+    check_attention(False, GPU, dtype, heads=12, head_dim=64)
 
 
 # -- encoders ----------------------------------------------------------------------------------------------------------

@@ -76,9 +76,9 @@ def test_an_fp8_layer_is_scaled_by_output_row() -> None:
     [
         (Tuning(kernels=True), "fp16", True, "not both"),
         (Tuning(residual_product=True), "fp16", False, "set kernels too"),
-        (Tuning(gelu_product=True), "fp16", False, "set kernels too"),
+        (Tuning(gated_product=True), "fp16", False, "set kernels too"),
         (Tuning(kernels=True, residual_product=True), "fp8", False, "do not exist for fp8"),
-        (Tuning(kernels=True, gelu_product=True), "fp32", False, "computes in fp16 or bf16"),
+        (Tuning(kernels=True, gated_product=True), "fp32", False, "computes in fp16 or bf16"),
     ],
 )
 def test_switches_that_exclude_each_other_are_refused(tuning: Tuning, precision: str, compile: bool, says: str) -> None:

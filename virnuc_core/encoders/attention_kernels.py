@@ -1,0 +1,287 @@
+"""Triton kernels for attention within rows, straight from the fused QKV output: rotation or ALiBi, softmax and mix.
+
+A program takes one head of one row. Rows of up to `WHOLE` tokens have all their keys and values at hand at once, each
+key rotated a single time; longer ones pass over blocks of keys with a running maximum. Which of the two it is, and the
+size of its blocks, follows from the power of two above the bound a batch was packed under, so from the row alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from virnuc_core.encoders.kernels import jit
+
+WHOLE: Final = 256  # longest row whose keys are held at once
+QUERIES: Final = 64  # queries a program treats together
+WIDE_QUERIES: Final = 32  # the same in float32: larger blocks do not fit the registers
+
+
+@jit
+def _halves(
+    base: tl.tensor,  # first number of the queries or keys of one head, at the row's first token
+    at: tl.tensor,  # positions [tokens]
+    live: tl.tensor,  # which of them the row has
+    cos: tl.tensor,  # float32 [positions, head_dim / 2], rotary only
+    sin: tl.tensor,
+    stride: tl.constexpr,
+    half: tl.constexpr,
+    factor: tl.constexpr,
+    rotary: tl.constexpr,
+) -> tl.tensor:
+    """Both halves of some tokens' queries or keys, scaled, then rotated by float32 angles: [tokens, half] each."""
+    column = tl.arange(0, half)[None, :]
+    place = base + at[:, None] * stride + column
+    low = tl.load(place, mask=live[:, None], other=0.0)
+    high = tl.load(place + half, mask=live[:, None], other=0.0)
+    dtype = low.dtype
+    if rotary:
+        c = tl.load(cos + at[:, None] * half + column, mask=live[:, None], other=0.0)
+        s = tl.load(sin + at[:, None] * half + column, mask=live[:, None], other=0.0)
+        low_wide, high_wide = low.to(tl.float32) * factor, high.to(tl.float32) * factor
+        low, high = (low_wide * c - high_wide * s).to(dtype), (high_wide * c + low_wide * s).to(dtype)
+    elif factor != 1.0:
+        low, high = (low.to(tl.float32) * factor).to(dtype), (high.to(tl.float32) * factor).to(dtype)
+    return low, high
+
+
+@jit
+def _scores(
+    q_low: tl.tensor,  # [queries, half]
+    q_high: tl.tensor,
+    k_low: tl.tensor,  # [keys, half]
+    k_high: tl.tensor,
+    at_q: tl.tensor,
+    at_k: tl.tensor,
+    length: tl.tensor,
+    slope: tl.tensor,
+    rotary: tl.constexpr,
+    product: tl.constexpr,
+) -> tl.tensor:
+    """Float32 scores [queries, keys], minus infinity for keys behind the row's end."""
+    scores = tl.dot(q_low, tl.trans(k_low), input_precision=product)
+    scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=product)
+    if not rotary:
+        scores -= slope * tl.abs(at_q[:, None] - at_k[None, :]).to(tl.float32)
+    return tl.where((at_k < length)[None, :], scores, -float("inf"))
+
+
+@jit
+def _values(
+    base: tl.tensor, at: tl.tensor, length: tl.tensor, stride: tl.constexpr, head_dim: tl.constexpr
+) -> tl.tensor:
+    """Values of some tokens of one head: [tokens, head_dim]."""
+    place = base + at[:, None] * stride + tl.arange(0, head_dim)[None, :]
+    return tl.load(place, mask=(at < length)[:, None], other=0.0)
+
+
+@jit
+def _clear_tail(
+    out: tl.tensor,  # first number of the head, at slot 0
+    end: tl.tensor,
+    slots: tl.tensor,
+    width: tl.constexpr,
+    head_dim: tl.constexpr,
+    block: tl.constexpr,
+) -> None:
+    """Zeros in the slots behind the last row, so that nothing undefined stands there."""
+    for first in range(end, slots, block):
+        slot = first + tl.arange(0, block)
+        place = out + slot.to(tl.int64)[:, None] * width + tl.arange(0, head_dim)[None, :]
+        tl.store(place, tl.zeros([block, head_dim], out.dtype.element_ty), mask=(slot < slots)[:, None])
+
+
+@jit
+def _whole_row(
+    base: tl.tensor,
+    out: tl.tensor,
+    length: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slope: tl.tensor,
+    width: tl.constexpr,
+    head_dim: tl.constexpr,
+    factor: tl.constexpr,
+    rotary: tl.constexpr,
+    queries: tl.constexpr,
+    near: tl.constexpr,
+    far: tl.constexpr,
+    product: tl.constexpr,
+) -> None:
+    """One head of one row of up to `near` + `far` tokens: keys and values read and rotated once, then every query."""
+    stride: tl.constexpr = 3 * width
+    half: tl.constexpr = head_dim // 2
+    at_near = tl.arange(0, near)
+    low_near, high_near = _halves(base + width, at_near, at_near < length, cos, sin, stride, half, 1.0, rotary)
+    v_near = _values(base + 2 * width, at_near, length, stride, head_dim)
+    if far > 0:
+        at_far = near + tl.arange(0, far)
+        low_far, high_far = _halves(base + width, at_far, at_far < length, cos, sin, stride, half, 1.0, rotary)
+        v_far = _values(base + 2 * width, at_far, length, stride, head_dim)
+    end = queries if near == queries and far == 0 else length  # the first is known when compiled: no loop is left
+    for first in range(0, end, queries):
+        at_q = first + tl.arange(0, queries)
+        live = at_q < length
+        q_low, q_high = _halves(base, at_q, live, cos, sin, stride, half, factor, rotary)
+        s = _scores(q_low, q_high, low_near, high_near, at_q, at_near, length, slope, rotary, product)
+        best = tl.max(s, 1)
+        if far > 0:
+            t = _scores(q_low, q_high, low_far, high_far, at_q, at_far, length, slope, rotary, product)
+            best = tl.maximum(best, tl.max(t, 1))
+        weight = tl.exp(s - best[:, None])
+        total = tl.sum(weight, 1)
+        mixed = tl.dot(weight.to(v_near.dtype), v_near, input_precision=product)
+        if far > 0:
+            weight = tl.exp(t - best[:, None])
+            total += tl.sum(weight, 1)
+            mixed = tl.dot(weight.to(v_near.dtype), v_far, mixed, input_precision=product)
+        place = out + at_q[:, None] * width + tl.arange(0, head_dim)[None, :]
+        tl.store(place, (mixed / total[:, None]).to(v_near.dtype), mask=live[:, None])
+
+
+@jit
+def _whole_rows(
+    qkv: tl.tensor,  # [slots, 3 * width]
+    out: tl.tensor,  # [slots, width]
+    cu_seqlens: tl.tensor,  # int32 [rows + 1]
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slopes: tl.tensor,  # float32 [heads], ALiBi only
+    slots: tl.tensor,
+    width: tl.constexpr,
+    head_dim: tl.constexpr,
+    factor: tl.constexpr,
+    rotary: tl.constexpr,
+    queries: tl.constexpr,
+    near: tl.constexpr,
+    far: tl.constexpr,
+    product: tl.constexpr,
+) -> None:
+    """One head of one row; a row that half of `far` holds is spared the other half."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    start = tl.load(cu_seqlens + row)
+    length = tl.load(cu_seqlens + row + 1) - start
+    slope = 0.0
+    if not rotary:
+        slope = tl.load(slopes + head)
+    base = qkv + start.to(tl.int64) * (3 * width) + head * head_dim
+    head_out = out + head * head_dim
+    to = head_out + start.to(tl.int64) * width
+    half: tl.constexpr = far // 2
+    if far > 0:
+        if length > near + half:
+            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, rotary, queries, near, far, product)
+        elif length > 0:
+            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, rotary, queries, near, half, product)
+    elif length > 0:
+        _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, rotary, queries, near, 0, product)
+    if row == tl.num_programs(1) - 1:
+        _clear_tail(head_out, start + length, slots, width, head_dim, queries)
+
+
+@jit
+def _long_rows(
+    qkv: tl.tensor,
+    out: tl.tensor,
+    cu_seqlens: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    slopes: tl.tensor,
+    slots: tl.tensor,
+    width: tl.constexpr,
+    head_dim: tl.constexpr,
+    factor: tl.constexpr,
+    rotary: tl.constexpr,
+    block: tl.constexpr,
+    product: tl.constexpr,
+) -> None:
+    """One head of one block of queries of one row: keys block by block, running maximum and sum in float32."""
+    head, row, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(cu_seqlens + row)
+    length = tl.load(cu_seqlens + row + 1) - start
+    head_out = out + head * head_dim
+    if part * block < length:
+        stride: tl.constexpr = 3 * width
+        half: tl.constexpr = head_dim // 2
+        slope = 0.0
+        if not rotary:
+            slope = tl.load(slopes + head)
+        base = qkv + start.to(tl.int64) * stride + head * head_dim
+        at_q = part * block + tl.arange(0, block)
+        live = at_q < length
+        q_low, q_high = _halves(base, at_q, live, cos, sin, stride, half, factor, rotary)
+        best = tl.full([block], -float("inf"), tl.float32)
+        total = tl.zeros([block], tl.float32)
+        mixed = tl.zeros([block, head_dim], tl.float32)
+        for first in range(0, length, block):
+            at_k = first + tl.arange(0, block)
+            k_low, k_high = _halves(base + width, at_k, at_k < length, cos, sin, stride, half, 1.0, rotary)
+            scores = _scores(q_low, q_high, k_low, k_high, at_q, at_k, length, slope, rotary, product)
+            better = tl.maximum(best, tl.max(scores, 1))
+            weight = tl.exp(scores - better[:, None])
+            fade = tl.exp(best - better)
+            total = total * fade + tl.sum(weight, 1)
+            v = _values(base + 2 * width, at_k, length, stride, head_dim)
+            mixed = tl.dot(weight.to(v.dtype), v, mixed * fade[:, None], input_precision=product)
+            best = better
+        place = head_out + (start + at_q).to(tl.int64)[:, None] * width + tl.arange(0, head_dim)[None, :]
+        tl.store(place, (mixed / total[:, None]).to(out.dtype.element_ty), mask=live[:, None])
+    if (part == 0) & (row == tl.num_programs(1) - 1):
+        _clear_tail(head_out, start + length, slots, width, head_dim, block)
+
+
+def fused_attention(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    cos_table: Tensor | None,
+    sin_table: Tensor | None,
+    slopes: Tensor | None,
+    heads: int,
+    max_seqlen: int,
+    rows: int,
+) -> Tensor:
+    """Attention within the first `rows` rows: [slots, 3 * width] to [slots, width]; zero in dead slots.
+
+    `cos_table` and `sin_table` (float32 [positions, head_dim / 2]) for rotary positions, or `slopes` (float32 [heads])
+    for ALiBi. `max_seqlen` bounds the rows' lengths; a row's numbers depend on the power of two above it, no further.
+    """
+    slots, width = qkv.shape[0], qkv.shape[1] // 3
+    wide = qkv.dtype == torch.float32
+    out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
+    given = (qkv, out, cu_seqlens, cos_table, sin_table, slopes, slots)
+    sizes = {"width": width, "head_dim": width // heads, "factor": 1 / math.sqrt(width // heads)}
+    kind = {"rotary": slopes is None, "product": "ieee" if wide else "tf32"}  # the second matters for float32 only
+    if wide or max_seqlen > WHOLE:
+        block = WIDE_QUERIES if wide else QUERIES
+        grid = (heads, max(1, rows), triton.cdiv(max_seqlen, block))
+        _long_rows[grid](*given, **sizes, **kind, block=block, num_warps=4, num_stages=2)
+    else:
+        near = QUERIES if max_seqlen <= QUERIES else WHOLE // 2
+        far = 0 if max_seqlen <= near else WHOLE // 2
+        _whole_rows[(heads, max(1, rows))](
+            *given, **sizes, **kind, queries=QUERIES, near=near, far=far, num_warps=4, num_stages=2
+        )
+    return out
+
+
+@functools.cache
+def attention_op() -> Callable[..., Tensor]:
+    """`fused_attention` as an operator that a compiled block calls without looking inside."""
+    schema = (
+        "(Tensor qkv, Tensor cu_seqlens, Tensor? cos_table, Tensor? sin_table, Tensor? slopes, "
+        "int heads, int max_seqlen, int rows) -> Tensor"
+    )
+    op = torch.library.custom_op("virnuc::fused_attention", fused_attention, mutates_args=(), schema=schema)
+
+    @op.register_fake
+    def _(qkv: Tensor, *_args: object) -> Tensor:
+        return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
+
+    return op
