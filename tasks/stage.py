@@ -34,5 +34,10 @@ def describe(summary: StageSummary) -> str:
     """What was staged, in a sentence."""
     how = "reused, content unchanged" if summary.reused else "staged"
     counts = summary.counts
-    skipped = f"; {summary.skipped_records:,} broken records skipped" if summary.skipped_records else ""
-    return f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct{skipped}"
+    odd = (
+        (summary.skipped_records, "broken records skipped"),
+        (counts.n_empty, "reads without bases"),
+        (counts.n_duplicate_ids, "reads with the id of an earlier one"),
+    )
+    remarks = "".join(f"; {number:,} {what}" for number, what in odd if number)
+    return f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct{remarks}"

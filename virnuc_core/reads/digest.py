@@ -41,6 +41,13 @@ def digests(letters: NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
     return out
 
 
+def digest_each(content: list[bytes]) -> Words:
+    """The digest of each: uint64 [n, 2]."""
+    lengths = np.fromiter(map(len, content), np.int64, len(content))
+    offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    return digests(np.frombuffer(b"".join(content), np.uint8), offsets)
+
+
 def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
     n, blocks = len(starts), -(-int(lengths.max(initial=0)) // _BLOCK)
     h1, h2 = np.zeros(n, np.uint64), np.zeros(n, np.uint64)

@@ -1,60 +1,30 @@
 """FASTA and FASTQ to columnar batches of reads; whatever is broken is named by file, line and read id.
 
-Well-formed blocks (four-line FASTQ, FASTA of any wrapping) are cut by `blocks`, on whole blocks of bytes. At the first
+Well-formed text (four-line FASTQ, FASTA of any wrapping) is cut by `blocks`, on whole blocks of bytes. At the first
 thing that is not so regular the rest of that file goes through Biopython's iterators, which also read wrapped FASTQ;
 both give the same reads.
 """
 
 from __future__ import annotations
 
+import time
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Final, Literal
+from dataclasses import dataclass, field
+from typing import Final, Generic, Literal, Protocol, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.blocks import Block, cut_fasta, cut_fastq
-from virnuc_core.reads.slow import Record, iterate_fasta, iterate_fastq, shortened
-from virnuc_core.reads.sources import DamagedInput, Source
+from virnuc_core.reads.batch import ReadBatch, batch_of, without_illegal
+from virnuc_core.reads.blocks import Block
+from virnuc_core.reads.pieces import Piece, Pieces, Reading, Taken, read
+from virnuc_core.reads.slow import Record, iterate_fasta, iterate_fastq
+from virnuc_core.reads.sources import Source
 
 OnError = Literal["stop", "skip"]
-Format = Literal["fasta", "fastq"]
 
-BLOCK_BYTES: Final = 1 << 20  # unpacked bytes of one batch; a few such arrays fit the second-level cache
-LETTERS: Final = b"ACGTUNRYSWKMBDHVX"  # nucleotides, IUPAC codes, X for masked bases
-GAPS: Final = b"-."
-_LEGAL: Final = LETTERS + LETTERS.lower() + GAPS
-_BLANK: Final = b" \t\r\n\v\f"
-
-
-@dataclass(frozen=True, slots=True)
-class ReadBatch:
-    """Consecutive reads of one file, as columns. Ids are printable UTF-8 without blanks; bases keep their case."""
-
-    file: int  # place of the file among the inputs
-    ids: bytes  # end to end
-    id_offsets: NDArray[np.int64]  # [n + 1]
-    bases: bytes  # end to end
-    base_offsets: NDArray[np.int64]  # [n + 1]
-    lines: NDArray[np.int64]  # [n] line of each header in its file, from 1
-    unnamed: int  # reads that had no id and were given one
-    form: Format
-    text: bytes  # the records as they stand in the file, end to end; wrapped FASTQ may be unwrapped
-    text_offsets: NDArray[np.int64]  # [n + 1]
-
-    def __len__(self) -> int:
-        return len(self.id_offsets) - 1
-
-    def id(self, index: int) -> str:
-        """Id of one read."""
-        return self.ids[self.id_offsets[index] : self.id_offsets[index + 1]].decode()
-
-    def record(self, index: int) -> bytes:
-        """One read as it stands in the file, header, quality and all."""
-        return self.text[self.text_offsets[index] : self.text_offsets[index + 1]]
+BLOCK_BYTES: Final = 1_000_000  # of one batch, unpacked; a few such arrays fit the second-level cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +44,52 @@ class ParseLog:
     on_error: OnError = "stop"
     report: Callable[[Skipped], None] | None = None
     reads: int = 0
-    skipped: int = 0
+    left_out: int = 0  # reads with letters that are no nucleotides
+    skipped: int = 0  # broken records, those reads among them
     unnamed: int = 0
     empty_files: int = 0
     slow_files: int = 0  # files of which a part went through Biopython
+    cut_s: float = 0.0  # seconds of unpacking and cutting, which one process does for all
+    reads_by_file: Counter[str] = field(default_factory=Counter)
+    skipped_by_file: Counter[str] = field(default_factory=Counter)
+
+    def take(self, taken: Taken, file: str) -> None:
+        """Count what came of a piece. Errors: as of `broken`."""
+        self.reads += taken.reads
+        self.reads_by_file[file] += taken.reads
+        self.unnamed += taken.unnamed
+        for error in taken.broken:
+            self.left_out += 1
+            self.broken(error)
 
     def broken(self, error: InputError) -> None:
         """Stop at a broken record, or count it and go on, as was asked."""
         if self.on_error == "stop":
             raise error
         self.skipped += 1
+        self.skipped_by_file[str(error.file)] += 1
         if self.report is not None:
             self.report(Skipped(str(error.file), error.line, error.read_id, str(error)))
+
+
+class Answer(Protocol):
+    """What the work on a piece gives."""
+
+    @property
+    def taken(self) -> Taken: ...
+
+
+A = TypeVar("A", bound=Answer)
+A_co = TypeVar("A_co", bound=Answer, covariant=True)
+
+
+class Pending(Protocol[A_co]):
+    """An answer that is perhaps still being worked out."""
+
+    def result(self) -> A_co: ...
+
+
+Work = Callable[[Piece | ReadBatch], Pending[A]]
 
 
 def parse(
@@ -97,84 +101,132 @@ def parse(
     `skip`, for the first broken record.
     """
     log = log if log is not None else ParseLog()
-    for number, name in enumerate(files):
-        with Source.open(name) as source:
-            for block in _blocks(source, log, block_bytes):
-                batch = _batch(number, name, block, log)
-                if len(batch):
-                    yield batch
+    for reading in in_order(files, log, _Read, ahead=0, block_bytes=block_bytes):
+        yield reading.batch
 
 
-def _blocks(source: Source, log: ParseLog, block_bytes: int) -> Iterator[Block]:
-    """Blocks of one file: the fast cutters first, Biopython from the first irregular record on."""
-    try:
-        data, line = _start(source, block_bytes)
-        if not data:
-            log.empty_files += 1
-            return
-        form = _format(data, source.name)
-        cut = cut_fastq if form == "fastq" else cut_fasta
-        final = False
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Reading as the work: done when asked for."""
+
+    item: Piece | ReadBatch
+
+    def result(self) -> Reading:
+        return read(self.item)
+
+
+def in_order(
+    files: tuple[str, ...], log: ParseLog, work: Work[A], *, ahead: int, block_bytes: int = BLOCK_BYTES
+) -> Iterator[A]:
+    """What `work` makes of all files, in the order of the reads; what holds no reads is left out.
+
+    `work` is given pieces, up to `ahead` of them before the first one's answer is needed; where a file turns out
+    irregular it is given batches instead, and what it made of later pieces of that file is dropped. Errors: as of
+    `parse`; what `work` raises. The first in the order of the files is raised, whatever was found first.
+    """
+    return _Passage(log, work, ahead, block_bytes).run(files)
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent(Generic[A]):
+    """A piece that is worked on, or the damage that stands in its place."""
+
+    pieces: Pieces
+    piece: Piece | None
+    pending: Pending[A] | None
+
+
+class _Passage(Generic[A]):
+    """The way of all files through `work`."""
+
+    def __init__(self, log: ParseLog, work: Work[A], ahead: int, block_bytes: int) -> None:
+        self._log, self._work, self._ahead, self._block_bytes = log, work, ahead, block_bytes
+        self._waiting: deque[_Sent[A]] = deque()
+
+    def run(self, files: tuple[str, ...]) -> Iterator[A]:
+        for number, name in enumerate(files):
+            try:
+                source = Source.open(name)
+            except InputError:
+                yield from self._settle(0)  # troubles of earlier files come first
+                raise
+            with source:
+                yield from self._through(Pieces(number, source, self._block_bytes))
+        yield from self._settle(0)
+
+    def _through(self, pieces: Pieces) -> Iterator[A]:
         while True:
-            block = cut(data, line, final)
-            if block.n:
-                yield block
-            line, data = block.next_line, data[block.consumed :]
-            if block.irregular:
-                log.slow_files += 1
-                yield from _slow_blocks(source, form, data, line, log, block_bytes)
-                return
-            if final:
-                return
-            # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
-            more = source.read(max(block_bytes, len(data)))
-            final = not more
-            data += more
-    except DamagedInput as damage:  # all that came whole before the damage has been given out
-        log.broken(damage)
+            started = time.perf_counter()
+            try:
+                piece = pieces.next()
+            except InputError:
+                yield from self._settle(0)
+                raise
+            self._log.cut_s += time.perf_counter() - started
+            if piece is None:
+                break
+            self._waiting.append(_Sent(pieces, piece, self._work(piece)))
+            yield from self._settle(self._ahead)
+        self._log.empty_files += pieces.is_empty
+        if pieces.damage is not None:
+            self._waiting.append(_Sent(pieces, None, None))
+            yield from self._settle(self._ahead)
 
+    def _settle(self, left: int) -> Iterator[A]:
+        """Answers of the oldest pieces, until no more than `left` are waited for."""
+        while len(self._waiting) > left:
+            sent = self._waiting.popleft()
+            if sent.piece is None or sent.pending is None:
+                assert sent.pieces.damage is not None
+                self._log.broken(sent.pieces.damage)
+                continue
+            answer = sent.pending.result()
+            self._log.take(answer.taken, sent.piece.name)
+            if answer.taken.reads:
+                yield answer
+            if answer.taken.unread:
+                yield from self._slowly(sent.pieces, sent.piece, answer.taken)
 
-def _start(source: Source, block_bytes: int) -> tuple[bytes, int]:
-    """The first bytes that are not blank, and the line they stand on; no bytes if there are none."""
-    line, first = 1, True
-    while data := source.read(block_bytes):
-        if first:
-            data, first = data.removeprefix(b"\xef\xbb\xbf"), False
-        kept = data.lstrip(_BLANK)
-        line += data[: len(data) - len(kept)].count(b"\n")
-        if kept:
-            return kept, line
-    return b"", line
+    def _slowly(self, pieces: Pieces, piece: Piece, taken: Taken) -> Iterator[A]:
+        """The rest of a file through Biopython, from within a piece on."""
+        self._log.slow_files += 1
+        later = [sent for sent in self._waiting if sent.pieces is pieces]
+        self._waiting = deque(sent for sent in self._waiting if sent.pieces is not pieces)
+        rest = [piece.data[len(piece.data) - taken.unread :]]
+        for sent in later:
+            if sent.piece is not None and sent.pending is not None:
+                sent.pending.result()  # dropped: these lines are no records of their own
+                rest.append(sent.piece.data)
+        waiting: deque[Pending[A]] = deque()
+        for batch in self._slow_batches(pieces, piece, b"".join(rest), taken.next_line):
+            waiting.append(self._work(batch))
+            while len(waiting) > self._ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
+    def _slow_batches(self, pieces: Pieces, piece: Piece, data: bytes, line: int) -> Iterator[ReadBatch]:
+        iterate = iterate_fastq if piece.form == "fastq" else iterate_fasta
+        held: list[Record] = []
+        size = 0
+        log = self._log
+        for record in iterate(pieces, data, line, log.broken):
+            held.append(record)
+            size += len(record.bases) + len(record.id) + 32
+            if size >= self._block_bytes:
+                yield from self._slow_batch(held, piece)
+                held, size = [], 0
+        if held:
+            yield from self._slow_batch(held, piece)
 
-def _format(data: bytes, name: str) -> Format:
-    first = data[:1]
-    if first in (b">", b";"):
-        return "fasta"
-    if data.startswith((b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")):
-        raise InputError("this is SAM, not FASTQ", file=name, hint="convert it: samtools fastq")
-    if first == b"@":
-        return "fastq"
-    known = {b"BAM\1": "BAM; convert it: samtools fastq", b"PK\3\4": "a zip archive; unpack it first"}
-    kind = known.get(data[:4], f"neither FASTA nor FASTQ: it starts with {data[:12]!r}, expected '>' or '@'")
-    raise InputError(f"this is {kind}", file=name)
-
-
-def _slow_blocks(
-    source: Source, form: Format, data: bytes, line: int, log: ParseLog, block_bytes: int
-) -> Iterator[Block]:
-    """The rest of a file through Biopython, gathered into blocks."""
-    iterate = iterate_fastq if form == "fastq" else iterate_fasta
-    held: list[Record] = []
-    size = 0
-    for record in iterate(source, data, line, log.broken):
-        held.append(record)
-        size += len(record.bases) + len(record.id) + 32
-        if size >= block_bytes:
-            yield _block_of(held)
-            held, size = [], 0
-    if held:
-        yield _block_of(held)
+    def _slow_batch(self, records: list[Record], piece: Piece) -> Iterator[ReadBatch]:
+        """One batch, if any of the records is good."""
+        log = self._log
+        batch = batch_of(_block_of(records), piece.file, piece.form, log.reads + log.left_out)
+        batch, broken = without_illegal(batch, piece.name)
+        log.take(Taken(len(batch), batch.unnamed, broken), piece.name)
+        if len(batch):
+            yield batch
 
 
 def _block_of(records: list[Record]) -> Block:
@@ -191,91 +243,3 @@ def _block_of(records: list[Record]) -> Block:
         next_line=0,
         irregular=False,
     )
-
-
-def _batch(file: int, name: str, block: Block, log: ParseLog) -> ReadBatch:
-    ids, id_lengths, unnamed = _clean_ids(block, log.reads)
-    batch = ReadBatch(
-        file=file,
-        ids=ids,
-        id_offsets=offsets_of(id_lengths),
-        bases=block.bases,
-        base_offsets=offsets_of(block.base_lengths),
-        lines=block.lines,
-        unnamed=unnamed,
-        form="fastq" if block.text.startswith(b"@") else "fasta",
-        text=block.text,
-        text_offsets=np.append(0, block.text_ends),
-    )
-    if block.bases.translate(None, _LEGAL):
-        batch = _without_illegal(batch, name, log)
-    log.reads += len(batch)
-    log.unnamed += batch.unnamed
-    return batch
-
-
-def offsets_of(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each of the segments starts, and the end of the last: int64 [n + 1]."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
-
-
-def _clean_ids(block: Block, reads_before: int) -> tuple[bytes, NDArray[np.int64], int]:
-    """Ids as printable UTF-8 words, and how many were missing; nearly always they are just that already."""
-    raw = np.frombuffer(block.ids, np.uint8)
-    if block.id_lengths.all() and not ((raw < 33) | (raw > 126)).any():
-        return block.ids, block.id_lengths, 0
-    offsets = offsets_of(block.id_lengths).tolist()
-    words = [_printable(block.ids[a:b]) for a, b in pairwise(offsets)]
-    unnamed = sum(not word for word in words)
-    named = [word or f"unnamed_{reads_before + i + 1}".encode() for i, word in enumerate(words)]
-    return b"".join(named), np.fromiter(map(len, named), np.int64, len(named)), unnamed
-
-
-def _printable(word: bytes) -> bytes:
-    first = word.decode("utf-8", "backslashreplace").split(None, 1)[:1]
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in "".join(first)).encode()
-
-
-def _without_illegal(batch: ReadBatch, name: str, log: ParseLog) -> ReadBatch:
-    """The batch without reads that hold other letters than nucleotides; each one goes to the log."""
-    legal = np.zeros(256, bool)
-    legal[np.frombuffer(_LEGAL, np.uint8)] = True
-    bad_at = np.flatnonzero(~legal[np.frombuffer(batch.bases, np.uint8)])
-    owners, first = np.unique(np.searchsorted(batch.base_offsets, bad_at, side="right") - 1, return_index=True)
-    for owner, place in zip(owners.tolist(), bad_at[first].tolist(), strict=True):
-        letter = batch.bases[place : place + 1].decode("latin-1")
-        log.broken(
-            InputError(
-                f"{letter!r} at base {place - int(batch.base_offsets[owner]) + 1} is no nucleotide letter",
-                file=name,
-                line=int(batch.lines[owner]),
-                read_id=shortened(batch.id(owner)),
-                hint="expected A C G T U N, IUPAC codes or gaps; is this a protein file?",
-            )
-        )
-    keep = np.ones(len(batch), bool)
-    keep[owners] = False
-    return _select(batch, np.flatnonzero(keep))
-
-
-def _select(batch: ReadBatch, kept: NDArray[np.intp]) -> ReadBatch:
-    ids, id_offsets = _pick(batch.ids, batch.id_offsets, kept)
-    bases, base_offsets = _pick(batch.bases, batch.base_offsets, kept)
-    text, text_offsets = _pick(batch.text, batch.text_offsets, kept)
-    return replace(
-        batch,
-        ids=ids,
-        id_offsets=id_offsets,
-        bases=bases,
-        base_offsets=base_offsets,
-        lines=batch.lines[kept],
-        text=text,
-        text_offsets=text_offsets,
-    )
-
-
-def _pick(data: bytes, offsets: NDArray[np.int64], kept: NDArray[np.intp]) -> tuple[bytes, NDArray[np.int64]]:
-    pieces = [data[offsets[i] : offsets[i + 1]] for i in kept]
-    return b"".join(pieces), offsets_of(np.fromiter(map(len, pieces), np.int64, len(pieces)))

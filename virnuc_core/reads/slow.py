@@ -9,18 +9,17 @@ import io
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Final, cast
+from typing import IO, Final, Protocol, cast
 
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 from Bio.SeqIO.QualityIO import FastqGeneralIterator
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.sources import DamagedInput, Source
+from virnuc_core.reads.batch import LETTERS, shortened
+from virnuc_core.reads.sources import DamagedInput
 
 _LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for broken: bounds what one error costs
-_LONGEST_SHOWN: Final = 200
 _READ_BYTES: Final = 1 << 20
-_LETTERS: Final = "ACGTUNRYSWKMBDHVX-."
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +35,18 @@ class Record:
 Broken = Callable[[InputError], None]
 
 
+class Text(Protocol):
+    """What is left of a file. `read` gives about `size` bytes, none at the end; damage is told once, where it is."""
+
+    @property
+    def name(self) -> str: ...
+    def read(self, size: int, /) -> bytes: ...
+
+
 class _Rest(io.RawIOBase):
     """What the fast cutter left, followed by the rest of the source. Damage ends it and is kept for later."""
 
-    def __init__(self, data: bytes, source: Source) -> None:
+    def __init__(self, data: bytes, source: Text) -> None:
         self._data, self._source = data, source
         self.damage: DamagedInput | None = None
 
@@ -99,13 +106,7 @@ class _Lines:
         self.since = []
 
 
-def shortened(text: str) -> str:
-    """Printable, and no longer than people read: what stands in a broken file may be anything."""
-    clean = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_SHOWN])
-    return clean + "…" * (len(text) > _LONGEST_SHOWN)
-
-
-def _open(source: Source, data: bytes, line: int) -> tuple[_Rest, _Lines]:
+def _open(source: Text, data: bytes, line: int) -> tuple[_Rest, _Lines]:
     rest = _Rest(data, source)
     # any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are
     text = io.TextIOWrapper(io.BufferedReader(rest, _READ_BYTES), "utf-8", errors="surrogateescape", newline=None)
@@ -120,7 +121,7 @@ def _id(title: str) -> bytes:
     return _bytes("".join(title.split(None, 1)[:1]))
 
 
-def iterate_fasta(source: Source, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
+def iterate_fasta(source: Text, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
     """Records of the rest of a FASTA file; `;` lines are comments wherever they stand.
 
     Text before the first header and a damaged end are given to `broken`; the record that stands there is left out.
@@ -160,7 +161,7 @@ def _fasta_lines(lines: _Lines, headers: deque[int], name: str, broken: Broken) 
         yield text
 
 
-def iterate_fastq(source: Source, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
+def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
     """Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
 
     After a broken record reading goes on at the next lines that look like a record.
@@ -204,7 +205,7 @@ def _find_record(lines: _Lines) -> None:
         window.append(text)
         if len(window) == 3 and window[0].startswith("@"):
             letters = window[1].strip()
-            if window[2].startswith("+") or (letters and not letters.upper().strip(_LETTERS)):
+            if window[2].startswith("+") or (letters and not letters.upper().strip(LETTERS)):
                 break
     else:
         return

@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import re
 import shutil
 import stat
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final, TextIO
 
+import numpy as np
 import psutil
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
-from virnuc_core.reads.frames import each_with_frames
-from virnuc_core.reads.parse import OnError, ParseLog, ReadBatch, Skipped, parse
+from virnuc_core.reads.batch import ReadBatch
+from virnuc_core.reads.crew import Crew
+from virnuc_core.reads.lay import Laid, Lay, Look, Seen, to_send
+from virnuc_core.reads.parse import OnError, ParseLog, Skipped, in_order
+from virnuc_core.reads.pieces import Piece
 from virnuc_core.reads.sources import STDIN, Inputs, find_inputs
-from virnuc_core.reads.store import OrfStore, StoreCounts
-from virnuc_core.reads.write import Fingerprint, StoreWriter
+from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts
+from virnuc_core.reads.write import StoreWriter, fingerprint_for
 from virnuc_core.rundir import whole_file, write_text_whole
 
 SKIPPED_LIST: Final = "skipped.tsv"
+_log = logging.getLogger(__name__)
 
 
 class StageSpec(Spec):
@@ -34,20 +42,32 @@ class StageSpec(Spec):
 
     reads: tuple[str, ...] = Field(min_length=1, description="FASTA or FASTQ files or folders; - is standard input")
     model_length: int = Field(DEFAULT_MODEL_LENGTH, ge=1, description="the head's model length: chunk size in bases")
-    workers: int = Field(1, ge=1, le=256, description="processes that translate; results do not depend on it")
+    workers: int = Field(1, ge=1, le=256, description="processes that stage; results do not depend on it")
     on_error: OnError = Field("stop", description="skip: leave broken records out, count and list them")
     strict: bool = Field(False, description="refuse reads that share an id")
 
 
 @dataclass(frozen=True, slots=True)
 class MadeIn:
-    """Seconds that making a store took."""
+    """Seconds that making a store took; what several workers did at once counts as shared evenly among them."""
 
+    cut_s: float  # unpacking and cutting the text, which one process does for all; part of the next
     parse_s: float
     chunk_s: float
     translate_s: float
     store_s: float
     total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FileReads:
+    """What was met in one file."""
+
+    file: str
+    reads: int
+    empty: int  # reads without bases
+    skipped: int  # broken records left out
+    duplicate_ids: int  # reads whose id an earlier read has, of this file or one before
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +80,16 @@ class StageSummary:
     model_length: int
     counts: StoreCounts
     files: tuple[str, ...]
+    by_file: tuple[FileReads, ...]  # in the order of `files`
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
     empty_files: int
     skipped_records: int
     skipped_list: Path | None  # where they are listed
     unnamed_reads: int  # had no id and were given one
-    parse_s: float  # this and the four below: when the store was made, also where it was reused now
-    chunk_s: float  # summed over workers
-    translate_s: float  # summed over workers
+    cut_s: float  # this and the five below: as in `MadeIn`, also where the store was reused now
+    parse_s: float
+    chunk_s: float
+    translate_s: float
     store_s: float
     total_s: float
     checked_s: float  # what this call took
@@ -77,26 +99,61 @@ class StageSummary:
         """Reads staged per second of wall time."""
         return self.counts.n_reads / self.total_s if self.total_s > 0 else 0.0
 
+    @property
+    def tally(self) -> dict[str, int]:
+        """The counts that say what became of the input, by name."""
+        counts = self.counts
+        return {
+            "reads": counts.n_reads,
+            "empty": counts.n_empty,
+            "skipped": self.skipped_records,
+            "duplicate_ids": counts.n_duplicate_ids,
+            "duplicates": counts.n_rows - counts.n_uniques,  # rows whose sequences an earlier row has
+            "ambiguous": counts.n_ambiguous,
+            "short_for_model": counts.n_short,
+            "no_open_frame": counts.n_reads - counts.n_open_reads - counts.n_empty,
+        }
+
+    def warnings(self) -> list[str]:
+        """What people should know about their files, a sentence each."""
+        said = []
+        for one in self.by_file:
+            if one.skipped:
+                said.append(f"{one.file}: {_many(one.skipped, 'broken record')} left out")
+            if one.empty:
+                said.append(f"{one.file}: {_many(one.empty, 'read')} without bases")
+            if one.duplicate_ids:
+                reads = _many(one.duplicate_ids, "read")
+                said.append(f"{one.file}: {reads} with the id of an earlier read, told apart by a number added to it")
+        return said + [f"{name}: neither FASTA nor FASTQ, not read" for name in self.ignored_files]
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
 
 @dataclass(slots=True)
 class _Clock:
     """Seconds by stage."""
 
+    workers: int
     started: float = field(default_factory=time.perf_counter)
     parse_s: float = 0.0
     chunk_s: float = 0.0
     translate_s: float = 0.0
     store_s: float = 0.0
 
-    def timed(self, batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
-        """The batches, with the time they take counted as parsing."""
-        while True:
-            before = time.perf_counter()
-            batch = next(batches, None)
-            self.parse_s += time.perf_counter() - before
-            if batch is None:
-                return
-            yield batch
+    def add(self, laid: Laid) -> None:
+        """Count what a worker took."""
+        self.parse_s += laid.parse_s / self.workers
+        self.chunk_s += laid.chunk_s / self.workers
+        self.translate_s += laid.translate_s / self.workers
+        self.store_s += laid.store_s / self.workers
+
+    def made_in(self, cut_s: float) -> MadeIn:
+        """All of it, up to now."""
+        total_s = time.perf_counter() - self.started
+        return MadeIn(cut_s, cut_s + self.parse_s, self.chunk_s, self.translate_s, self.store_s, total_s)
 
 
 def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
@@ -106,29 +163,43 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
     Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
     when `out` holds other reads and may not be replaced.
     """
-    clock = _Clock()
+    clock = _Clock(spec.workers)
     inputs = find_inputs(spec.reads)
     try:
-        with _scratch(out) as folder, _skip_list(spec, out, folder) as log:
-            reused = _is_current(spec, inputs, out, log, clock)
+        with (
+            _scratch(out) as folder,
+            _skip_list(spec, out, folder) as log,
+            Crew(folder, spec.workers) as crew,
+        ):
+            reused = _is_current(spec, inputs, out, log, crew)
             if not reused:
-                if out.exists() and not may_replace:
-                    raise RunMismatchError(
-                        f"{out.parent} holds a run of other reads, or of reads cut otherwise; "
-                        "choose another directory or --force"
-                    )
+                _refuse_to_replace(out, may_replace)
                 log.start_over()
-                _write(spec, inputs, out, folder, log, clock)
+                writer = StoreWriter(folder, spec.model_length, inputs.files, crew, strict=spec.strict)
+                _write(spec, inputs, out, writer, crew, log.log, clock)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
         ) from error
-    counted = log.log
+    summary = _summary(spec, inputs, out, log.log, clock, reused)
+    for warning in summary.warnings():
+        _log.warning("%s", warning)
+    return summary
+
+
+def _refuse_to_replace(out: Path, may_replace: bool) -> None:
+    if out.exists() and not may_replace:
+        raise RunMismatchError(
+            f"{out.parent} holds a run of other reads, or of reads cut otherwise; choose another directory or --force"
+        )
+
+
+def _summary(
+    spec: StageSpec, inputs: Inputs, out: Path, counted: ParseLog, clock: _Clock, reused: bool
+) -> StageSummary:
     store = OrfStore.open(out)
-    checked_s = time.perf_counter() - clock.started
-    made = _made_in(out, store.fingerprint) if reused else None
-    if made is None:
-        made = MadeIn(clock.parse_s, clock.chunk_s, clock.translate_s, clock.store_s, checked_s)
+    this = clock.made_in(counted.cut_s)
+    made = (_made_in(out, store.fingerprint) if reused else None) or this
     if not reused:
         write_text_whole(_made_path(out), json.dumps({"fingerprint": store.fingerprint, **asdict(made)}) + "\n")
     return StageSummary(
@@ -138,18 +209,27 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
         model_length=store.model_length,
         counts=store.counts,
         files=inputs.files,
+        by_file=_by_file(inputs.files, counted, store),
         ignored_files=inputs.ignored,
         empty_files=counted.empty_files,
         skipped_records=counted.skipped,
         skipped_list=out.with_name(SKIPPED_LIST) if spec.on_error == "skip" else None,
         unnamed_reads=counted.unnamed,
-        parse_s=made.parse_s,
-        chunk_s=made.chunk_s,
-        translate_s=made.translate_s,
-        store_s=made.store_s,
-        total_s=made.total_s,
-        checked_s=checked_s,
+        **asdict(made),
+        checked_s=this.total_s,
     )
+
+
+def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[FileReads, ...]:
+    """What was met in each file; the reads of a file follow each other in the store."""
+    counted, low = [], 0
+    for name in files:
+        high = low + log.reads_by_file[name]
+        flags = store.read_flags[low:high]
+        empty, again = (int(np.count_nonzero(flags & bit)) for bit in (EMPTY, DUPLICATE_ID))
+        counted.append(FileReads(name, high - low, empty, log.skipped_by_file[name], again))
+        low = high
+    return tuple(counted)
 
 
 def _made_path(out: Path) -> Path:
@@ -165,24 +245,23 @@ def _made_in(out: Path, fingerprint: str) -> MadeIn | None:
         return None
 
 
-def _write(spec: StageSpec, inputs: Inputs, out: Path, folder: Path, log: _SkipLog, clock: _Clock) -> None:
-    writer = StoreWriter(folder, spec.model_length, inputs.files, strict=spec.strict)
-    try:
-        batches = clock.timed(parse(inputs.files, log.log))
-        for batch, frames in each_with_frames(batches, spec.model_length, spec.workers):
-            before = time.perf_counter()
-            writer.add(batch, frames)
-            clock.chunk_s += frames.chunk_s
-            clock.translate_s += frames.translate_s
-            clock.store_s += time.perf_counter() - before
-        before = time.perf_counter()
-        writer.finish(out)
-        clock.store_s += time.perf_counter() - before
-    finally:
-        writer.close()
+def _write(
+    spec: StageSpec, inputs: Inputs, out: Path, writer: StoreWriter, crew: Crew, log: ParseLog, clock: _Clock
+) -> None:
+    numbers = itertools.count()
+
+    def lay(item: Piece | ReadBatch) -> Future[Laid]:
+        return crew.submit(Lay(next(numbers), to_send(item), spec.model_length))
+
+    for laid in in_order(inputs.files, log, lay, ahead=crew.ahead):
+        writer.add(laid)
+        clock.add(laid)
+    before = time.perf_counter()
+    writer.finish(out)
+    clock.store_s += time.perf_counter() - before
 
 
-def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: _SkipLog, clock: _Clock) -> bool:
+def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: _SkipLog, crew: Crew) -> bool:
     """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
     if not out.is_file() or not all(_can_be_read_twice(name) for name in inputs.files):
         return False
@@ -192,9 +271,13 @@ def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: _SkipLog, clock
         return False  # unreadable, or of an earlier version: made anew
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
         return False
-    fingerprint = Fingerprint(spec.model_length)
-    for batch in clock.timed(parse(inputs.files, log.log)):
-        fingerprint.add(batch)
+
+    def look(item: Piece | ReadBatch) -> Future[Seen]:
+        return crew.submit(Look(to_send(item)))
+
+    fingerprint = fingerprint_for(spec.model_length)
+    for seen in in_order(inputs.files, log.log, look, ahead=crew.ahead):
+        fingerprint.add(seen.leaves)
     return fingerprint.hexdigest() == store.fingerprint
 
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import random
 import re
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.parse import ParseLog, Skipped, parse
+from virnuc_core.reads.batch import ReadBatch
+from virnuc_core.reads.parse import ParseLog, Skipped, in_order, parse
+from virnuc_core.reads.pieces import Piece, Reading, read
 
 from .conftest import WriteReads
 
@@ -322,6 +325,46 @@ def test_blocks_make_no_difference_to_lines_and_records(
                 assert batch.record(i).decode().split("\n")[0].rstrip() == header.rstrip()
     except InputError:
         return  # the text is broken; what is said of it is tested elsewhere
+
+
+@dataclass(frozen=True)
+class Later:
+    """Work that is done when its answer is asked for."""
+
+    item: Piece | ReadBatch
+
+    def result(self) -> Reading:
+        return read(self.item)
+
+
+broken_texts = st.text(alphabet="@>+;ACGTNE \n\r\t!I\u00a0", max_size=200)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.one_of(fasta_texts(), fastq_texts(), broken_texts), min_size=1, max_size=4), st.integers(1, 200))
+def test_reading_ahead_makes_no_difference(
+    tmp_path_factory: pytest.TempPathFactory, texts: list[str], block_bytes: int
+) -> None:
+    folder = tmp_path_factory.mktemp("ahead")
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_bytes(text.encode())
+    files = tuple(str(path) for path in sorted(folder.iterdir()))
+    for on_error in ("stop", "skip"):
+        seen = []
+        for ahead in (0, 1, 7):
+            skipped: list[Skipped] = []
+            log = ParseLog(on_error, skipped.append)
+            reads: list[tuple[int, str, bytes]] = []
+            refused = ""
+            try:
+                for reading in in_order(files, log, Later, ahead=ahead, block_bytes=block_bytes):
+                    batch = reading.batch
+                    reads += [(batch.file, batch.id(i), batch.record(i)) for i in range(len(batch))]
+            except InputError as error:
+                refused = str(error)
+            counts = (log.reads, log.unnamed, log.empty_files, log.slow_files, log.reads_by_file, log.skipped_by_file)
+            seen.append((reads, refused, skipped, counts if not refused else ()))  # who stops may have seen more
+        assert seen[0] == seen[1] == seen[2]
 
 
 # anything at all

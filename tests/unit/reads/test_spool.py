@@ -1,9 +1,10 @@
-"""Columns and partitions on disk, and the finding of repeats."""
+"""Partitions on disk, and the finding of repeats."""
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import defaultdict
-from contextlib import closing
 
 import numpy as np
 import pytest
@@ -11,22 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.reads import spool
-from virnuc_core.reads.spool import Column, Partition, repeats
-
-
-@given(st.lists(st.lists(st.integers(-1000, 1000), max_size=20), max_size=10), st.data())
-def test_a_column_gives_back_any_stretch(
-    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]], data: st.DataObject
-) -> None:
-    with closing(Column(tmp_path_factory.mktemp("column") / "c", np.int32)) as column:
-        everything: list[int] = []
-        for piece in pieces:
-            column.append(np.array(piece, np.int64))
-            everything += piece
-            low = data.draw(st.integers(0, len(everything)))
-            high = data.draw(st.integers(low, len(everything)))
-            assert column.read(low, high).tolist() == everything[low:high]
-        assert len(column) == len(everything)
+from virnuc_core.reads.spool import Partition, names_of, read_all, repeats
 
 
 @pytest.mark.parametrize("held", [1, 100, 1 << 20])
@@ -36,8 +22,8 @@ def test_a_column_gives_back_any_stretch(
 def test_a_partition_keeps_each_record_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, held: int, batches: list[list[tuple[int, int, int]]]
 ) -> None:
-    path = tmp_path_factory.mktemp("partition") / "p"
-    with pytest.MonkeyPatch.context() as patch, closing(Partition(path, 2)) as partition:
+    partition = Partition(tmp_path_factory.mktemp("partition") / "p", 2)
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(spool, "_HELD_BYTES", held)
         expected = defaultdict(list)
         for batch in batches:
@@ -45,19 +31,23 @@ def test_a_partition_keeps_each_record_once_and_in_order(
             partition.add(columns[:, 0], columns[:, 1], columns[:, 2])
             for part, *record in batch:
                 expected[part].append(record)
-        assert partition.parts() == sorted(expected)
-        for part in range(6):
-            assert partition.read(part).tolist() == expected.get(part, [])
-        assert len(partition) == sum(map(len, batches))
+        parts = pickle.loads(pickle.dumps(partition.finish()))
+    assert names_of([parts]) == sorted(expected)
+    for part in range(6):
+        assert parts.read(part).tolist() == expected.get(part, [])
+        assert read_all([parts, parts], part, 2).tolist() == 2 * expected.get(part, [])
+    assert len(parts) == sum(map(len, batches))
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60))
-def test_repeats_are_numbered_in_order(pairs: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=60), st.randoms())
+def test_repeats_are_numbered_in_order(pairs: list[tuple[int, int]], chance: random.Random) -> None:
     records = np.array([(low, high, 10 * i) for i, (low, high) in enumerate(pairs)], np.uint64).reshape(-1, 3)
     expected = set()
     for i, pair in enumerate(pairs):
         if pair in pairs[:i]:
             expected.add((10 * i, 10 * pairs.index(pair), pairs[:i].count(pair) + 1))
-    index, first, number = repeats(records)
+    order = list(range(len(pairs)))
+    chance.shuffle(order)  # workers bring them in any order
+    index, first, number = repeats(records[order])
     assert len(index) == len(expected)
     assert set(zip(index.tolist(), first.tolist(), number.tolist(), strict=True)) == expected

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
+import importlib
 import os
 import random
 import re
@@ -24,10 +26,11 @@ from xopen import xopen
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, WorkerError
-from virnuc_core.reads import frames as frames_module
+from virnuc_core.reads import crew as crew_module
 from virnuc_core.reads import parse as parse_module
 from virnuc_core.reads import write as write_module
-from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.crew import Crew
+from virnuc_core.reads.stage import FileReads, StageSpec, stage
 from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL, OrfStore
 
 from .conftest import WriteReads
@@ -97,10 +100,9 @@ def made_up_reads(n: int, seed: int = 0) -> Pairs:
 @pytest.fixture
 def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes so small that every carry between stretches, buckets and blocks happens in a small test."""
-    monkeypatch.setattr(write_module, "_ROWS", 7)
+    monkeypatch.setattr(write_module, "_STRETCH_BYTES", 900)
     monkeypatch.setattr("virnuc_core.reads.spool._HELD_BYTES", 200)
-    monkeypatch.setattr(parse_module, "BLOCK_BYTES", 300)
-    monkeypatch.setattr(parse_module.parse, "__kwdefaults__", {"block_bytes": 300})
+    monkeypatch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 300})
 
 
 @pytest.mark.parametrize("text", [fasta, fastq])
@@ -204,13 +206,55 @@ def test_the_same_reads_give_the_same_bytes(write: WriteReads, tmp_path: Path) -
     assert len(made) == 1
 
 
+def mixed_files(write: WriteReads) -> tuple[str, ...]:
+    """Regular files, and such that turn out to be irregular, broken or damaged long after they began."""
+    reads = made_up_reads(900)
+    shared = [(f"r{i % 500}", bases) for i, (_, bases) in enumerate(reads)]
+    wrapped = "@w\nACGT\nACGTACG\n+\nIIII\nIIIIIII\n"
+    broken = "@b\nACGT\n+\nI\n@p\nEEE\n+\nIII\n"
+    return (
+        write(fastq(reads), "regular.fq"),
+        write("", "nothing.fa"),
+        write(fastq(shared[:300]) + wrapped + fastq(shared[300:]), "wrapped.fq"),
+        write(
+            fasta(shared[:200]) + ">r1.2\nACGTN\n;remark\n>\u00a0\nGGG\n>\nAC\n" + fasta(shared[200:400]), "remark.fa"
+        ),
+        write(fastq(shared[:100]) + broken + fastq(shared[100:400]), "broken.fq"),
+        write(gzip.compress(fastq(reads).encode())[:-400], "cut_off.fq.gz"),
+        write(fasta(reads[:50]), "last.fa"),
+    )
+
+
+@pytest.mark.usefixtures("small_stretches")
 def test_workers_give_the_same_bytes_and_leave_nobody_behind(write: WriteReads, tmp_path: Path) -> None:
-    path = write(fastq([(f"r{i}", bases) for i, (_, bases) in enumerate(made_up_reads(8000))]))
+    files = mixed_files(write)
+    made = set()
+    for workers in (1, 2, 3):
+        out = tmp_path / str(workers) / "orfs.h5"
+        spec = StageSpec(reads=files, model_length=100, workers=workers, on_error="skip")
+        summary = stage(spec, out)
+        assert min(summary.cut_s, summary.parse_s, summary.chunk_s, summary.translate_s, summary.store_s) > 0
+        assert psutil.Process().children() == []
+        again = stage(spec, out)
+        assert again.reused
+        assert (again.tally, again.by_file, again.warnings()) == (summary.tally, summary.by_file, summary.warnings())
+        made.add((digest(out), summary.fingerprint, summary.by_file, (out.parent / "skipped.tsv").read_text()))
+    assert len(made) == 1
+    assert (summary.counts.n_reads, summary.skipped_records, summary.empty_files) == (3540, 3, 1)
+
+
+@pytest.mark.usefixtures("small_stretches")
+@pytest.mark.parametrize("at", range(2, 6))
+def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: int) -> None:
+    """Of several broken records the first in the input is named, whoever comes upon one first."""
+    files = mixed_files(write)
+    said = set()
     for workers in (1, 3):
-        summary = stage(StageSpec(reads=(path,), model_length=100, workers=workers), tmp_path / f"{workers}.h5")
-        assert min(summary.parse_s, summary.chunk_s, summary.translate_s, summary.store_s) > 0
-    assert digest(tmp_path / "1.h5") == digest(tmp_path / "3.h5")
-    assert psutil.Process().children() == []
+        with pytest.raises(InputError) as caught:
+            stage(StageSpec(reads=files[at:], workers=workers), tmp_path / "orfs.h5")
+        said.add(str(caught.value))
+    assert len(said) == 1
+    assert ("broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early") in said.pop()
 
 
 def test_other_reads_and_settings_give_another_fingerprint(write: WriteReads, tmp_path: Path) -> None:
@@ -288,16 +332,21 @@ import sys, time
 from pathlib import Path
 from virnuc_core.reads import write
 from virnuc_core.reads.stage import StageSpec, stage
-def stop(*_, **__):
-    print("here", flush=True)
-    time.sleep(60)
-owner, name = sys.argv[3].split(".")
-setattr(getattr(write, owner), name, stop)
+if sys.argv[3] != "none":
+    def stop(*_, **__):
+        print("here", flush=True)
+        time.sleep(60)
+    owner, _, name = sys.argv[3].rpartition(".")
+    setattr(getattr(write, owner) if owner else write, name, stop)
 stage(StageSpec(reads=(sys.argv[1],), workers=2), Path(sys.argv[2]))
 """
 
 
-@pytest.mark.parametrize("moment", ["StoreWriter.finish", "_Uniques.write"])
+def members_of(pid: int) -> list[psutil.Process]:
+    return [child for child in psutil.Process(pid).children() if "crew_member" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize("moment", ["StoreWriter.finish", "Layout.of", "_create"])
 def test_killed_half_way_nothing_half_written_stays(write: WriteReads, tmp_path: Path, moment: str) -> None:
     out = tmp_path / "run" / "orfs.h5"
     path = write(fastq(made_up_reads(500)))
@@ -305,57 +354,79 @@ def test_killed_half_way_nothing_half_written_stays(write: WriteReads, tmp_path:
     assert child.stdout is not None
     with child, child.stdout:
         assert child.stdout.readline() == "here\n"
-        helpers = psutil.Process(child.pid).children()
+        members = members_of(child.pid)
+        assert members
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
-    psutil.wait_procs(helpers, timeout=10)
-    assert not any(helper.is_running() for helper in helpers)
+    assert psutil.wait_procs(members, timeout=10)[1] == []
     assert not out.exists()
     assert list(out.parent.iterdir()) != []  # scratch of the killed one
     stage(StageSpec(reads=(path,)), out)
     assert sorted(entry.name for entry in out.parent.iterdir()) == ["orfs.h5", "orfs.made.json"]
 
 
-def test_helpers_end_when_their_caller_is_killed(write: WriteReads, tmp_path: Path) -> None:
-    path = write(fastq(made_up_reads(20_000)))
+@pytest.mark.parametrize("moment", ["StoreWriter.add", "none"])
+def test_members_end_when_their_caller_is_killed(write: WriteReads, tmp_path: Path, moment: str) -> None:
+    """While it thinks, with answers unread; and while it sends them a job."""
+    path = write(fastq(made_up_reads(100 if moment != "none" else 20_000)) * (1 if moment != "none" else 20))
     child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, path, str(tmp_path / "orfs.h5"), "StoreWriter.add"],
-        stdout=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-c", CHILD, path, str(tmp_path / "orfs.h5"), moment], stdout=subprocess.PIPE, text=True
     )
     assert child.stdout is not None
     with child, child.stdout:
-        child.stdout.readline()
-        helpers = psutil.Process(child.pid).children()
-        assert len(helpers) == 2
+        members: list[psutil.Process] = []
+        while not members:
+            members = members_of(child.pid)
+            time.sleep(0.01)
+        if moment == "none":
+            time.sleep(0.7)  # they are at work by now
+        else:
+            child.stdout.readline()
         child.send_signal(signal.SIGKILL)
-    gone, alive = psutil.wait_procs(helpers, timeout=10)
-    assert (len(gone), alive) == (2, [])
+    assert child.returncode == -signal.SIGKILL
+    assert psutil.wait_procs(members, timeout=10)[1] == []
 
 
-def test_a_helper_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = []
-    start = frames_module._Helper.__init__
+def test_a_member_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = crew_module._Member._start
 
-    def note(self: frames_module._Helper) -> None:
-        start(self)
-        made.append(self)
-        self._process.kill()
-        self._process.wait()
+    def start_and_kill(self: crew_module._Member) -> subprocess.Popen[bytes]:
+        process = start(self)
+        process.kill()
+        process.wait()
+        return process
 
-    monkeypatch.setattr(frames_module._Helper, "__init__", note)
-    with pytest.raises(WorkerError, match="helper process ended"):
+    monkeypatch.setattr(crew_module._Member, "_start", start_and_kill)
+    with pytest.raises(WorkerError, match=r"worker process ended \(exit code -9\)"):
         stage(StageSpec(reads=(write(">a\nACGT\n"),), workers=2), tmp_path / "orfs.h5")
-    assert len(made) == 2
-    assert not list(tmp_path.glob("*.h5"))
+    assert [path.name for path in tmp_path.iterdir()] == ["reads.fa"]
     assert psutil.Process().children() == []
 
 
-def test_a_helper_that_fails_brings_its_traceback(write: WriteReads, tmp_path: Path) -> None:
-    helper = frames_module._Helper()
-    with helper, pytest.raises(WorkerError) as caught:
-        helper.frames_of("no job")  # type: ignore[arg-type]
-    assert "AttributeError" in caught.value.worker_traceback
+@pytest.mark.parametrize(
+    ("error", "becomes"), [(ValueError("no"), WorkerError), (OSError(errno.ENOSPC, "No space left"), OSError)]
+)
+def test_a_job_that_fails_brings_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, becomes: type[Exception]
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the member finds the job
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    jobs = importlib.import_module("failing_job")
+    with pytest.raises(becomes) as caught, Crew(tmp_path, 2) as crew:
+        crew.submit(jobs.Fails(error)).result()
+    told = caught.value if becomes is WorkerError else caught.value.__cause__
+    assert isinstance(told, WorkerError)
+    assert "raise self.error" in told.worker_traceback
+    assert psutil.Process().children() == []
+
+
+def test_a_crew_starts_no_more_members_than_there_is_work_for(tmp_path: Path) -> None:
+    with Crew(tmp_path, 8) as crew:
+        assert psutil.Process().children() == []
+        for _ in range(5):
+            assert crew.submit(crew_module._Finish("nothing")).result() is None
+        assert len(psutil.Process().children()) == 1
+    assert psutil.Process().children() == []
 
 
 def test_an_output_that_cannot_be_written(write: WriteReads, tmp_path: Path) -> None:
@@ -368,7 +439,7 @@ def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("virnuc_core.reads.spool.Column.append", refuse)
+    monkeypatch.setattr("virnuc_core.reads.draft.Draft._write", refuse)
     with pytest.raises(ConfigError, match="No space left on device"):
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []
@@ -404,7 +475,8 @@ def test_ids_are_always_distinct(tmp_path_factory: pytest.TempPathFactory, names
     folder = tmp_path_factory.mktemp("ids")
     (folder / "reads.fa").write_text("".join(f">{name}\nA\n" for name in names))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_module, "_ROWS", 5)
+        patch.setattr(write_module, "_STRETCH_BYTES", 200)
+        patch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 30})
         stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5")
     store = OrfStore.open(folder / "orfs.h5")
     ids = store.read_ids(0, store.n_reads)
@@ -443,6 +515,35 @@ def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Pat
         assert sorted(line[:3] for line in lines[1:]) == [[path, "5", "b"], [path, "9", "c"]]
     with pytest.raises(InputError):  # not a reason to let broken records pass
         stage(StageSpec(reads=(path,)), out)
+
+
+def test_what_was_met_is_told_by_file(write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    one = write(">a\nACGTACGTACG\n>b\n\n>a\nACGTACGTACG\n>n\nTAATAATAATAGTAGTAGATGATGATG\n", "in/one.fa")
+    two = write("@a\n\n+\n\n@bad\nACG\n+\nI\n@c\nGGNGG\n+\nIIIII\n", "in/two.fq")
+    other = write("no reads", "in/other.txt")
+    summary = stage(StageSpec(reads=(str(tmp_path / "in"),), on_error="skip"), tmp_path / "orfs.h5")
+    assert summary.by_file == (FileReads(one, 4, 1, 0, 1), FileReads(two, 2, 1, 1, 1))
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert summary.tally == {
+        "reads": 6,
+        "empty": 2,
+        "skipped": 1,
+        "duplicate_ids": 2,
+        "duplicates": store.n_rows - store.n_uniques,
+        "ambiguous": 1,
+        "short_for_model": 4,
+        "no_open_frame": int(np.count_nonzero((store.read_rows[:] == 0) & (store.read_chunks[:] > 0))),
+    }
+    assert summary.tally["duplicates"] > 0
+    assert summary.warnings() == [
+        f"{one}: 1 read without bases",
+        f"{one}: 1 read with the id of an earlier read, told apart by a number added to it",
+        f"{two}: 1 broken record left out",
+        f"{two}: 1 read without bases",
+        f"{two}: 1 read with the id of an earlier read, told apart by a number added to it",
+        f"{other}: neither FASTA nor FASTQ, not read",
+    ]
+    assert [record.message for record in caplog.records] == summary.warnings()
 
 
 def test_an_empty_input_makes_an_empty_store(write: WriteReads, tmp_path: Path) -> None:

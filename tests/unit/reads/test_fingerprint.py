@@ -1,0 +1,80 @@
+"""The fingerprint depends on the reads and their order, and on nothing else."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virnuc_core.reads.batch import ReadBatch, offsets_of
+from virnuc_core.reads.digest import digests
+from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
+
+Pairs = list[tuple[bytes, bytes]]
+
+
+def batch_of(reads: Pairs) -> ReadBatch:
+    ids, bases = [name for name, _ in reads], [letters for _, letters in reads]
+    at = [offsets_of(np.array([len(word) for word in words], np.int64)) for words in (ids, bases)]
+    none = np.zeros(len(reads), np.int64)
+    return ReadBatch(0, b"".join(ids), at[0], b"".join(bases), at[1], none, 0, "fasta", b"", none)
+
+
+def fingerprint(reads: Pairs, cuts: list[int]) -> str:
+    made = Fingerprint("settings")
+    edges = [0, *sorted(cut % (len(reads) + 1) for cut in cuts), len(reads)]
+    for low, high in pairwise(edges):
+        batch = batch_of(reads[low:high])
+        made.add(leaves_of(batch, digests(np.frombuffer(batch.ids, np.uint8), batch.id_offsets)))
+    return made.hexdigest()
+
+
+def numbered(n: int) -> Pairs:
+    return [(b"r%d" % i, b"ACGT" * (i % 5)) for i in range(n)]
+
+
+@given(st.integers(0, 1500), st.lists(st.integers(0, 2000), max_size=6))
+def test_batches_make_no_difference(n: int, cuts: list[int]) -> None:
+    assert fingerprint(numbered(n), cuts) == fingerprint(numbered(n), [])
+
+
+@given(st.integers(1, 600), st.data())
+def test_any_change_makes_a_difference(n: int, data: st.DataObject) -> None:
+    reads = numbered(n)
+    i = data.draw(st.integers(0, n - 1))
+    name, bases = reads[i]
+    moved = [*reads[:i], *reads[i + 1 :], reads[i]]
+    changed = [
+        [*reads[:i], (name + b"x", bases), *reads[i + 1 :]],
+        [*reads[:i], (name, bases + b"A"), *reads[i + 1 :]],
+        [*reads[:i], *reads[i + 1 :]],
+        [*reads, (name, bases)],
+        *([moved] if moved != reads else []),
+    ]
+    prints = {fingerprint(other, []) for other in changed}
+    assert len(prints | {fingerprint(reads, [])}) == len(changed) + 1
+
+
+def test_a_letter_that_moves_to_the_next_read_makes_a_difference() -> None:
+    made = {
+        fingerprint(reads, [])
+        for reads in (
+            [(b"a", b"AC"), (b"b", b"GT")],
+            [(b"a", b"ACG"), (b"b", b"T")],
+            [(b"ab", b"AC"), (b"", b"GT")],
+            [(b"a", b"ACGT"), (b"b", b"")],
+        )
+    }
+    assert len(made) == 4
+
+
+def test_one_id_for_all_ends_a_leaf_at_every_read_or_at_none() -> None:
+    names = [b"id%d" % i for i in range(2000)]
+    offsets = offsets_of(np.array([len(name) for name in names], np.int64))
+    ends = digests(np.frombuffer(b"".join(names), np.uint8), offsets)[:, 0] % np.uint64(64) == 0
+    assert 10 < np.count_nonzero(ends) < 60
+    for name in (names[int(np.argmax(ends))], names[int(np.argmin(ends))]):
+        reads = [(name, b"A" * i) for i in range(50)]
+        assert fingerprint(reads, [3, 20]) == fingerprint(reads, []) != fingerprint(reads[::-1], [])

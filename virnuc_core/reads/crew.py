@@ -1,0 +1,220 @@
+"""The workers of staging: the same jobs done in this process, or in several of its own.
+
+A crew of one works here. A larger one has a process for each worker, started when there is work for it; jobs and
+answers go through its standard input and output, so that it ends when its caller does, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from types import TracebackType
+from typing import IO, Any, Final, Protocol, TypeVar, cast
+
+from virnuc_core.errors import WorkerError
+from virnuc_core.reads.draft import Draft
+from virnuc_core.reads.spool import Parts
+
+_AHEAD: Final = 3  # jobs of each worker: one under way, one in its pipe, one to come
+_PIPE_BYTES: Final = 1 << 20  # room for a whole job, where the system grants it
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Job(Protocol[T_co]):
+    """Something a worker can do with its draft; it and its answer must be picklable."""
+
+    def run(self, draft: Draft) -> T_co: ...
+
+
+class Crew:
+    """`workers` workers, each with a draft in `folder`; use it in a `with` statement."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self.ahead: Final = 0 if workers == 1 else _AHEAD * workers  # jobs worth sending before an answer is awaited
+        self._here = Draft(folder, 0) if workers == 1 else None
+        self._members = [] if workers == 1 else [_Member(folder, worker) for worker in range(workers)]
+
+    def submit(self, job: Job[T]) -> Future[T]:
+        """Have a job done by whoever has least to do; a crew of one does it at once.
+
+        The answer raises what the job raised, in this process, or `WorkerError` from another.
+        """
+        if self._here is None:
+            return min(self._members, key=_Member.load).submit(job)
+        done: Future[T] = Future()
+        done.set_result(job.run(self._here))
+        return done
+
+    def map(self, jobs: Iterable[Job[T]]) -> Iterator[T]:
+        """The answers to many jobs, in order."""
+        waiting: deque[Future[T]] = deque()
+        for job in jobs:
+            waiting.append(self.submit(job))
+            while len(waiting) > self.ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+    def finish(self, name: str) -> tuple[Parts, ...]:
+        """What all workers put into the partition `name`; to be called when no job is under way."""
+        if self._here is not None:
+            drafts = [self._here.finish(name)]
+        else:
+            drafts = [future.result() for future in [m.submit(_Finish(name)) for m in self._members if m.is_started]]
+        return tuple(parts for parts in drafts if parts is not None)
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            for member in self._members:
+                member.kill()  # nobody waits for what they are at
+        for member in self._members:
+            member.close()
+        if self._here is not None:
+            self._here.close()
+
+
+class _Finish:
+    """Finish a partition of the worker's draft."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def run(self, draft: Draft) -> Parts | None:
+        return draft.finish(self._name)
+
+
+class _Member:
+    """A process that does jobs one after the other. It ends when its input does: with us, however we end.
+
+    One thread sends jobs and one takes answers, so that the next job is there before the last is done.
+    """
+
+    def __init__(self, folder: Path, worker: int) -> None:
+        self._folder, self._worker = folder, worker
+        self._process: subprocess.Popen[bytes] | None = None
+        self._threads: list[threading.Thread] = []
+        self._jobs: SimpleQueue[tuple[bytes, Future[Any]] | None] = SimpleQueue()
+        self._sent: SimpleQueue[Future[Any] | None] = SimpleQueue()
+        self._submitted = self._answered = 0
+
+    @property
+    def is_started(self) -> bool:
+        return self._process is not None
+
+    def load(self) -> tuple[int, bool]:
+        """How much it has to do; between the idle, those that are started come first."""
+        return self._submitted - self._answered, not self.is_started
+
+    def submit(self, job: Job[T]) -> Future[T]:
+        """Have a job done after those submitted before. The answer raises `WorkerError` when the process fails."""
+        if self._process is None:
+            self._process = self._start()
+        answer: Future[T] = Future()
+        self._submitted += 1
+        self._jobs.put((pickle.dumps(job, pickle.HIGHEST_PROTOCOL), answer))
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "virnuc_core.reads.crew_member", str(self._folder), str(self._worker)]
+        try:
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        except OSError as error:
+            raise WorkerError(f"a staging worker process could not be started: {error}") from error
+        if hasattr(fcntl, "F_SETPIPE_SZ"):
+            with suppress(OSError):  # more than this user may have
+                fcntl.fcntl(cast(IO[bytes], process.stdin), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        for work in (self._send, self._receive):
+            thread = threading.Thread(target=work, args=(process,), name=f"crew {self._worker}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return process
+
+    def _send(self, process: subprocess.Popen[bytes]) -> None:
+        stdin = cast(IO[bytes], process.stdin)
+        while (item := self._jobs.get()) is not None:
+            job, answer = item
+            self._sent.put(answer)
+            with suppress(OSError):  # it has died: whoever waits for the answer is told
+                stdin.write(job)
+                stdin.flush()
+        with suppress(OSError):
+            stdin.close()
+        self._sent.put(None)
+
+    def _receive(self, process: subprocess.Popen[bytes]) -> None:
+        while (waiting := self._sent.get()) is not None:
+            try:
+                waiting.set_result(_answer_of(process))
+            except Exception as error:  # noqa: BLE001  # it is raised where the answer is asked for
+                waiting.set_exception(error)
+            self._answered += 1
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self._process is not None:
+            self._process.kill()
+
+    def close(self) -> None:
+        """Let it end, once what was submitted is done."""
+        if self._process is None:
+            return
+        self._jobs.put(None)
+        for thread in self._threads:
+            thread.join()
+        try:
+            self._process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        cast(IO[bytes], self._process.stdout).close()
+
+
+def _answer_of(process: subprocess.Popen[bytes]) -> Any:
+    """The next answer. Errors: what the job raised, or that the process has died."""
+    try:
+        failed, answer = pickle.load(cast(IO[bytes], process.stdout))
+    except (OSError, EOFError, pickle.UnpicklingError) as error:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=5)
+        raise WorkerError(f"a staging worker process ended (exit code {process.poll()})") from error
+    if not failed:
+        return answer
+    problem, trace = answer
+    if isinstance(problem, OSError):  # of the disk: as if it had happened here
+        raise problem from WorkerError("in a staging worker process", worker_traceback=trace)
+    raise WorkerError(f"a staging worker process failed: {problem}", worker_traceback=trace)
+
+
+def serve(jobs: IO[bytes], answers: IO[bytes], draft: Draft) -> None:
+    """A member's loop: jobs in, answers out, until there are no more or nobody listens."""
+    while True:
+        try:
+            job: Job[Any] = pickle.load(jobs)
+        except (EOFError, pickle.UnpicklingError):  # the caller is gone, perhaps within a word
+            return
+        try:
+            answer = (False, job.run(draft))
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is told where it can be understood
+            problem = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            answer = (True, (problem, traceback.format_exc()))
+        try:
+            pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+            answers.flush()
+        except BrokenPipeError:
+            return
