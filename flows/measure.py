@@ -10,15 +10,18 @@ from flows import preflight
 from flows.parameters import MeasureSettings
 from flows.presence import announce
 from tasks.baseline import baseline
+from tasks.ceiling import ceiling
 from tasks.compare import BASELINE, compare
 from tasks.embed import embed
 from tasks.limit import TimeLimitError
+from tasks.overhead import overhead
 from tasks.report import publish, record_validation, report
 from tasks.stage import stage
 from virnuc_core.config import Devices, Profile
-from virnuc_core.pipeline import model_length
+from virnuc_core.pipeline import model_length, read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
+from virnuc_core.telemetry.flops import ModelFlops
 from virnuc_core.validation.gather import RUN_PREFIX
 from virnuc_core.validation.records import Report
 
@@ -36,7 +39,7 @@ def measure(
     spec = StageSpec(
         reads=settings.reads,
         model_length=length,
-        workers=settings.stage_workers,
+        workers=settings.staging_processes,
         on_error=settings.on_error,
         strict=settings.strict,
     )
@@ -46,13 +49,16 @@ def measure(
         spec=settings.model_dump(mode="json"),
         profile=profile,
         models=settings.models,
-        reads_fingerprint=staging.fingerprint,
+        staging=staging,
         model_length=length,
         devices=found,
         force=settings.force,
     )
     subset = with_baseline and _baseline(settings, profile, label, devices, store)
-    names = _runs(settings, profile, label, devices, staging, counts)
+    flops = _ceiling(settings, profile, devices, counts)
+    names = _runs(settings, profile, label, devices, staging, counts, flops)
+    if profile.targets.checkpoint_overhead is not None:
+        _commits(settings, profile, label, devices)
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     judged = report(out, profile, history=_history(settings), label=label).result()
     publish(judged, out, label)
@@ -73,6 +79,16 @@ def _baseline(settings: MeasureSettings, profile: Profile, label: str, devices: 
     return summary.subset is not None
 
 
+def _ceiling(settings: MeasureSettings, profile: Profile, devices: Devices, counts: Sequence[int]) -> ModelFlops | None:
+    """The GPUs' ceilings; None without a GPU, or when every run is there already and nothing is to be computed."""
+    complete = all(read_summary(RunDir(settings.out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
+    if devices.kind != "cuda" or (complete and not settings.force):
+        return None
+    return ceiling(
+        settings.out, models=settings.models, devices=devices, engine=settings.engine(profile.engine)
+    ).result()
+
+
 def _runs(
     settings: MeasureSettings,
     profile: Profile,
@@ -80,6 +96,7 @@ def _runs(
     devices: Devices,
     staging: StageSummary,
     counts: Sequence[int],
+    flops: ModelFlops | None,
 ) -> tuple[str, ...]:
     """Names of the runs that came to an end."""
     names = []
@@ -98,9 +115,23 @@ def _runs(
                 window_s=profile.window_s,
                 sample_s=profile.sample_s,
                 time_limit_s=profile.time_limit_s,
+                flops=flops,
             ).result()
             names.append(name)
     return tuple(names)
+
+
+def _commits(settings: MeasureSettings, profile: Profile, label: str, devices: Devices) -> None:
+    """Time what commits cost, on all devices."""
+    overhead(
+        settings.out,
+        store=RunDir(settings.out).store,
+        models=settings.models,
+        devices=devices,
+        engine=settings.engine(profile.engine),
+        label=label,
+        force=settings.force,
+    ).result()
 
 
 def _history(settings: MeasureSettings) -> Path:

@@ -16,6 +16,7 @@ from virnuc_core.rundir import RunDir
 
 if TYPE_CHECKING:
     from virnuc_core.validation.records import LabelAgreement
+    from virnuc_core.validation.regression import HistoryEntry
 
 
 def compare(words: Sequence[str]) -> int:
@@ -95,19 +96,50 @@ def verify(words: Sequence[str]) -> int:
     return 0 if found.ok else 1
 
 
+def overhead(words: Sequence[str]) -> int:
+    """Time what commits cost, in the directory of a validation, and say it in the report."""
+    parser = command_parser(
+        "overhead",
+        "Time what commits cost: pairs of runs over the first shards of a validation, with them and without.",
+    )
+    parser.add_argument("dir", metavar="DIR", type=Path, help="directory of the validation")
+    parser.add_argument("--models", metavar="PATH", type=Path, help="models directory (default: the validation's)")
+    parser.add_argument("--devices", help="cuda:0,cuda:1 or cpu:2 (default: the validation's)")
+    parser.add_argument("--pairs", metavar="N", type=int, default=3, help="pairs of runs; fewer than 3 say nothing")
+    parser.add_argument("--shards", metavar="N", type=int, default=16, help="shards of each run, for each device")
+    parser.add_argument("--force", action="store_true", help="measure again what was measured before")
+    arguments = parser.parse_args(words)
+    if arguments.pairs < 1 or arguments.shards < 1:
+        raise ConfigError("--pairs and --shards are 1 or more")
+    from virnuc_core.overhead import OverheadSpec, measure_again
+    from virnuc_core.validation.extras import overhead_text
+
+    report = measure_again(
+        arguments.dir,
+        models=arguments.models,
+        devices=arguments.devices,
+        spec=OverheadSpec(arguments.pairs, arguments.shards),
+        force=arguments.force,
+    )
+    sys.stdout.write(f"Commits cost {overhead_text(report.overhead)} of the tokens/s\n")
+    return 0
+
+
 def rescore(words: Sequence[str]) -> int:
     """Score stored embeddings with another head or threshold."""
     parser = command_parser("rescore", "Score a finished run's embeddings again: another head or threshold, no GPU.")
     parser.add_argument("run", metavar="RUN", type=Path, help="run directory")
     parser.add_argument("-o", "--out", metavar="PATH", type=Path, required=True, help="directory of the new results")
-    parser.add_argument("--models", metavar="PATH", type=Path, help="models directory with the new head")
+    parser.add_argument(
+        "--head", metavar="PATH", type=Path, help="the new head: its folder, or a models directory it is in"
+    )
     parser.add_argument("--threshold", type=float, default=0.5, help="viral score from which a read is viral")
     arguments = parser.parse_args(words)
     if not 0 <= arguments.threshold <= 1:
         raise ConfigError("--threshold lies between 0 and 1")
     from virnuc_core.rescore import rescore as score
 
-    summary = score(RunDir(arguments.run), arguments.models, RunDir(arguments.out), threshold=arguments.threshold)
+    summary = score(RunDir(arguments.run), arguments.head, RunDir(arguments.out), threshold=arguments.threshold)
     results = summary.results
     sys.stdout.write(f"{results.viral:,} of {results.reads:,} reads are viral\nResults: {arguments.out}\n")
     return 0
@@ -118,14 +150,18 @@ def history(words: Sequence[str]) -> int:
     parser = command_parser("history", "Past validations, oldest first, as kept in a history file.")
     parser.add_argument("file", metavar="FILE", type=Path, help="virnuc-history.jsonl, beside a validation's directory")
     parser.add_argument("--profile", help="only runs of this profile")
+    parser.add_argument("--chart", metavar="PATH", type=Path, help="also draw the newest series of like runs, as SVG")
     arguments = parser.parse_args(words)
-    from virnuc_core.validation.regression import read_history
+    from virnuc_core.validation.regression import check, read_history
 
     if not arguments.file.is_file():
         raise InputError("no such file", file=arguments.file, hint="a validation writes it beside its directory")
     kept = [e for e in read_history(arguments.file) if arguments.profile in (None, e.profile)]
-    table = Table("when", "commit", "profile", "devices", "reads", "total s", "tokens/s", "met")
-    for entry in sorted(kept, key=lambda e: e.created):
+    kept.sort(key=lambda e: e.created)
+    table = Table("when", "commit", "profile", "devices", "reads", "total s", "tokens/s", "change", "met", "regression")
+    for entry in kept:
+        found = check(kept, entry)
+        change = {metric.name: metric.change for metric in found.metrics}.get("tokens_per_s")
         table.add_row(
             entry.created,
             entry.commit[:12],
@@ -134,9 +170,26 @@ def history(words: Sequence[str]) -> int:
             f"{entry.n_reads:,}",
             _figure(entry.total_s),
             _figure(entry.tokens_per_s),
+            "–" if change is None else f"{100 * change:+.1f} %",
             str(entry.criteria_met),
+            f"{found.verdict}{': ' if found.reason else ''}{found.reason}",
         )
     console().print(table)
+    return 0 if arguments.chart is None else _draw(kept, arguments.chart)
+
+
+def _draw(kept: Sequence[HistoryEntry], path: Path) -> int:
+    """The trend of the newest run and those like it; 1 when there are not two of them."""
+    from virnuc_core.rundir import write_text_whole
+    from virnuc_core.validation.plots import history as chart
+    from virnuc_core.validation.regression import points
+
+    drawing = chart(points(kept, kept[-1])) if kept else None
+    if drawing is None:
+        sys.stderr.write("virnuc: fewer than two runs like the newest one: there is no trend to draw\n")
+        return 1
+    write_text_whole(path, drawing)
+    sys.stdout.write(f"Chart: {path}\n")
     return 0
 
 

@@ -25,12 +25,13 @@ from tasks.events import emit
 from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
-from tasks.tables import criteria_rows, met_sentence, scaling_rows
+from tasks.tables import account_rows, criteria_rows, met_sentence, scaling_rows
 from virnuc_core import provenance
 from virnuc_core.config import Profile
 from virnuc_core.encoders.weights import fingerprint
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import RunMismatchError
+from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.validation.records import Criterion, Report
 from virnuc_core.validation.report import write_report
@@ -52,7 +53,7 @@ def record_validation(
     spec: dict[str, Any],
     profile: Profile,
     models: Path,
-    reads_fingerprint: str,
+    staging: StageSummary,
     model_length: int,
     devices: tuple[Device, ...],
     force: bool,
@@ -65,12 +66,14 @@ def record_validation(
     fresh = provenance.new_record(
         spec=spec,
         model_length=model_length,
-        fingerprints={"reads": reads_fingerprint, **asdict(weights)},
+        fingerprints={"reads": staging.fingerprint, **asdict(weights)},
         resolved={},
         devices=tuple(device.record() for device in devices),
         store=RunDir(out).store.name,
     )
     body = {**fresh.model_dump(mode="json"), "profile": profile.model_dump(mode="json")}
+    body["versions"] |= cuda_version()
+    body["staging"] = {**staging.tally, "ignored_files": list(staging.ignored_files), "warnings": staging.warnings()}
     path = RunDir(out).record
     if path.is_file():
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -84,6 +87,13 @@ def record_validation(
     write_text_whole(path, json.dumps(body, indent=2) + "\n")
 
 
+def cuda_version() -> dict[str, str]:
+    """The CUDA that torch was built for; empty for a torch without."""
+    import torch
+
+    return {} if torch.version.cuda is None else {"cuda": torch.version.cuda}
+
+
 def publish(judged: Report, out: Path, label: str) -> None:
     """The verdicts in the UI; the same keys each time, so that each key's page is a history.
 
@@ -91,6 +101,8 @@ def publish(judged: Report, out: Path, label: str) -> None:
     """
     name, folder = judged.profile.name, RunDir(out).report
     publish_table(f"criteria-{name}", criteria_rows(judged), f"**{met_sentence(judged)}** — {label}, {name}")
+    if judged.accounting is not None:
+        publish_table(f"reads-{name}", account_rows(judged), f"What became of the reads of {label}")
     if judged.scaling:
         publish_table(f"scaling-{name}", scaling_rows(judged), f"Scaling of {label}")
     text = without_front_matter((folder / "report.md").read_text(encoding="utf-8"))

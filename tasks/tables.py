@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
 from tasks.artifacts import cell, verdict_cell
 from virnuc_core.pipeline import RunSummary
 from virnuc_core.telemetry.records import STAGES
+from virnuc_core.validation.overhead import OverheadFile
 from virnuc_core.validation.records import Comparison, Criterion, Report
 
 Rows = list[dict[str, str]]
@@ -26,14 +28,23 @@ def stage_rows(summary: RunSummary) -> Rows:
     return [*rows, total]
 
 
-def fate_rows(summary: RunSummary) -> Rows:
-    """What became of the reads; the fates add up to the reads that came in."""
+REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
+
+
+def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:
+    """What became of the reads; the fates add up to the reads that came in. `tally` is what staging counted: its
+    remarks on reads, and the records that never became one, follow below the sum."""
     rows = [
         {"fate": cell(name), "reads": cell(count), "share": _share(count, summary.n_reads)}
         for name, count in summary.fates.items()
     ]
     total = {"fate": "**all reads**", "reads": cell(sum(summary.fates.values())), "share": "100 %"}
-    return [*rows, total]
+    remarks = [
+        {"fate": cell(f"remark: {name}"), "reads": cell(tally[name]), "share": _share(tally[name], summary.n_reads)}
+        for name in REMARKS
+        if tally is not None and name in tally
+    ]
+    return [*rows, total, *remarks]
 
 
 def _share(count: int, total: int) -> str:
@@ -116,6 +127,44 @@ def comparison_rows(comparisons: Sequence[Comparison]) -> Rows:
             }
         )
     return rows
+
+
+def overhead_rows(found: OverheadFile) -> Rows:
+    """Pairs of runs with and without commits."""
+    return [
+        {
+            "pair": cell(number),
+            "tokens/s with commits": cell(round(pair.with_tokens_per_s)),
+            "tokens/s without": cell(round(pair.without_tokens_per_s)),
+            "overhead": percent(pair.overhead),
+            "worker restarts": cell(pair.restarts),
+        }
+        for number, pair in enumerate(found.pairs, start=1)
+    ]
+
+
+def overhead_sentence(found: OverheadFile) -> str:
+    """What commits cost, in a sentence."""
+    shares = sorted(share for pair in found.pairs if (share := pair.overhead) is not None)
+    if not shares:
+        return "commits were not timed"
+    return f"commits cost {percent(shares[len(shares) // 2])} of the tokens/s, over {len(shares)} pairs of runs"
+
+
+def account_rows(report: Report) -> Rows:
+    """What became of the reads of the run that is judged, the remarks on them, and what never became a read."""
+    found = report.accounting
+    if found is None:
+        return []
+    rows = [{"what": cell(name), "count": cell(n), "share": _share(n, found.reads)} for name, n in found.fates.items()]
+    whole = "**all reads**" if found.adds_up else "**all reads: does not add up**"
+    rows.append({"what": whole, "count": cell(sum(found.fates.values())), "share": "100 %"})
+    rows += [
+        {"what": cell(f"remark: {name}"), "count": cell(n), "share": _share(n, found.reads)}
+        for name, n in found.flags.items()
+    ]
+    left = (("records skipped", found.skipped_records), ("files ignored", found.ignored_files))
+    return rows + [{"what": name, "count": cell(n), "share": "–"} for name, n in left]
 
 
 def met_sentence(report: Report) -> str:

@@ -233,6 +233,17 @@ def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
     return 1.0 - min(seconds) / max(seconds)
 
 
+def committed_tokens_per_s(table: BatchTable, shards: ShardTable) -> float | None:
+    """Tokens over the time from the first launch to the last commit; `None` without batches or shards.
+
+    Unlike the rate over the embedding window it holds the commit of the last shard, which nothing hides.
+    """
+    if not len(table) or not len(shards):
+        return None
+    span_s = float((shards.finished_s + shards.commit_s).max() - table.launched_s.min())
+    return float(table.tokens.sum()) / span_s if span_s > 0 else None
+
+
 def by_encoder(table: BatchTable) -> dict[str, BatchSummary]:
     """Summary of each encoder that has batches."""
     found = {}

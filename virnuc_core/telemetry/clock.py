@@ -56,8 +56,14 @@ class StageClock:
             raise ValueError(f"stage '{name}' is fused into '{self._fused[name]}' and has no time of its own")
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
         if started_s is not None:
-            first, last = self._spans.get(name, (started_s, started_s))
-            self._spans[name] = (min(first, started_s), max(last, started_s + seconds))
+            self.seen(name, started_s, started_s + seconds)
+
+    def seen(self, name: str, started_s: float, finished_s: float) -> None:
+        """Say when a stage ran, without adding seconds: those of a stage that takes turns with others are fewer than
+        lie between its start and its end. `ValueError` for an unknown stage."""
+        _check(name)
+        first, last = self._spans.get(name, (started_s, finished_s))
+        self._spans[name] = (min(first, started_s), max(last, finished_s))
 
     def fuse(self, name: str, into: str) -> None:
         """Say that stage `name` is done within `into`; `ValueError` when it has a time of its own."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from virnuc_core.telemetry.records import Encoder
 
 TERA: Final = 1e12
+LARGEST: Final = 1e18  # a number in a file beyond it is no measurement
 
 # Dense peak of the tensor cores in TFLOP/s, from the makers' data sheets (without sparsity).
 # Keys: part of the device's name; the first that fits counts, so longer names stand first.
@@ -58,13 +62,94 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def mfu(
-    tokens: float, flops_per_token: float, device_seconds: float, ceiling_flops_per_s: float | None
-) -> float | None:
-    """Model FLOPs per device second ÷ the ceiling of one device, 0 to 1; `None` when time or ceiling is not known."""
-    if ceiling_flops_per_s is None or ceiling_flops_per_s <= 0 or device_seconds <= 0:
+def ceiling_tokens_per_s(slots: int, passes: int, elapsed_s: float) -> float | None:
+    """Tokens/s of a model that were nothing but its linear layers, from `passes` through all of them over `slots`
+    tokens in `elapsed_s` seconds of a synchronised clock; `None` when nothing was measured."""
+    return slots * passes / elapsed_s if slots > 0 and passes > 0 and elapsed_s > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFlops:
+    """`flops` of a run's summary.json: FLOPs of a token in the linear layers of each encoder, and by device the
+    tokens/s those layers alone sustain there. A device without an entry was not measured."""
+
+    esm2_per_token: float | None = None
+    dnabert_s_per_token: float | None = None
+    esm2_ceiling_tokens_s: Mapping[str, float] = field(default_factory=dict)
+    dnabert_s_ceiling_tokens_s: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """As written to summary.json."""
+        return {
+            "esm2_per_token": self.esm2_per_token,
+            "dnabert_s_per_token": self.dnabert_s_per_token,
+            "esm2_ceiling_tokens_s": dict(self.esm2_ceiling_tokens_s),
+            "dnabert_s_ceiling_tokens_s": dict(self.dnabert_s_ceiling_tokens_s),
+        }
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> ModelFlops:
+        """As read from summary.json; what is missing, or no positive number, was not measured."""
+
+        def ceilings(key: str) -> dict[str, float]:
+            found = body.get(key)
+            known = {str(k): _positive(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
+            return {device: value for device, value in known.items() if value is not None}
+
+        return cls(
+            _positive(body.get("esm2_per_token")),
+            _positive(body.get("dnabert_s_per_token")),
+            ceilings("esm2_ceiling_tokens_s"),
+            ceilings("dnabert_s_ceiling_tokens_s"),
+        )
+
+    def per_token(self, encoder: Encoder) -> float | None:
+        """FLOPs of one token."""
+        return self.esm2_per_token if encoder == "esm2" else self.dnabert_s_per_token
+
+    def ceilings(self, encoder: Encoder) -> Mapping[str, float]:
+        """Tokens/s by device."""
+        return self.esm2_ceiling_tokens_s if encoder == "esm2" else self.dnabert_s_ceiling_tokens_s
+
+
+def _positive(value: object) -> float | None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if number and 0 < value <= LARGEST else None  # type: ignore[arg-type, operator]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWork:
+    """What one device put through one encoder."""
+
+    device: str
+    name: str  # the device's model
+    tokens: int
+    device_s: float
+
+
+def mean_ceiling(work: Sequence[EncoderWork], ceilings: Mapping[str, float]) -> float | None:
+    """Tokens/s of the devices' ceilings, each weighted by its seconds; `None` when one was not measured."""
+    spent = sum(one.device_s for one in work)
+    if spent <= 0 or any(one.device not in ceilings for one in work):
         return None
-    return tokens * flops_per_token / device_seconds / ceiling_flops_per_s
+    return sum(one.device_s * ceilings[one.device] for one in work) / spent
+
+
+def mfu_of_ceiling(work: Sequence[EncoderWork], ceilings: Mapping[str, float]) -> float | None:
+    """Tokens ÷ the tokens the devices' linear layers alone would have done in the same device seconds."""
+    ceiling = mean_ceiling(work, ceilings)
+    if ceiling is None or ceiling <= 0:
+        return None
+    return sum(one.tokens for one in work) / (ceiling * sum(one.device_s for one in work))
+
+
+def mfu_of_datasheet(work: Sequence[EncoderWork], flops_per_token: float | None, precision: str) -> float | None:
+    """Model FLOPs ÷ what the devices' data sheets promise for the same seconds; `None` where one does not say."""
+    peaks = [datasheet_flops(one.name, precision) for one in work]
+    promised = sum(one.device_s * peak for one, peak in zip(work, peaks, strict=True) if peak is not None)
+    if flops_per_token is None or None in peaks or promised <= 0:
+        return None
+    return sum(one.tokens for one in work) * flops_per_token / promised
 
 
 @dataclass(frozen=True, slots=True)

@@ -75,8 +75,10 @@ class InferenceProgressReporter:
             self._bars = _bars(self._console)
             many = len(self._monitor.devices) > 1
             for device in self._monitor.devices if many else ():
-                self._tasks[device] = self._bars.add_task(_short(device), total=None, **_fields(None))
-            self._tasks["total"] = self._bars.add_task(self._description, total=self._total, **_fields(None))
+                self._tasks[device] = self._bars.add_task(_short(device), total=None, count="", **_fields(None))
+            self._tasks["total"] = self._bars.add_task(
+                self._description, total=self._total, count=self._count(), **_fields(None)
+            )
             self._bars.start()
         return self
 
@@ -130,10 +132,13 @@ class InferenceProgressReporter:
         assert self._bars is not None
         for device, task in self._tasks.items():
             if device == "total":
-                self._bars.update(task, completed=self._done, **_fields(self._monitor.total()))
+                self._bars.update(task, completed=self._done, count=self._count(), **_fields(self._monitor.total()))
             else:
                 progress = self._monitor.progress(device)
-                self._bars.update(task, completed=progress.rows, **_fields(progress))
+                self._bars.update(task, completed=progress.rows, count=f"{progress.rows:,}", **_fields(progress))
+
+    def _count(self) -> str:
+        return f"{self._done:,}/{self._total:,} {self._unit}"
 
     def _line(self, snapshot: ProgressSnapshot) -> str:
         fields = _fields(self._monitor.total())
@@ -148,13 +153,15 @@ class InferenceProgressReporter:
 def _bars(console: Console) -> Progress:
     return Progress(
         TextColumn("[bold blue]{task.description}"),
-        BarColumn(),
+        BarColumn(bar_width=None),  # what the figures leave
         TaskProgressColumn(show_speed=False),
+        TextColumn("{task.fields[count]:>}"),
         TextColumn("[yellow]{task.fields[tokens]:>12}"),
         TextColumn("[green]{task.fields[gpu]:>5} GPU"),
         TextColumn("[cyan]{task.fields[pack]:>6} pack"),
         TimeRemainingColumn(),
         console=console,
+        expand=True,
     )
 
 

@@ -16,6 +16,7 @@ from virnuc_core.validation.records import (
     BaselineFigure,
     Comparison,
     Criterion,
+    OverheadFigure,
     RunFigure,
     ScalingFigure,
     TelemetryFigure,
@@ -37,7 +38,7 @@ class Measured:
     baseline: BaselineFigure | None
     scaling: ScalingFigure | None
     comparisons: tuple[Comparison, ...]
-    checkpoint_overhead: float | None = None  # 0 to 1
+    overhead: OverheadFigure | None = None
 
     @property
     def judged(self) -> RunFigure | None:
@@ -354,7 +355,7 @@ def _checkpoint_overhead(measured: Measured) -> Criterion:
         "checkpoint_overhead",
         "PERF-05",
         "Checkpoint overhead",
-        "1 − tokens/s with commits ÷ tokens/s without",
+        "1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; the median over the pairs",
         "%",
         "checkpoint_overhead",
         measured.profile.targets.checkpoint_overhead,
@@ -362,11 +363,17 @@ def _checkpoint_overhead(measured: Measured) -> Criterion:
         "pairs of runs",
         ("checkpoint_overhead.json",),
     )
-    value = measured.checkpoint_overhead
-    if value is None:
-        return _not_run(case, "no pair of runs with and without commits")
-    problem = _no_evidence(case, measured.profile)
-    return _not_run(case, problem, 100.0 * value, 1) if problem else _judge(case, 100.0 * value, 1)
+    found = measured.overhead
+    if found is None or found.median is None:
+        return _not_run(case, "no pair of runs with and without commits" if found is None else found.problem or "")
+    value = 100.0 * found.median
+    problem = found.problem or _no_evidence(case, measured.profile)
+    if problem:
+        return _not_run(case, problem, value, found.pairs)
+    judged = _judge(case, value, found.pairs)
+    if judged.verdict != "fail":
+        return judged
+    return judged.model_copy(update={"reason": f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"})
 
 
 def _spread(measured: Measured) -> Criterion:

@@ -16,11 +16,19 @@ from virnuc_core.telemetry.batches import (
     summarise,
     windows,
 )
-from virnuc_core.telemetry.flops import cost_per_million, datasheet_flops, mfu
+from virnuc_core.telemetry.flops import (
+    EncoderWork,
+    ModelFlops,
+    cost_per_million,
+    mean_ceiling,
+    mfu_of_ceiling,
+    mfu_of_datasheet,
+)
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.records import STAGES
+from virnuc_core.telemetry.records import STAGES, Encoder
+from virnuc_core.telemetry.tables import BatchTable
 from virnuc_core.telemetry.usage import alarms, device_stats, host_stats
-from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, number, seconds, text, texts
+from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, seconds, text, texts
 from virnuc_core.validation.records import (
     BaselineFigure,
     BusyFigure,
@@ -62,7 +70,8 @@ def read_devices(*bodies: dict[str, Any]) -> tuple[DeviceInfo, ...]:
     """The devices of a run, from the first of its files that names them."""
     for body in bodies:
         found = []
-        for entry in body.get("devices") or ():
+        listed = body.get("devices")
+        for entry in listed if isinstance(listed, list) else ():
             if isinstance(entry, dict) and text(entry, "id"):
                 identity = text(entry, "id") or ""
                 kind = text(entry, "kind") or ("cpu" if identity.startswith("cpu") else "cuda")
@@ -127,6 +136,9 @@ def run_figure(raw: RawFolder, name: str, profile: Profile) -> RunFigure | None:
         shards_computed=count(summary, "shards_computed"),
         shards_reused=reused,
         restarts=count(summary, "restarts"),
+        shards_damaged=len(texts(summary, "damaged")),
+        shards_on_less_memory=len(mapping(summary, "reduced_budgets")),
+        rows_set_aside=count(summary, "rows_set_aside"),
         precision=precision,
         attention=text(resolved, "attention"),
         warnings=texts(summary, "warnings"),
@@ -156,7 +168,7 @@ def telemetry_figure(
     used = [utilisation_figure(measured, device.id) for device in devices]
     energies = [figure.energy_kwh for figure in used]
     host = host_stats(measured.host)
-    peak_name = devices[0].name if devices else ""
+    flops = ModelFlops.from_json(mapping(summary, "flops"))
     return TelemetryFigure(
         file=file,
         batches=whole.batches,
@@ -169,8 +181,8 @@ def telemetry_figure(
         steady_tokens_per_s=whole.steady_tokens_per_s,
         embedding_s=None if span is None else whole.span_s,
         encoders=tuple(
-            _encoder_figure(name, own, mapping(summary, "flops"), peak_name, precision)
-            for name, own in by_encoder(measured.batches).items()
+            _encoder_figure(encoder, measured.batches, devices, flops, precision)
+            for encoder in by_encoder(measured.batches)
         ),
         queue=_queue_figure(whole),
         devices=tuple(used),
@@ -186,13 +198,17 @@ def telemetry_figure(
 
 
 def _encoder_figure(
-    name: str, own: BatchSummary, flops: dict[str, Any], device_name: str, precision: str | None
+    name: str, batches: BatchTable, devices: Sequence[DeviceInfo], flops: ModelFlops, precision: str | None
 ) -> EncoderFigure:
-    per_token, ceiling = number(flops, f"{name}_per_token"), number(flops, f"{name}_ceiling")
-    sheet = datasheet_flops(device_name, precision) if precision else None
-    known = per_token is not None and own.device_s is not None
+    encoder: Encoder = "dnabert_s" if name == "dnabert_s" else "esm2"
+    table = batches.of_encoder(encoder)
+    own = summarise(table)
+    work = _work(table, devices)
+    ceilings = flops.ceilings(encoder)
+    # DNABERT-S stays at fp16 where ESM-2 runs at fp8
+    arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision or ""
     return EncoderFigure(
-        encoder="dnabert_s" if name == "dnabert_s" else "esm2",
+        encoder=encoder,
         batches=own.batches,
         rows=own.rows,
         tokens=own.tokens,
@@ -200,9 +216,23 @@ def _encoder_figure(
         packing_efficiency=own.packing_efficiency,
         tokens_per_s=own.tokens_per_s,
         device_s=own.device_s,
-        mfu_of_ceiling=mfu(own.tokens, per_token or 0.0, own.device_s or 0.0, ceiling) if known else None,
-        mfu_of_datasheet=mfu(own.tokens, per_token or 0.0, own.device_s or 0.0, sheet) if known else None,
+        ceiling_tokens_per_s=mean_ceiling(work, ceilings),
+        mfu_of_ceiling=mfu_of_ceiling(work, ceilings),
+        mfu_of_datasheet=mfu_of_datasheet(work, flops.per_token(encoder), arithmetic),
     )
+
+
+def _work(table: BatchTable, devices: Sequence[DeviceInfo]) -> list[EncoderWork]:
+    """What each device that launched a batch did; none when a batch has no device time."""
+    names = {device.id: device.name for device in devices}
+    found = []
+    for device in table.devices:
+        own = summarise(table.of_device(device))
+        if own.batches and own.device_s is None:
+            return []
+        if own.device_s is not None:
+            found.append(EncoderWork(device, names.get(device, ""), own.tokens, own.device_s))
+    return found
 
 
 def _queue_figure(summary: BatchSummary) -> QueueFigure | None:

@@ -10,11 +10,15 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Profile
 from virnuc_core.rundir import write_text_whole
+from virnuc_core.validation.accounting import accounting
+from virnuc_core.validation.alike import unlike_parts
+from virnuc_core.validation.approval import approval_figure
 from virnuc_core.validation.bottleneck import bottleneck, findings
-from virnuc_core.validation.criteria import Measured, checks, scaling, seven
+from virnuc_core.validation.criteria import BASELINE, Measured, checks, scaling, seven
 from virnuc_core.validation.figures import baseline_figure, run_figure, scaling_figure
-from virnuc_core.validation.notes import notes
-from virnuc_core.validation.raw import RECORD, RawFolder, count, mapping, number, text
+from virnuc_core.validation.notes import notes, warnings_of
+from virnuc_core.validation.overhead import overhead_figure
+from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, text
 from virnuc_core.validation.records import (
     Comparison,
     ComparisonFile,
@@ -22,6 +26,7 @@ from virnuc_core.validation.records import (
     Provenance,
     Regression,
     Report,
+    RunFigure,
 )
 from virnuc_core.validation.regression import RegressionFile, check, points
 from virnuc_core.validation.series import charts
@@ -29,14 +34,13 @@ from virnuc_core.validation.series import charts
 RUN_PREFIX: Final = "devices-"
 COMPARISON: Final = "comparison.json"
 REGRESSION: Final = "regression.json"
-OVERHEAD: Final = "checkpoint_overhead.json"
 
 
 def gather(out: Path, profile: Profile) -> Report:
     """Read what a validation left in `out` and judge it by `profile`.
 
-    Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json` and
-    `checkpoint_overhead.json`. Runs of N devices are judged by the largest N.
+    Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
+    `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N.
     """
     raw = RawFolder(out)
     record = raw.json(RECORD)
@@ -44,21 +48,31 @@ def gather(out: Path, profile: Profile) -> Report:
     single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
     many = next((run for run in reversed(runs) if run is not single), None)
     judged = many or single
-    baseline = baseline_figure(raw, profile, judged)
-    comparisons = read_comparisons(raw)
-    overhead = _checkpoint_overhead(raw)
-    measured = Measured(profile, single, many, baseline, scaling_figure(single, many), comparisons, overhead)
+    parts = [run.name for run in runs]
+    if profile.baseline.source == "measured" and (out / BASELINE / SUMMARY).is_file():
+        parts.insert(0, BASELINE)
+    unlike = unlike_parts(raw, parts)
+    baseline = unlike.baseline(baseline_figure(raw, profile, judged), _name(judged))
+    comparisons = unlike.comparisons(read_comparisons(raw))
+    overhead = overhead_figure(raw)
+    scaled = None if unlike.between(_name(single), _name(many)) else scaling_figure(single, many)
+    measured = Measured(profile, single, many, baseline, scaled, comparisons, overhead)
     each = [
         replace(measured, many=run, scaling=found_scaling)
         for run in runs
-        if run is not single and (found_scaling := scaling_figure(single, run)) is not None
+        if unlike.between(_name(single), run.name) is None
+        and run is not single
+        and (found_scaling := scaling_figure(single, run)) is not None
     ]
     found = (
         None if judged is None else raw.telemetry(judged.name, raw.json(judged.name, "summary.json").get("telemetry"))
     )
     series = charts(raw, judged, None if found is None else found[1], profile)
     regression, history = _regression(raw)
-    criteria, further = seven(measured), checks(measured)
+    criteria, further = (
+        unlike.criteria(verdicts, _name(single), _name(many)) for verdicts in (seven(measured), checks(measured))
+    )
+    accounts, approval = accounting(raw, judged), approval_figure(raw, judged)
     provenance = _provenance(record, raw.json(judged.name, RECORD) if judged else {})
     return Report(
         profile=profile,
@@ -77,9 +91,20 @@ def gather(out: Path, profile: Profile) -> Report:
         regression=regression,
         history=history,
         charts=series,
-        notes=notes(measured, series, provenance.model_length, raw.problems),
+        overhead=overhead,
+        accounting=accounts,
+        approval=approval,
+        warnings=(
+            *warnings_of(measured, accounts, regression, tuple(dict.fromkeys(raw.problems))),
+            *(f"Not compared: {reason}." for reason in dict.fromkeys(unlike.reasons.values())),
+        ),
+        notes=notes(measured, series, provenance.model_length),
         evidence=raw.evidence(),
     )
+
+
+def _name(run: RunFigure | None) -> str | None:
+    return None if run is None else run.name
 
 
 def run_names(out: Path) -> list[str]:
@@ -102,14 +127,6 @@ def read_comparisons(raw: RawFolder) -> tuple[Comparison, ...]:
     except ValidationError as error:
         raw.problems.append(f"{COMPARISON} is not a comparison file: {error.errors()[0]['msg']}")
         return ()
-
-
-def _checkpoint_overhead(raw: RawFolder) -> float | None:
-    body = raw.json(OVERHEAD)
-    with_commits, without = number(body, "with_tokens_per_s"), number(body, "without_tokens_per_s")
-    if with_commits is None or without is None or without <= 0 or with_commits < 0:
-        return None
-    return 1.0 - with_commits / without
 
 
 def _regression(raw: RawFolder) -> tuple[Regression | None, tuple[HistoryPoint, ...]]:

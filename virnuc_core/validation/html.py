@@ -12,7 +12,19 @@ from importlib.metadata import version
 from typing import Final
 
 from virnuc_core.telemetry.clock import clock_text
-from virnuc_core.validation.markdown import GIB, number, scaling_results
+from virnuc_core.validation.extras import (
+    ENCODER_TITLES,
+    approval_text,
+    cost,
+    efficiency,
+    fate_lines,
+    measured,
+    overhead_text,
+    remark_lines,
+    render_extras,
+    warnings_of,
+)
+from virnuc_core.validation.markdown import GIB, MFU_HEADER, number, scaling_results
 from virnuc_core.validation.plots import all_charts
 from virnuc_core.validation.records import Criterion, Report
 from virnuc_core.validation.text import (
@@ -46,6 +58,9 @@ section { background:var(--card); border:1px solid var(--line); border-radius:8p
 .verdict { display:flex; flex-wrap:wrap; align-items:baseline; gap:4px 16px; border-left:6px solid var(--none); }
 .verdict strong { font-size:1.5rem; }
 .verdict.pass { border-left-color:var(--pass); } .verdict.fail { border-left-color:var(--fail); }
+.warn { border-left:6px solid var(--proj); }
+blockquote { margin:0 0 10px; padding:2px 0 2px 12px; border-left:3px solid var(--line); }
+.pair { display:grid; grid-template-columns:repeat(auto-fit,minmax(min(100%,320px),1fr)); gap:8px 32px; }
 .tiles { display:grid; grid-template-columns:repeat(auto-fit,minmax(150px,1fr)); gap:10px; margin:0 0 16px; }
 .tile { background:var(--card); border:1px solid var(--line); border-radius:8px; padding:10px 12px; }
 .tile b { display:block; font-size:1.25rem; line-height:1.3; }
@@ -77,6 +92,11 @@ ul { margin:0; padding-left:1.2em; } li { margin:0 0 6px; }
   .cards td.name { grid-column:1; } .cards td.mark { grid-column:2; grid-row:1; }
   .cards td.wide { grid-column:1 / -1; } .cards td.wide:empty { display:none; }
   .cards td[data-name]::before { content:attr(data-name) ": "; color:var(--soft); }
+  .prose thead { display:none; } .prose tr { display:block; padding:8px 0; border-bottom:1px solid var(--line); }
+  .prose tr:last-child { border-bottom:0; } .prose td:first-child { font-weight:600; }
+  .prose td, .prose td.n { display:block; border:0; padding:0; text-align:left; white-space:normal; }
+  .prose td { overflow-wrap:anywhere; } .prose td[data-name]::before { content:attr(data-name) ": ";
+    color:var(--soft); font-weight:400; }
   pre { font-size:10.5px; }
 }
 @media print {
@@ -97,7 +117,9 @@ def render_html(report: Report) -> str:
     body = [
         _head(report),
         _tiles(report),
+        _warnings(report),
         _notes(report),
+        _approval(report),
         _criteria(report),
         _charts(report),
         _runs(report),
@@ -105,6 +127,7 @@ def render_html(report: Report) -> str:
         _scaling(report),
         _devices(report),
         _packing(report),
+        _efficiency(report),
         _correctness(report),
         _bottleneck(report),
         _regression(report),
@@ -141,19 +164,24 @@ def _section(title: str, content: str) -> str:
     return f"<section>\n<h2>{safe(title)}</h2>\n{content}\n</section>" if content else ""
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = ()) -> str:
-    """A table; columns in `numbers` are set to the right."""
+def _table(
+    header: Sequence[str], rows: Iterable[Sequence[object]], numbers: Iterable[int] = (), *, prose: bool = False
+) -> str:
+    """A table; columns in `numbers` are set to the right. One of `prose` becomes a list on a narrow screen."""
     right = set(numbers)
 
     def line(cells: Sequence[object], tag: str) -> str:
-        parts = (f"<{tag}{' class=n' if i in right else ''}>{safe(c)}</{tag}>" for i, c in enumerate(cells))
+        parts = []
+        for place, content in enumerate(cells):
+            named = f' data-name="{safe(header[place])}"' if prose and len(header) > 2 and place and tag == "td" else ""
+            parts.append(f"<{tag}{' class=n' if place in right else ''}{named}>{safe(content)}</{tag}>")
         return f"<tr>{''.join(parts)}</tr>"
 
     lines = [line(row, "td") for row in rows]
     if not lines:
         return ""
     return (
-        f'<div class="scroll"><table><thead>{line(header, "th")}</thead><tbody>\n'
+        f'<div class="scroll"><table{" class=prose" if prose else ""}><thead>{line(header, "th")}</thead><tbody>\n'
         + "\n".join(lines)
         + "\n</tbody></table></div>"
     )
@@ -203,6 +231,32 @@ def _tiles(report: Report) -> str:
     tiles.append(("tokens/s", number(telemetry.tokens_per_s, 0) if telemetry else UNKNOWN))
     cells = "".join(f"<div class=tile><b>{safe(value)}</b><span>{safe(words)}</span></div>" for words, value in tiles)
     return f"<div class=tiles>{cells}</div>"
+
+
+def _warnings(report: Report) -> str:
+    items = "".join(f"<li>{safe(warning)}</li>" for warning in warnings_of(report))
+    if not items:
+        return ""
+    return f'<section class="warn">\n<h2>Warnings</h2>\n<ul>{items}</ul>\n</section>'
+
+
+def _approval(report: Report) -> str:
+    found = report.approval
+    if found is None:
+        return ""
+    word = {"approved": "pass", "rejected": "fail", "pending": "not run"}[found.verdict]
+    who = approval_text(found).removeprefix(found.verdict)
+    mark = f'<span class="badge {CLASSES[word]}">{SIGNS[word]} {found.verdict.upper()}</span>'
+    note = "".join(f"<p>{safe(line)}</p>" for line in found.note.splitlines() if line.strip())
+    answers = _table(["Question", "Answer"], [[a.question, a.answer] for a in found.answers])
+    return _section(
+        "Approval", f"<p>{mark}{safe(who)}</p>{f'<blockquote>{note}</blockquote>' if note else ''}{answers}"
+    )
+
+
+def _efficiency(report: Report) -> str:
+    rows = [*efficiency(report.run), *cost(report), ("Checkpoint overhead", overhead_text(report.overhead))]
+    return _section("Efficiency and cost", _table(["What", "Value"], rows, prose=True))
 
 
 def _notes(report: Report) -> str:
@@ -262,14 +316,7 @@ def _runs(report: Report) -> str:
         for run in overview_runs(report)
     ]
     header = ["Run", "Devices", "Total", "Staging", "Reads", "Rows", "Distinct", "Reads/s", "Precision", "Resumed"]
-    content = _table([*header, "Restarts"], rows, numbers=(2, 3, 4, 5, 6, 7, 10))
-    run = report.run
-    if run is not None and run.device_hours_per_million is not None:
-        content += (
-            f"<p>Per million reads: {number(run.device_hours_per_million, 3)} device hours, "
-            f"{number(run.kwh_per_million, 3)} kWh, price {number(run.price_per_million, 2)}.</p>"
-        )
-    return _section("Runs", content)
+    return _section("Runs", _table([*header, "Restarts"], rows, numbers=(2, 3, 4, 5, 6, 7, 10)))
 
 
 def _stages(report: Report) -> str:
@@ -296,7 +343,7 @@ def _scaling(report: Report) -> str:
             ]
         )
     header = ["Devices", "Time", "Speed-up", "Efficiency", "Required", "Verdict"]
-    return _section("Scaling", _table(header, rows, numbers=range(5)))
+    return _section("Scaling", _table(header, rows, numbers=range(1, 5)))
 
 
 def _devices(report: Report) -> str:
@@ -318,9 +365,7 @@ def _devices(report: Report) -> str:
         for d in telemetry.devices
     ]
     header = ["Device", "ESM-2", "DNABERT-S", "Embedding", "Min to max", "Peak memory", "Power", "Energy", "Samples"]
-    alarms = "".join(f"<li>{safe(alarm)}</li>" for alarm in telemetry.alarms)
-    content = _table(header, rows, numbers=range(1, 9)) + (f"<ul>{alarms}</ul>" if alarms else "")
-    return _section("Devices", content)
+    return _section("Devices", _table(header, rows, numbers=range(1, 9)))
 
 
 def _packing(report: Report) -> str:
@@ -329,19 +374,20 @@ def _packing(report: Report) -> str:
         return ""
     rows = [
         [
-            e.encoder,
+            ENCODER_TITLES[e.encoder],
             number(e.batches, 0),
             number(e.tokens, 0),
             number(e.slots, 0),
             number(e.packing_efficiency, 1, " %", 100),
             number(e.tokens_per_s, 0),
-            number(e.mfu_of_ceiling, 1, " %", 100),
-            number(e.mfu_of_datasheet, 1, " %", 100),
+            measured(e.ceiling_tokens_per_s, 0),
+            measured(e.mfu_of_ceiling, 1, " %", 100),
+            measured(e.mfu_of_datasheet, 1, " %", 100),
         ]
         for e in telemetry.encoders
     ]
-    header = ["Encoder", "Batches", "Tokens", "Slots", "Packing", "Tokens/s", "MFU of ceiling", "MFU of datasheet"]
-    content = _table(header, rows, numbers=range(1, 8))
+    header = ["Encoder", "Batches", "Tokens", "Slots", "Packing", "Tokens/s", *MFU_HEADER]
+    content = _table(header, rows, numbers=range(1, 9))
     if telemetry.queue is not None:
         q = telemetry.queue
         content += (
@@ -398,6 +444,7 @@ def _bottleneck(report: Report) -> str:
                 for f in report.findings
             ],
             numbers=(1, 2),
+            prose=True,
         )
     )
     return _section("Bottleneck", content)
@@ -420,22 +467,25 @@ def _regression(report: Report) -> str:
 
 
 def _fates(report: Report) -> str:
-    run = report.run
-    if run is None or not run.fates:
+    run, found = report.run, report.accounting
+    if run is None or found is None:
         return ""
-    rows = [*run.fates.items(), ("sum", sum(run.fates.values())), ("reads in the input", run.n_reads)]
-    return _section("Every read has a fate", _table(["Fate", "Reads"], [[k, number(n, 0)] for k, n in rows], (1,)))
+    fates = _table(["Fate", "Reads"], [[name, number(n, 0)] for name, n in fate_lines(found, run.n_reads)], (1,))
+    remarks = _table(["Remark", "Count"], remark_lines(found), (1,))
+    return _section("Every read has a fate", f'<div class="pair">{fates}{remarks}</div>')
 
 
 def _printed(report: Report) -> str:
-    return _section("As printed", f"<pre>{safe(render_text(report))}</pre>")
+    return _section("As printed", f"<pre>{safe(render_text(report) + render_extras(report))}</pre>")
 
 
 def _definitions(report: Report) -> str:
     rows = [
         [c.title, c.definition, c.device, c.profile_line, ", ".join(c.raw)] for c in (*report.criteria, *report.checks)
     ]
-    return _section("How each is measured", _table(["Criterion", "Definition", "Device", "Profile", "Raw"], rows))
+    return _section(
+        "How each is measured", _table(["Criterion", "Definition", "Device", "Profile", "Raw"], rows, prose=True)
+    )
 
 
 def _provenance(report: Report) -> str:
@@ -450,11 +500,11 @@ def _provenance(report: Report) -> str:
         *([k, v] for k, v in made.versions.items()),
         *([k, v] for k, v in made.settings.items()),
     ]
-    return _section("Provenance", _table(["What", "Value"], rows))
+    return _section("Provenance", _table(["What", "Value"], rows, prose=True))
 
 
 def _evidence(report: Report) -> str:
     rows = [[f.path, f"{f.bytes:,}", f.sha256] for f in report.evidence]
-    table = _table(["File", "Bytes", "SHA-256"], rows, numbers=(1,))
+    table = _table(["File", "Bytes", "SHA-256"], rows, numbers=(1,), prose=True)
     intro = "<p>Every figure above is computed from these files; <b>virnuc verify</b> computes them again.</p>"
     return _section("Raw files", f'{intro}<div class="files mono">{table}</div>' if table else "")

@@ -6,6 +6,17 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+from virnuc_core.validation.extras import (
+    ENCODER_TITLES,
+    approval_text,
+    cost,
+    efficiency,
+    fate_lines,
+    measured,
+    overhead_text,
+    remark_lines,
+    warnings_of,
+)
 from virnuc_core.validation.records import Comparison, Criterion, LabelAgreement, Report, RunFigure
 from virnuc_core.validation.summary import render_summary
 from virnuc_core.validation.text import (
@@ -21,6 +32,7 @@ from virnuc_core.validation.text import (
 )
 
 GIB: Final = 1 << 30
+MFU_HEADER: Final = ("Ceiling (tokens/s)", "MFU of ceiling", "MFU of datasheet")
 BENCHMARK_SCHEMA: Final = 1
 
 
@@ -48,7 +60,9 @@ def render_markdown(report: Report) -> str:
         _front_matter(report),
         ["# " + cell(report.profile.title), "", f"**{overall(report)}**", ""],
         ["```", render_text(report).rstrip("\n"), "```", ""],
+        _warnings(report),
         _notes(report),
+        _approval(report),
         ["## Performance summary", "", "```", render_summary(report).rstrip("\n"), "```", ""],
         _criteria(report),
         _runs(report),
@@ -56,6 +70,7 @@ def render_markdown(report: Report) -> str:
         _scaling(report),
         _devices(report),
         _loader(report),
+        _efficiency(report),
         _correctness(report),
         _bottleneck(report),
         _regression(report),
@@ -86,6 +101,26 @@ def _quoted(value: object) -> str:
 
 def _notes(report: Report) -> list[str]:
     return ["## Notes", "", *(f"- {cell(note)}" for note in report.notes), ""] if report.notes else []
+
+
+def _warnings(report: Report) -> list[str]:
+    found = [f"- {cell(warning)}" for warning in warnings_of(report)] or ["None."]
+    return ["## Warnings", "", *found, ""]
+
+
+def _approval(report: Report) -> list[str]:
+    found = report.approval
+    if found is None:
+        return []
+    lines = ["## Approval", "", f"**{cell(approval_text(found))}**", ""]
+    if found.answers:
+        lines += table(["Question", "Answer"], [[a.question, a.answer] for a in found.answers])
+    return [*lines, *(f"> {cell(line)}" for line in found.note.splitlines()), *([""] if found.note else [])]
+
+
+def _efficiency(report: Report) -> list[str]:
+    rows = [*efficiency(report.run), *cost(report), ("Checkpoint overhead", overhead_text(report.overhead))]
+    return ["## Efficiency and cost", "", *table(["What", "Value"], rows)]
 
 
 def criteria_rows(criteria: Sequence[Criterion]) -> list[dict[str, str]]:
@@ -150,15 +185,7 @@ def _runs(report: Report) -> list[str]:
     ]
     header = ["Run", "Devices", "Total", "Staging", "Rest", "Reads", "Rows", "Reads/s"]
     header += [f"Projected {report.profile.projection_reads:,}", "Precision", "Resumed", "Restarts"]
-    lines = ["## Runs", "", *table(header, rows)]
-    run = report.run
-    if run is not None and run.device_hours_per_million is not None:
-        lines += [
-            f"Per million reads: {number(run.device_hours_per_million, 3)} device hours, "
-            f"{number(run.kwh_per_million, 3)} kWh, price {number(run.price_per_million, 2)}.",
-            "",
-        ]
-    return lines
+    return ["## Runs", "", *table(header, rows)]
 
 
 def _stages(report: Report) -> list[str]:
@@ -237,18 +264,19 @@ def _loader(report: Report) -> list[str]:
         return []
     rows = [
         [
-            e.encoder,
+            ENCODER_TITLES[e.encoder],
             e.batches,
             number(e.tokens, 0),
             number(e.slots, 0),
             number(e.packing_efficiency, 1, " %", 100),
             number(e.tokens_per_s, 0),
-            number(e.mfu_of_ceiling, 1, " %", 100),
-            number(e.mfu_of_datasheet, 1, " %", 100),
+            measured(e.ceiling_tokens_per_s, 0),
+            measured(e.mfu_of_ceiling, 1, " %", 100),
+            measured(e.mfu_of_datasheet, 1, " %", 100),
         ]
         for e in telemetry.encoders
     ]
-    header = ["Encoder", "Batches", "Tokens", "Slots", "Packing", "Tokens/s", "MFU of ceiling", "MFU of datasheet"]
+    header = ["Encoder", "Batches", "Tokens", "Slots", "Packing", "Tokens/s", *MFU_HEADER]
     lines = ["## Packing and loader", "", *table(header, rows)]
     queue = telemetry.queue
     if queue is not None:
@@ -345,12 +373,12 @@ def _regression(report: Report) -> list[str]:
 
 
 def _fates(report: Report) -> list[str]:
-    run = report.run
-    if run is None or not run.fates:
+    run, found = report.run, report.accounting
+    if run is None or found is None:
         return []
-    rows: list[list[object]] = [[fate, f"{n:,}"] for fate, n in run.fates.items()]
-    rows.append(["sum", f"{sum(run.fates.values()):,} of {number(run.n_reads, 0)} reads"])
-    return ["## Every read has a fate", "", *table(["Fate", "Reads"], rows)]
+    fates = table(["Fate", "Reads"], [[name, number(n, 0)] for name, n in fate_lines(found, run.n_reads)])
+    remarks = table(["Remark", "Count"], [[name, n] for name, n in remark_lines(found)])
+    return ["## Every read has a fate", "", *fates, *remarks]
 
 
 def _provenance(report: Report) -> list[str]:
@@ -406,6 +434,7 @@ def render_benchmark_markdown(report: Report) -> str:
         "## Throughput by Stage",
         "",
         *table(["Stage", "Seq/sec", "Time (s)"], stages),
+        *_efficiency(report),
     ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -447,6 +476,27 @@ def stage_results(run: RunFigure | None) -> list[dict[str, Any]]:
     return found
 
 
+def _efficiency_results(report: Report) -> dict[str, Any]:
+    """MFU by encoder and what a million reads take; null where it was not measured."""
+    run = report.run
+    telemetry = run.telemetry if run else None
+    return {
+        "mfu": {
+            e.encoder: {
+                "tokens_per_sec": e.tokens_per_s,
+                "ceiling_tokens_per_sec": e.ceiling_tokens_per_s,
+                "of_ceiling": e.mfu_of_ceiling,
+                "of_datasheet": e.mfu_of_datasheet,
+            }
+            for e in (telemetry.encoders if telemetry else ())
+        },
+        "device_hours_per_million_reads": run.device_hours_per_million if run else None,
+        "kwh_per_million_reads": run.kwh_per_million if run else None,
+        "price_per_million_reads": run.price_per_million if run else None,
+        "checkpoint_overhead": report.overhead.median if report.overhead else None,
+    }
+
+
 def render_benchmark_json(report: Report) -> str:
     """The same results for machines, with metadata."""
     telemetry = report.run.telemetry if report.run else None
@@ -468,12 +518,14 @@ def render_benchmark_json(report: Report) -> str:
                 for d in (telemetry.devices if telemetry else ())
             },
             "throughput": {r["stage"]: r for r in stage_results(report.run)},
+            "efficiency": _efficiency_results(report),
             "findings": [f.model_dump(mode="json") for f in report.findings],
         },
         "metadata": {
             "pytorch_version": made.versions.get("torch"),
             "cuda_version": made.versions.get("cuda"),
             "driver_version": made.versions.get("driver"),
+            "cuda_driver_version": made.versions.get("cuda_driver"),
             "gpu_count": sum(d.kind == "cuda" for d in (report.run.devices if report.run else ())),
             "devices": [d.name for d in (report.run.devices if report.run else ())],
             "git_commit": made.git_commit,

@@ -143,7 +143,7 @@ def _thousands(axes: Axes) -> None:
 
 @lru_cache(maxsize=REMEMBERED)
 def gantt(bars: tuple[Bar, ...]) -> str | None:
-    """One line a stage, from its start to its end."""
+    """One line a stage, from its start to its end; pale where only its seconds were measured."""
     if not bars:
         return None
     out: list[str] = []
@@ -152,12 +152,15 @@ def gantt(bars: tuple[Bar, ...]) -> str | None:
         for bar in bars:
             place = labels.index(bar.label)
             colour = LINES[0] if "ESM-2" in bar.label else LINES[1] if "DNABERT-S" in bar.label else FAINT
-            axes.barh(place, bar.end_s - bar.start_s, left=bar.start_s, color=colour, height=0.62)
+            length_s = bar.end_s - bar.start_s
+            axes.barh(place, length_s, left=bar.start_s, color=colour, height=0.62, alpha=1.0 if bar.measured else 0.45)
         axes.set_yticks(range(len(labels)), labels)
         axes.invert_yaxis()
         axes.set_xlim(left=min(0.0, *(bar.start_s for bar in bars)))
         axes.grid(axis="y", visible=False)
-        axes.set_xlabel("seconds since the start")
+        axes.set_xlabel(
+            "seconds since the start" + ("" if all(bar.measured for bar in bars) else "; pale: placed by order")
+        )
     return out[0]
 
 
@@ -166,7 +169,7 @@ def one_after_the_other(run: RunFigure | None) -> tuple[Bar, ...]:
     bars, start_s = [], 0.0
     for stage in () if run is None else run.stages:
         if stage.seconds is not None:
-            bars.append(Bar(label=stage.name, start_s=start_s, end_s=start_s + stage.seconds))
+            bars.append(Bar(label=stage.name, start_s=start_s, end_s=start_s + stage.seconds, measured=False))
             start_s += stage.seconds
     return tuple(bars)
 
@@ -193,7 +196,7 @@ def scaling(figures: tuple[ScalingFigure, ...], bands: tuple[tuple[int, float, f
             axes.plot([n, n], [low, high], color=LINES[2], alpha=0.35, linewidth=9, solid_capstyle="butt", label=name)
         axes.plot(counts, speedups, "o-", color=LINES[0], label="measured")
         for n, speedup in zip(counts, speedups, strict=True):
-            axes.annotate(f"{speedup:.2f}x", (n, speedup), textcoords="offset points", xytext=(-8, 6), ha="right")
+            axes.annotate(f"{speedup:.2f}x", (n, speedup), textcoords="offset points", xytext=(0, -16), ha="center")
         axes.set_xticks(sorted(set(counts)))
         axes.set_xlim(0.6, max(counts) + 0.3)
         axes.set_ylim(0, max(*speedups, *counts) * 1.15)

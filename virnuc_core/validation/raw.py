@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -16,6 +15,7 @@ from virnuc_core.validation.records import RawFile
 SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
 BLOCK: Final = 1 << 20
+LARGEST: Final = 1e18  # nothing of ours is more; sums and ratios of such stay finite
 
 
 @dataclass
@@ -82,15 +82,15 @@ def digest(path: Path) -> str:
 
 
 def number(body: dict[str, Any], *keys: str) -> float | None:
-    """A finite number at `keys`, or `None`."""
+    """A number at `keys` that something may have measured, or `None`."""
     value: Any = body
     for key in keys:
         if not isinstance(value, dict):
             return None
         value = value.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value)
+    return float(value) if abs(value) <= LARGEST else None  # neither NaN nor infinite
 
 
 def seconds(body: dict[str, Any], *keys: str) -> float | None:

@@ -144,6 +144,7 @@ class EncoderFigure(Record):
     packing_efficiency: float | None  # 0 to 1
     tokens_per_s: float | None  # over the span from first launch to last finish
     device_s: float | None
+    ceiling_tokens_per_s: float | None  # of the linear layers alone, mean over the devices
     mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
     mfu_of_datasheet: float | None
 
@@ -215,6 +216,9 @@ class RunFigure(Record):
     shards_computed: int | None
     shards_reused: int | None
     restarts: int | None
+    shards_damaged: int  # found unreadable and computed again
+    shards_on_less_memory: int  # computed with a part of the token budget
+    rows_set_aside: int | None
     precision: str | None
     attention: str | None
     warnings: tuple[str, ...]
@@ -254,6 +258,48 @@ class ScalingFigure(Record):
     esm2_scaling: float | None
     dnabert_scaling: float | None
     super_linear: bool
+
+
+class OverheadFigure(Record):
+    """What commits cost, from pairs of runs with and without them. Shares of 1; below 0 is noise."""
+
+    pairs: int
+    median: float | None
+    least: float | None
+    most: float | None
+    shards: int
+    shard_tokens: int
+    problem: str | None = None  # why it says nothing
+
+
+class Accounting(Record):
+    """What became of the reads of the run that is judged, as counted in its reads.tsv."""
+
+    reads: int
+    fates: dict[str, int]
+    flags: dict[str, int]  # remarks on reads; a read may bear several
+    adds_up: bool  # fates of the table = its reads = the reads that came in = what the run says
+    skipped_records: int | None  # broken records left out of the input; None when nothing tells
+    ignored_files: int | None
+    input_warnings: tuple[str, ...] = ()  # what staging said of the input, file by file
+
+
+class ApprovalAnswer(Record):
+    """One question of the reviewer's form."""
+
+    question: str
+    answer: str
+
+
+class ApprovalFigure(Record):
+    """What the reviewer said."""
+
+    verdict: Literal["approved", "rejected", "pending"]
+    reviewer: str | None  # None: nobody has answered yet
+    when: str | None
+    note: str
+    answers: tuple[ApprovalAnswer, ...]
+    of_earlier_run: bool  # the answer is older than the figures
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -355,6 +401,7 @@ class Bar(Record):
     label: str
     start_s: float
     end_s: float
+    measured: bool = True  # False: only its seconds are; it is drawn where it must have been
 
 
 class Charts(Record):
@@ -409,6 +456,10 @@ class Report(Record):
     regression: Regression | None
     history: tuple[HistoryPoint, ...]
     charts: Charts
+    overhead: OverheadFigure | None
+    accounting: Accounting | None
+    approval: ApprovalFigure | None  # None: none was asked for
+    warnings: tuple[str, ...]
     notes: tuple[str, ...]
     evidence: tuple[RawFile, ...]
 

@@ -177,29 +177,3 @@ def points(history: Sequence[HistoryEntry], entry: HistoryEntry) -> tuple[Histor
         HistoryPoint(created=e.created, commit=e.commit, total_s=e.total_s, tokens_per_s=e.tokens_per_s)
         for e in sorted([*like, entry], key=lambda e: e.created)
     )
-
-
-def trend_lines(history: Sequence[HistoryEntry]) -> list[str]:
-    """The runs of each series, oldest first, as lines for a terminal; each line against the one like it before."""
-    lines: list[str] = []
-    for place in dict.fromkeys(entry.place() for entry in history):
-        series = sorted((e for e in history if e.place() == place), key=lambda e: e.created)
-        lines.append(f"{place[0]} on {place[1]}, {place[2]}")
-        for entry in series:
-            found = check(series, entry)
-            change = {metric.name: metric.change for metric in found.metrics}.get("total_s")
-            columns = (
-                f"{entry.created}  {entry.commit[:10]:<10}",
-                f"{entry.n_reads:>10,} reads",
-                f"{_figure(entry.total_s, 's'):>12}",
-                f"{_figure(entry.tokens_per_s, 'tok/s'):>16}",
-                f"{'' if change is None else f'{100 * change:+.1f} %':>8}",
-                f"{entry.criteria_met} met",
-                found.verdict + (f": {found.reason}" if found.reason else ""),
-            )
-            lines.append("  " + "  ".join(columns))
-    return lines
-
-
-def _figure(value: float | None, unit: str) -> str:
-    return "n/a" if value is None else f"{value:,.1f} {unit}"

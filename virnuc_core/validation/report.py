@@ -13,6 +13,8 @@ from pydantic import ValidationError
 from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
 from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.validation.approval import with_answer
+from virnuc_core.validation.extras import render_extras
 from virnuc_core.validation.gather import REGRESSION, gather
 from virnuc_core.validation.html import render_html
 from virnuc_core.validation.markdown import render_benchmark_json, render_benchmark_markdown, render_markdown
@@ -29,7 +31,7 @@ def render(report: Report) -> dict[str, str]:
     stamp = re.sub(r"[^0-9A-Za-z]+", "_", report.provenance.created).strip("_") or "unknown"
     return {
         REPORT_JSON: report.model_dump_json(indent=1) + "\n",
-        "report.txt": render_text(report),
+        "report.txt": render_text(report) + render_extras(report),
         "report.md": render_markdown(report),
         "report.html": render_html(report),
         f"benchmark_{stamp}.md": render_benchmark_markdown(report),
@@ -68,10 +70,11 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
 
 
 def rerender(out: Path) -> Report:
-    """Render `out/report/report.json` again, from nothing but that file."""
+    """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
     folder = RunDir(out).report
-    report = read_report(folder / REPORT_JSON)
+    before = read_report(folder / REPORT_JSON)
+    report = with_answer(out, before)
     for name, content in render(report).items():
-        if name != REPORT_JSON:
+        if name != REPORT_JSON or report != before:
             write_text_whole(folder / name, content)
     return report

@@ -13,13 +13,17 @@ from numpy.typing import NDArray
 from virnuc_core.config import Profile
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.batches import device_busy, embedding_window, windows
+from virnuc_core.telemetry.clock import StageTime
 from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.records import STAGES
 from virnuc_core.validation.raw import RawFolder
 from virnuc_core.validation.records import Bar, Charts, Histogram, Line, RunFigure
 
 POINTS: Final = 240
 SCORE_BINS: Final = 20
-ENCODER_STAGES: Final = ("DNABERT-S", "ESM-2")
+STAGING: Final = STAGES[:4]
+ENCODER_STAGES: Final = STAGES[4:6]
+RESULTS: Final = STAGES[6:]
 LENGTH_BINS: Final = 30
 NO_CHARTS: Final = Charts(utilisation=(), cpu=None, gantt=(), read_lengths=None, scores=None, throughput=None)
 
@@ -81,18 +85,50 @@ def thin(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[tuple[float, .
 
 
 def _gantt(run: RunFigure, measured: Telemetry | None) -> tuple[Bar, ...]:
-    """Stages with a known start and each encoder on each device, in seconds since the run's start."""
+    """Every stage with seconds, encoders by device, in seconds since the run's start; staging was before it.
+
+    A stage whose start was not measured stands where it must have been: staging ends as the run starts, results begin
+    after the last shard.
+    """
     if measured is None:
         return ()
-    by_device = ENCODER_STAGES if len(measured.batches) else ()
-    bars = [
-        Bar(label=stage.name, start_s=stage.started_s - measured.origin_s, end_s=stage.finished_s - measured.origin_s)
-        for stage in measured.stages
-        if stage.started_s is not None
-        and stage.finished_s is not None
-        and stage.finished_s >= stage.started_s
-        and stage.name not in by_device
-    ]
+    known = {stage.name: bar for stage in measured.stages if (bar := _known(stage, measured.origin_s)) is not None}
+    encoders = _encoder_bars(measured)
+    last_s = max((bar.end_s for bar in (*encoders, *known.values())), default=0.0)
+    seconds = {stage.name: stage.seconds for stage in run.stages if stage.seconds is not None}
+    staging = [known[name] if name in known else _bar(name, seconds) for name in STAGING if name in seconds]
+    before_s = sum(bar.end_s for bar in staging if not bar.measured)
+    placed = _one_after_another([bar for bar in staging if not bar.measured], -before_s)
+    results = [known[name] if name in known else _bar(name, seconds) for name in RESULTS if name in seconds]
+    ending = _one_after_another([bar for bar in results if not bar.measured], last_s)
+    measured_ones = [bar for bar in (*staging, *results) if bar.measured]
+    middle = encoders or tuple(known[name] for name in ENCODER_STAGES if name in known)
+    return (*sorted((*placed, *measured_ones, *middle, *ending), key=lambda bar: bar.start_s),)
+
+
+def _known(stage: StageTime, origin_s: float) -> Bar | None:
+    """A stage's bar, when its start and end were measured."""
+    if stage.started_s is None or stage.finished_s is None or stage.finished_s < stage.started_s:
+        return None
+    return Bar(label=stage.name, start_s=stage.started_s - origin_s, end_s=stage.finished_s - origin_s)
+
+
+def _bar(name: str, seconds: dict[str, float]) -> Bar:
+    return Bar(label=name, start_s=0.0, end_s=seconds[name], measured=False)
+
+
+def _one_after_another(bars: Sequence[Bar], start_s: float) -> list[Bar]:
+    found = []
+    for bar in bars:
+        end_s = start_s + bar.end_s - bar.start_s
+        found.append(bar.model_copy(update={"start_s": start_s, "end_s": end_s}))
+        start_s = end_s
+    return found
+
+
+def _encoder_bars(measured: Telemetry) -> tuple[Bar, ...]:
+    """Each encoder on each device, from its first batch launched to its last finished."""
+    bars = []
     for number, busy in enumerate(device_busy(measured.shards), start=1):
         own = measured.batches.of_device(busy.device)
         for encoder, title in (("dnabert_s", "DNABERT-S"), ("esm2", "ESM-2")):

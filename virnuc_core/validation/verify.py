@@ -21,6 +21,8 @@ from virnuc_core.errors import VirnucError
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.batches import windows
 from virnuc_core.telemetry.log import Telemetry, batches_for_json, summary_of
+from virnuc_core.telemetry.records import STAGES
+from virnuc_core.validation.approval import answered, without_answer
 from virnuc_core.validation.compare import (
     Mode,
     agreement,
@@ -32,10 +34,12 @@ from virnuc_core.validation.compare import (
 from virnuc_core.validation.exact import bitwise, cosines
 from virnuc_core.validation.gather import REGRESSION, gather, read_comparisons, run_names
 from virnuc_core.validation.html import generator
-from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, seconds
+from virnuc_core.validation.overhead import contradictions
+from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, seconds, text
 from virnuc_core.validation.records import Comparison, Report
 from virnuc_core.validation.regression import RegressionFile, entry_of
 from virnuc_core.validation.report import REPORT_JSON, read_report, render
+from virnuc_core.validation.stored import baseline_tokens, count_store, open_beside, staging_tally
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3
@@ -50,6 +54,7 @@ class Verification:
 
     figures: int = 0
     differences: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # worth a word, but no difference
 
     @property
     def ok(self) -> bool:
@@ -96,16 +101,27 @@ def verify_report(out: Path) -> Verification:
     found = Verification()
     report = read_report(folder / REPORT_JSON)
     _profile(found, out, report.profile)
-    again = gather(out, report.profile)
+    again = _as_answered(found, report, gather(out, report.profile))
     found.same("", report.model_dump(mode="json"), again.model_dump(mode="json"))
     _forms(found, folder, again)
     _regression(found, out, again)
     for name in run_names(out):
         _raw_run(found, out, name)
-    _baseline(found, out)
+    _baseline(found, out, report.profile.baseline.reads)
+    _store(found, out)
+    for line in contradictions(out):
+        found.wrong(line)
     _comparisons(found, out)
     _one_job(found, out)
     return found
+
+
+def _as_answered(found: Verification, report: Report, again: Report) -> Report:
+    """What the raw files give, less an answer that came after the report was made: that changes no figure."""
+    if answered(report) or not answered(again):
+        return again
+    found.remarks.append("a reviewer has answered since this report was made; virnuc report DIR shows the answer")
+    return Report.model_validate(without_answer(again) | {"approval": report.approval})
 
 
 def _profile(found: Verification, out: Path, profile: Profile) -> None:
@@ -174,6 +190,7 @@ def _raw_run(found: Verification, out: Path, name: str) -> None:
         found.wrong(str(error))
     measured = raw.telemetry(name, summary.get("telemetry"))
     if measured is not None:
+        _course(found, name, measured[1], summary)
         _telemetry(found, out, measured, summary)
     for problem in raw.problems:
         found.wrong(problem)
@@ -201,14 +218,33 @@ def _counts(found: Verification, run: RunDir, name: str, summary: dict[str, Any]
     failed = len(run.failed_rows.read_bytes().splitlines()) - 1 if run.failed_rows.is_file() else 0
     if (rows := count(summary, "n_rows")) is not None:
         found.same(f"{name}/prediction_results.txt: rows and failed rows", len(frames) + failed, rows)
+    if (virus := count(summary, "rows_virus")) is not None:
+        found.same(f"{name}/summary.json: rows_virus", virus, int(frames["virus"].sum()))
     argmax = (frames["score2"] > frames["score1"]).to_numpy()
     wrong = int((argmax != frames["virus"].to_numpy()).sum())
     found.same(f"{name}/prediction_results.txt: labels that are not of the larger score", wrong, 0)
     if run.consensus.is_file():
-        votes = agreement(load_consensus(run.consensus), derive_consensus(frames), tolerance=0.0)
+        chunks = load_consensus(run.consensus)
+        for key, value in (("chunks_scored", len(chunks)), ("chunks_virus", int(chunks["virus"].sum()))):
+            if (said_chunks := count(summary, key)) is not None:
+                found.same(f"{name}/summary.json: {key}", said_chunks, value)
+        votes = agreement(chunks, derive_consensus(frames), tolerance=0.0)
         found.same(f"{name}/{run.consensus.name}: chunks that the frames do not give", votes.total - votes.agreeing, 0)
         largest = 0.0 if votes.score is None else votes.score.max
         found.same(f"{name}/{run.consensus.name}: largest difference from the frames' scores", largest, 0.0)
+
+
+def _course(found: Verification, name: str, telemetry: Telemetry, summary: dict[str, Any]) -> None:
+    """Shards and rows set aside as the workers told them, and restarts by the deaths they followed."""
+    shards = telemetry.shards
+    told = {"shards_computed": len(shards), "rows_set_aside": int(shards.skipped.sum())}
+    if isinstance(summary.get("deaths"), list):
+        told["restarts"] = len(summary["deaths"])
+    if (computed := count(summary, "shards_computed")) is not None:
+        told["shards"] = computed + (count(summary, "shards_reused") or 0)
+    for key, value in told.items():
+        if (said := count(summary, key)) is not None:
+            found.same(f"{name}/summary.json: {key}", said, value)
 
 
 def _telemetry(found: Verification, out: Path, measured: tuple[str, Telemetry], summary: dict[str, Any]) -> None:
@@ -259,8 +295,8 @@ def _bounds(found: Verification, name: str, telemetry: Telemetry) -> None:
             found.same(f"{name}: {encoder} tokens of the batches", launched, int(counted.sum()))
 
 
-def _baseline(found: Verification, out: Path) -> None:
-    """The baseline's scaled time against its stages, and its rows against its result file."""
+def _baseline(found: Verification, out: Path, asked_reads: int | None) -> None:
+    """The baseline's scaled time against its stages, its rows against its file, its reads against the profile's."""
     summary = RawFolder(out).json("baseline", SUMMARY)
     wall_s, measured_s, scaled_s = (seconds(summary, key) for key in ("wall_s", "measured_s", "scaled_s"))
     if measured_s is None:
@@ -274,9 +310,49 @@ def _baseline(found: Verification, out: Path) -> None:
     started_s = max(0.0, measured_s - spent_measured)  # starting processes is paid once, however many the reads
     if stages and measured and not spent - CLOCK_S <= whole <= spent + started_s + CLOCK_S:
         found.wrong(f"{where}: {whole:.3f} s is not what its stages add up to ({spent:.3f} s and the start)")
+    rows_in, rows_of_all = count(summary, "measured_rows"), count(summary, "n_rows")
+    if scaled_s is not None and rows_in and rows_of_all is not None:
+        for stage in (*STAGES[:4], *STAGES[6:]):  # those without a model grow with the rows
+            if (spent_s := seconds(measured, stage)) is not None and stage in stages:
+                found.same(f"{where}: stages.{stage}", stages[stage], spent_s * rows_of_all / rows_in)
+    reads, input_reads = count(mapping(summary, "subset"), "reads"), count(summary, "n_reads")
+    if reads is not None and asked_reads is not None and input_reads is not None:
+        found.same(f"{where}: subset.reads", reads, min(asked_reads, input_reads))
     predictions = RunDir(out / "baseline").predictions
     if (rows := count(summary, "measured_rows")) is not None and predictions.is_file():
         found.same(f"{where}: measured_rows", rows, len(load_frames(predictions)))
+
+
+def _store(found: Verification, out: Path) -> None:
+    """Reads, rows, uniques and tokens as the store counts them, where the validation still has its store."""
+    raw = RawFolder(out)
+    try:
+        store = open_beside(out)
+        if store is None:
+            return
+        counted = count_store(store)
+        for name in run_names(out):
+            _as_stored(found, f"{name}/summary.json", raw.json(name, SUMMARY), asdict(counted))
+        _as_stored(found, "run.json: fingerprints", {"fingerprint": _reads_print(raw)}, asdict(counted))
+        _as_stored(found, "run.json: staging", mapping(raw.json(RECORD), "staging"), staging_tally(store))
+        summary = raw.json("baseline", SUMMARY)
+        _as_stored(found, "baseline/summary.json", summary, {"n_reads": counted.n_reads, "n_rows": counted.n_rows})
+        subset, predictions = mapping(summary, "subset"), RunDir(out / "baseline").predictions
+        if subset and predictions.is_file():
+            tokens = {"tokens": baseline_tokens(store, predictions), "total_tokens": counted.row_tokens}
+            _as_stored(found, "baseline/summary.json: subset", subset, tokens)
+    except VirnucError as error:
+        found.wrong(str(error))
+
+
+def _reads_print(raw: RawFolder) -> str | None:
+    return text(mapping(raw.json(RECORD), "fingerprints"), "reads")
+
+
+def _as_stored(found: Verification, where: str, said: dict[str, Any], counted: dict[str, Any]) -> None:
+    for key, value in counted.items():
+        if said.get(key) is not None:
+            found.same(f"{where}: {key}", said[key], value)
 
 
 def _comparisons(found: Verification, out: Path) -> None:
@@ -330,6 +406,7 @@ def _one_job(found: Verification, out: Path) -> None:
 def report_lines(found: Verification) -> Iterator[str]:
     """What a person reads: one line a difference, and a last line that sums up."""
     yield from found.differences
+    yield from found.remarks
     if found.ok:
         yield f"{found.figures:,} figures computed again, all as reported"
     else:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from virnuc_core.telemetry.batches import (
     busiest,
     by_encoder,
+    committed_tokens_per_s,
     device_busy,
     device_time_spread,
     embedding_window,
@@ -156,3 +157,11 @@ def test_tables_tell_what_is_wrong_with_columns() -> None:
         BatchTable.from_columns(("GPU-a",), {k: v for k, v in columns.items() if k != "wait_ms"})
     with pytest.raises(ValueError, match="different lengths"):
         BatchTable.from_columns(("GPU-a",), {**columns, "tokens": np.array([1, 2])})
+
+
+def test_the_committed_rate_ends_with_the_last_commit() -> None:
+    batches = [batch(0.0, tokens=900), batch(1.0, tokens=300)]
+    done = ShardTable.of([shard(0, batches)])  # finished at 2.0, committed 0.2 s later
+    assert committed_tokens_per_s(BatchTable.of(batches), done) == pytest.approx(1200 / 2.2)
+    assert committed_tokens_per_s(BatchTable.of([]), done) is None
+    assert committed_tokens_per_s(BatchTable.of(batches), ShardTable.of([])) is None

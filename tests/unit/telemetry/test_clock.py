@@ -112,3 +112,14 @@ def test_stages_show_in_a_profiler_trace() -> None:
             torch.ones(3).sum()
     names = {event.key for event in trace.key_averages()}
     assert {"ESM-2", "dataloader_fetch"} <= names
+
+
+def test_a_stage_can_be_seen_without_seconds_of_its_own() -> None:
+    clock = StageClock()
+    clock.add("ESM-2", 4.0)
+    clock.seen("ESM-2", 10.0, 20.0)
+    clock.seen("ESM-2", 8.0, 12.0)
+    (esm2,) = clock.times()
+    assert (esm2.seconds, esm2.started_s, esm2.finished_s) == (4.0, 8.0, 20.0)
+    with pytest.raises(ValueError, match="not one of the nine"):
+        clock.seen("Lunch", 0.0, 1.0)

@@ -6,11 +6,16 @@ import pytest
 
 from virnuc_core.telemetry.flops import (
     EncoderShape,
+    EncoderWork,
+    ModelFlops,
     attention_flops_per_token,
+    ceiling_tokens_per_s,
     cost_per_million,
     datasheet_flops,
     linear_flops_per_token,
-    mfu,
+    mean_ceiling,
+    mfu_of_ceiling,
+    mfu_of_datasheet,
 )
 
 ESM2_3B = EncoderShape(layers=36, width=2560, ffn_width=10_240)
@@ -45,10 +50,40 @@ def test_a_device_or_precision_the_sheet_does_not_have_is_unknown() -> None:
     assert datasheet_flops("NVIDIA A100", "fp8") is None
 
 
-def test_mfu() -> None:
-    assert mfu(1000, 5e9, 10.0, 1e12) == pytest.approx(0.5)
-    assert mfu(1000, 5e9, 0.0, 1e12) is None
-    assert mfu(1000, 5e9, 10.0, None) is None
+def test_mfu_weighs_each_device_by_its_seconds() -> None:
+    work = [EncoderWork("a", "NVIDIA H200", 600, 10.0), EncoderWork("b", "NVIDIA L4", 100, 5.0)]
+    ceilings = {"a": 100.0, "b": 40.0}
+    assert mean_ceiling(work, ceilings) == pytest.approx((10 * 100 + 5 * 40) / 15)
+    assert mfu_of_ceiling(work, ceilings) == pytest.approx(700 / (10 * 100 + 5 * 40))
+    peaks = 10 * 989.5e12 + 5 * 121e12
+    assert mfu_of_datasheet(work, 5e9, "fp16") == pytest.approx(700 * 5e9 / peaks)
+
+
+def test_mfu_is_unknown_when_a_ceiling_a_time_or_the_work_is() -> None:
+    work = [EncoderWork("a", "NVIDIA H200", 600, 10.0), EncoderWork("b", "Some Processor", 100, 5.0)]
+    assert mfu_of_ceiling(work, {"a": 100.0}) is None
+    assert mfu_of_ceiling([], {"a": 100.0}) is None
+    assert mfu_of_ceiling([EncoderWork("a", "x", 5, 0.0)], {"a": 100.0}) is None
+    assert mfu_of_datasheet(work, 5e9, "fp16") is None
+    assert mfu_of_datasheet(work[:1], None, "fp16") is None
+    assert mfu_of_datasheet(work[:1], 5e9, "") is None
+    assert mfu_of_datasheet([], 5e9, "fp16") is None
+
+
+def test_a_ceiling_is_tokens_over_seconds() -> None:
+    assert ceiling_tokens_per_s(16_384, 10, 2.0) == pytest.approx(81_920.0)
+    assert ceiling_tokens_per_s(16_384, 10, 0.0) is None
+    assert ceiling_tokens_per_s(16_384, 0, 2.0) is None
+
+
+def test_model_flops_survive_the_file_and_bad_numbers_do_not() -> None:
+    flops = ModelFlops(5.6e9, 1.7e8, {"GPU-1": 90_000.0}, {})
+    assert ModelFlops.from_json(flops.to_json()) == flops
+    assert flops.per_token("esm2") == 5.6e9
+    assert flops.ceilings("dnabert_s") == {}
+    odd = {"esm2_per_token": True, "esm2_ceiling_tokens_s": {"a": -1, "b": "x", "c": 2}, "dnabert_s_per_token": None}
+    assert ModelFlops.from_json(odd) == ModelFlops(None, None, {"c": 2.0}, {})
+    assert ModelFlops.from_json({"esm2_ceiling_tokens_s": None}) == ModelFlops()
 
 
 def test_cost_of_a_million_reads() -> None:

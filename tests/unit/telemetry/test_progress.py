@@ -106,6 +106,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(monitor: R
     last = text.strip().splitlines()[-3:]
     assert [line.split()[0] for line in last] == ["GPU-a", "GPU-b", "Embedding"]
     assert "50%" in last[2]
+    assert "50/100 reads" in last[2]
     assert "180 tok/s" in last[0]
     assert "90 % GPU" in last[0]
     assert "70 % GPU" in last[1]

@@ -10,7 +10,7 @@ import time
 import pytest
 
 from virnuc_core.telemetry import sampler as module
-from virnuc_core.telemetry.sampler import DeviceReading, HostProbe, Sampler, open_nvml
+from virnuc_core.telemetry.sampler import DeviceReading, HostProbe, Sampler, driver_versions, open_nvml
 from virnuc_core.telemetry.tables import HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")
@@ -45,13 +45,12 @@ def test_each_device_is_read_by_its_own_name() -> None:
 
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
     nvml = FakeNvml(GPU_aaaa=DeviceReading(50.0))
-    before = threading.active_count()
     began = time.monotonic()
     with Sampler(DEVICES[:1], interval_s=0.01, provider=nvml, host=quiet_host) as sampler:
         time.sleep(0.12)
     taken = len(sampler.samples())
     assert 3 <= taken <= (time.monotonic() - began) / 0.01 + 2, "at most one an interval, and the last"
-    assert threading.active_count() == before
+    assert not [thread for thread in threading.enumerate() if thread.name == "virnuc-sampler"]
     time.sleep(0.03)
     assert len(sampler.samples()) == taken
 
@@ -111,6 +110,22 @@ def test_nvitop_says_not_available_as_a_text_and_that_is_unknown() -> None:
 
     assert module._number(nvitop.NA) is None
     assert module._number(93) == 93.0
+
+
+def test_driver_versions_are_those_nvitop_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nvitop
+    import pynvml
+
+    def no_driver() -> None:
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    assert driver_versions() == {}
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: None)
+    monkeypatch.setattr(nvitop.Device, "driver_version", staticmethod(lambda: "570.86.15"))
+    monkeypatch.setattr(nvitop.Device, "cuda_driver_version", staticmethod(lambda: nvitop.NA))
+    assert driver_versions() == {"driver": "570.86.15"}
 
 
 def test_the_provider_asks_nvitop_by_uuid(monkeypatch: pytest.MonkeyPatch) -> None:

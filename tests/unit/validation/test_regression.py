@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows.report_commands import history as show_history
 from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
 from virnuc_core.validation.gather import gather
@@ -18,7 +19,6 @@ from virnuc_core.validation.regression import (
     entry_of,
     points,
     read_history,
-    trend_lines,
 )
 from virnuc_core.validation.report import write_report
 
@@ -166,12 +166,19 @@ def test_the_trend_as_a_chart() -> None:
     assert history_chart(trend[:1]) is None
 
 
-def test_the_trend_as_lines() -> None:
-    lines = trend_lines([entry("2026-03-03", total_s=90.0), OLD, entry(profile="other")])
-    assert [line for line in lines if not line.startswith(" ")] == [
-        "h200-1m on 2x NVIDIA H200, fp16",
-        "other on 2x NVIDIA H200, fp16",
-    ]
-    assert "2026-03-01" in lines[1]
-    assert "+50.0 %" in lines[2]
-    assert "fail: over 10 % worse in total_s" in lines[2]
+def test_the_command_shows_each_run_against_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    history, chart = tmp_path / "history.jsonl", tmp_path / "trend.svg"
+    for one in (OLD, entry("2026-03-03", total_s=90.0, tokens_per_s=0.5 * (OLD.tokens_per_s or 0))):
+        append_history(history, one)
+    assert show_history([str(history), "--chart", str(chart)]) == 0
+    said = capsys.readouterr().out
+    assert "-50.0 %" in said
+    assert "fail: over 10 % worse in tokens_per_s" in said
+    assert chart.read_text(encoding="utf-8").startswith("<?xml")
+    lonely = tmp_path / "one.jsonl"
+    append_history(lonely, OLD)
+    assert show_history([str(lonely), "--chart", str(tmp_path / "none.svg")]) == 1
+    assert "no trend to draw" in capsys.readouterr().err

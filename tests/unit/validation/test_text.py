@@ -18,7 +18,7 @@ from virnuc_core.validation.gather import gather, write_comparisons
 from virnuc_core.validation.records import Comparison, LabelAgreement, Report
 from virnuc_core.validation.text import duration, near, render_text
 
-from .validate_directory import ORIGIN_S, STARTED, Recipe, build, write_json
+from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
 
 DATA = Path(__file__).resolve().parents[2] / "data"
 
@@ -47,7 +47,7 @@ def published(out: Path) -> Report:
 def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int) -> None:
     stages = {name: seconds[place] for name, seconds in numbers["stages"].items()}
     devices = [{"id": f"GPU-{i}", "name": numbers["device"], "kind": "cuda"} for i in range(count)]
-    write_json(folder / "run.json", {"devices": devices})
+    write_json(folder / "run.json", {"devices": devices, "fingerprints": PRINTS, "model_length": 500})
     summary = {"wall_s": sum(stages.values()), "staging_s": 0.0, "stages": stages, "n_reads": numbers["n_reads"]}
     write_json(folder / "summary.json", {**summary, "n_rows": numbers["n_rows"], "n_chunks": numbers["n_chunks"]})
     log = TelemetryLog(folder / "telemetry", [d["id"] for d in devices], origin_s=ORIGIN_S, started=STARTED)

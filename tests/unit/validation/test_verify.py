@@ -84,6 +84,7 @@ RAW: dict[str, Change] = {
     "reads": _json("devices-1/summary.json", _set("n_reads", to=301)),
     "a stage": _json("devices-2/summary.json", _set("stages", "ESM-2", to=2.0)),
     "a fate": _json("devices-2/summary.json", _set("fates", "failed", to=3)),
+    "shards computed": _json("devices-2/summary.json", _set("shards_computed", to=99)),
     "baseline's time": _json("baseline/summary.json", _set("measured_s", to=4000.0)),
     "agreement": _json("comparison.json", _set("comparisons", 0, "consensus", "agreement", to=0.5)),
     "sameness": _json("comparison.json", _set("comparisons", 2, "bitwise", "files_compared", to=40)),
@@ -108,6 +109,7 @@ LAUNDERED: dict[str, Change] = {
         "reads",
         "a stage",
         "a fate",
+        "shards computed",
         "baseline's time",
         "agreement",
         "sameness",
@@ -207,6 +209,8 @@ def test_a_scaled_baseline_is_verified(tmp_path: Path) -> None:
     edit_json(tmp_path / "baseline" / "summary.json", lambda body: body.update(scaled_s=5000.0, wall_s=5000.0))
     write_report(tmp_path, profile)
     assert any("is not what its stages add up to" in line for line in verify_report(tmp_path).differences)
+    edit_json(tmp_path / "baseline" / "summary.json", lambda body: body["subset"].update(reads=120))
+    assert any("subset.reads: says 120" in line for line in verify_report(tmp_path).differences)
 
 
 def test_the_page_of_another_drawing_library_is_compared_without_its_charts(copied: tuple[Path, Profile]) -> None:

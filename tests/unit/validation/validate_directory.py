@@ -53,6 +53,9 @@ def build(out: Path, recipe: Recipe | None = None, profile: Profile | None = Non
     profile = profile or load_profile("phase10-1m").model_copy(
         update={"min_reads": 1, "min_compared_chunks": 1, "target_reads": None}
     )
+    if recipe.baseline_reads is not None:
+        asked = profile.baseline.model_copy(update={"reads": recipe.baseline_reads})
+        profile = profile.model_copy(update={"baseline": asked})
     rows = result_rows(recipe)
     names = ["devices-1"] if recipe.devices == 1 else ["devices-1", f"devices-{recipe.devices}"]
     for name in names:
@@ -309,6 +312,7 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
             "measured_stages": {name: spent * tokens / total for name, spent in stages.items()},
         }
     write_json(run.summary, summary)
+    write_json(run.record, run_record(recipe, recipe.devices))
 
 
 def write_json(path: Path, body: object) -> None:
