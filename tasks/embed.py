@@ -18,11 +18,13 @@ from tasks.states import done
 from tasks.tables import stage_rows
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.standby import Standby
 from virnuc_core.errors import WorkerError
 from virnuc_core.pipeline import RunSummary, Watch, classify, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
+from virnuc_core.telemetry.flops import ModelFlops
 
 
 @task(name="embed", task_run_name="embed {label} on {devices}", cache_policy=NO_CACHE, **POLICY)
@@ -40,6 +42,8 @@ def embed(
     window_s: float = 30.0,
     sample_s: float = 0.5,
     time_limit_s: float | None = None,
+    standby: Standby | None = None,
+    flops: ModelFlops | None = None,
 ) -> State[RunSummary]:
     """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.
 
@@ -66,6 +70,8 @@ def embed(
                     force=force and first_attempt(),
                     threshold=threshold,
                     watch=watch,
+                    standby=standby,
+                    flops=flops,
                 )
         except WorkerError as error:
             if not limit.reached:

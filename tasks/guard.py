@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Final
 
 from prefect.client.orchestration import get_client
@@ -21,6 +22,7 @@ from virnuc_core.engine.process import end_all_children
 
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 logger = logging.getLogger(__name__)
+_held: ContextVar[frozenset[str]] = ContextVar("slots this flow run holds", default=frozenset())
 
 
 @contextmanager
@@ -46,9 +48,10 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
     """Hold one slot of the server for each GPU of `devices`, waiting until all are free.
 
     CPU cores are shared by the machine's scheduler and want no slot. Without a server (the temporary one of an ad hoc
-    run is seen by nobody else) the worker's own lock does the work. Errors: `TimeoutError` after `wait_s` seconds.
+    run is seen by nobody else) the worker's own lock does the work. Slots that the flow holds around this are held
+    once. Errors: `TimeoutError` after `wait_s` seconds.
     """
-    names = sorted(slot_name(device) for device in devices if device.kind == "cuda")
+    names = sorted({slot_name(device) for device in devices if device.kind == "cuda"} - _held.get())
     if not names or PREFECT_API_URL.value() is None:
         yield
         return
@@ -59,4 +62,8 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
     logger.info("waiting for %s", ", ".join(names))
     # strict: a limit that is missing is an error, never a free pass
     with concurrency(names, occupy=1, strict=True, timeout_seconds=wait_s, lease_duration=LEASE_S):
-        yield
+        before = _held.set(_held.get() | set(names))
+        try:
+            yield
+        finally:
+            _held.reset(before)

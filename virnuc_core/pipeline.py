@@ -21,26 +21,37 @@ from virnuc_core import provenance
 from virnuc_core.config import Devices, EngineSpec, RunSpec
 from virnuc_core.encoders.weights import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
+from virnuc_core.engine.ceiling import model_flops
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.locks import run_lock
 from virnuc_core.engine.pool import Pool, PoolSummary
-from virnuc_core.engine.spec import Fingerprints, WorkerSpec, job_fingerprint, resolve_engine, result_settings
+from virnuc_core.engine.spec import (
+    Fingerprints,
+    JobSpec,
+    WorkerSpec,
+    job_fingerprint,
+    resolve_engine,
+    result_settings,
+)
+from virnuc_core.engine.standby import Standby
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.telemetry.batches import busiest, device_busy
+from virnuc_core.telemetry.batches import busiest, device_busy, embedding_window
 from virnuc_core.telemetry.clock import StageClock, pipeline_summary
+from virnuc_core.telemetry.flops import ModelFlops
 from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
 from virnuc_core.telemetry.monitor import RunMonitor
 from virnuc_core.telemetry.progress import InferenceProgressReporter, ProgressSnapshot
-from virnuc_core.telemetry.records import ShardDone
+from virnuc_core.telemetry.records import Encoder, ShardDone
 from virnuc_core.telemetry.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
+ENCODER_STAGES: Final[tuple[tuple[str, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +95,7 @@ class RunSummary:
     damaged: tuple[str, ...]
     rows_set_aside: int  # uniques that ended every worker
     reduced_budgets: dict[str, int]  # shard → what its token budgets were divided by, for want of memory
+    flops: dict[str, Any] | None = None  # `ModelFlops`; None in runs of before it was kept
 
     def to_json(self) -> str:
         """As written to summary.json."""
@@ -117,6 +129,7 @@ class Job:
     todo: tuple[int, ...]
     damaged: tuple[str, ...]
     threshold: float = THRESHOLD
+    flops: ModelFlops | None = None
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
@@ -147,24 +160,27 @@ def classify(
     threshold: float = THRESHOLD,
     watch: Watch | None = None,
     spec: dict[str, Any] | None = None,
+    standby: Standby | None = None,
+    flops: ModelFlops | None = None,
 ) -> RunSummary:
     """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
 
     A run that is complete is not computed again: its summary comes back, with the reads judged anew if the threshold is
-    another. Errors: `ConfigError` (another run works here,
+    another. Workers of a `standby` are used where they fit; `flops` has the devices' ceilings where they were measured.
+    Errors: `ConfigError` (another run works here,
     or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`,
     `OSError` of the disk. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
         job = prepare(run, store=store, models=models, devices=devices, engine=engine, force=force, spec=spec or {})
-        job = replace(job, threshold=threshold)
+        job = replace(job, threshold=threshold, flops=flops or model_flops(models))
         before = read_summary(run)
         if before is not None and not job.todo:
             log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
             return before if before.threshold == threshold and _results_present(run) else _judge_again(job, before)
         run.summary.unlink(missing_ok=True)
-        return _compute(job, staging, watch or Watch(), started_s)
+        return _compute(job, staging, watch or Watch(), started_s, standby)
 
 
 def prepare(
@@ -248,17 +264,20 @@ def _results_present(run: RunDir) -> bool:
     return all(path.is_file() for path in (run.predictions, run.consensus, run.reads_table, run.embeddings))
 
 
-def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float) -> RunSummary:
-    clock = _staging_clock(staging)
+def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, standby: Standby | None) -> RunSummary:
+    clock = _staging_clock(staging, started_s)
     ids = [device.id for device in job.devices]
     telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
     with Sampler(ids, interval_s=watch.sample_s) as sampler:
-        pool = _embed(job, telemetry, sampler, watch)
+        pool = _embed(job, telemetry, sampler, watch, standby)
     measured = telemetry.telemetry(sampler.samples(), sampler.host_samples(), ())
     busy = busiest(device_busy(measured.shards))
     clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
     clock.add("ESM-2", busy.esm2_s if busy else 0.0)
     clock.fuse("Feature Merging", "ESM-2")
+    for stage_name, encoder in ENCODER_STAGES:
+        if span := embedding_window(measured.batches.of_encoder(encoder)):
+            clock.seen(stage_name, *span)
     clock.add("Model Prediction", busy.head_s if busy else 0.0)
     results = _write_results(job, clock)
     wall_s = time.monotonic() - started_s
@@ -272,6 +291,27 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float) ->
     for line in pipeline_summary(clock.times(), summary.total_s).splitlines():
         log.info("%s", line)
     return summary
+
+
+def workers(job: Job) -> list[WorkerSpec]:
+    """One worker a device."""
+    return [WorkerSpec(str(job.models.resolve()), device, job.engine) for device in job.devices]
+
+
+def job_spec(job: Job) -> JobSpec:
+    """What all workers of a job are told of it."""
+    root = job.run.root.resolve()
+    return JobSpec(str(root), str(job.store.path.resolve()), job.store.fingerprint, str(root / "logs"))
+
+
+def stand_by(models: Path, devices: Devices, engine: EngineSpec) -> Standby:
+    """Workers for a run whose reads are not staged yet: give it to `classify`, and close it afterwards.
+
+    Errors: `DeviceError`, `ConfigError`.
+    """
+    found = resolve(devices)
+    resolved = resolve_engine(engine, found[0].kind)
+    return Standby([WorkerSpec(str(models.resolve()), device, resolved) for device in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,29 +335,23 @@ def measure_embedding(job: Job, watch: Watch) -> EmbeddingMeasured:
     return EmbeddingMeasured(wall_s, pool, files)
 
 
-def _staging_clock(staging: StageSummary) -> StageClock:
-    """The clock of a run, with the seconds its store took to make."""
+def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
+    """The clock of a run that started at `started_s`, with the seconds its store took to make."""
     clock = StageClock()
     clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
     clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
+    if not staging.reused:
+        for name in ("Sequence Chunking", "Six-Frame Translation"):
+            clock.seen(name, started_s - staging.total_s, started_s)
     return clock
 
 
-def _embed(job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch) -> PoolSummary:
+def _embed(
+    job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch, standby: Standby | None = None
+) -> PoolSummary:
     """Compute the shards that are left, on one worker a device."""
-    specs = [
-        WorkerSpec(
-            run=str(job.run.root.resolve()),
-            store=str(job.store.path.resolve()),
-            models=str(job.models.resolve()),
-            reads=job.store.fingerprint,
-            device=device,
-            engine=job.engine,
-        )
-        for device in job.devices
-    ]
     done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))
     monitor = RunMonitor([device.id for device in job.devices], sampler)
     reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
@@ -340,17 +374,18 @@ def _embed(job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch) ->
             live.update(done)
 
     with reporter as live:
-        return Pool(job.plan, specs, job.run.root / "logs", on_done).run(job.todo)
+        return Pool(job.plan, workers(job), job_spec(job), on_done, standby).run(job.todo)
 
 
 def _write_results(job: Job, clock: StageClock) -> ResultSummary:
     if not job.engine.commit:
         raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
     scores, failed = shards.read_scores(job.run)
+    began_s = time.monotonic()
     results = write_results(job.run, job.store, scores, failed, threshold=job.threshold)
     shards.write_virtual_embeddings(job.run)
-    clock.add("Model Prediction", results.predict_s)
-    clock.add("Consensus Scoring", results.consensus_s)
+    clock.add("Model Prediction", results.predict_s, started_s=began_s)
+    clock.add("Consensus Scoring", results.consensus_s, started_s=began_s + results.predict_s)
     total = results.viral + results.others + results.no_open_frame + results.empty + results.failed
     if total != job.store.n_reads:
         raise VirnucError(f"{total} reads have a fate, but {job.store.n_reads} came in; nothing may get lost")
@@ -395,27 +430,36 @@ def _summary(
         damaged=job.damaged,
         rows_set_aside=len(pool.set_aside),
         reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced},
+        flops=None if job.flops is None else job.flops.to_json(),
     )
 
 
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
-    """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for."""
-    run = RunDir(spec.out)
-    staging = stage_reads(
-        StageSpec(reads=spec.reads, model_length=model_length(spec.models)), run.store, force=spec.force
-    )
-    summary = classify(
-        run,
-        staging,
-        store=run.store,
-        models=spec.models,
-        devices=Devices.parse(spec.devices),
-        engine=spec.engine,
-        force=spec.force,
-        threshold=spec.threshold,
-        watch=watch,
-        spec=spec.model_dump(mode="json"),
-    )
+    """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for.
+
+    Workers load the weights while the reads are staged.
+    """
+    run, devices = RunDir(spec.out), Devices.parse(spec.devices)
+    length = model_length(spec.models)
+    standby = stand_by(spec.models, devices, spec.engine) if read_summary(run) is None else None
+    try:
+        staging = stage_reads(StageSpec(reads=spec.reads, model_length=length), run.store, force=spec.force)
+        summary = classify(
+            run,
+            staging,
+            store=run.store,
+            models=spec.models,
+            devices=devices,
+            engine=spec.engine,
+            force=spec.force,
+            threshold=spec.threshold,
+            watch=watch,
+            spec=spec.model_dump(mode="json"),
+            standby=standby,
+        )
+    finally:
+        if standby is not None:
+            standby.close()
     if spec.write_viral:
         write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
     return summary

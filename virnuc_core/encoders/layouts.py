@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from virnuc_core.encoders.shapes import DnabertShape, Esm2Shape, HeadShape
-from virnuc_core.encoders.store import DictSource, Rule, Source, Tensors
+from virnuc_core.encoders.store import DictSource, Rule, Source, Stored, Tensors
 
 
 def _rule(theirs: str, ours: str, part: int = 0, of: int = 1) -> Rule:
@@ -109,6 +109,9 @@ class _With:
 
     def names(self) -> list[str]:
         return [*self._source.names(), *self._extra.names()]
+
+    def stored(self, name: str) -> Stored:
+        return self._extra.stored(name) if name in self._extra.tensors else self._source.stored(name)
 
     def get(self, name: str) -> torch.Tensor:
         return self._extra.get(name) if name in self._extra.tensors else self._source.get(name)

@@ -13,9 +13,9 @@ from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.head import Head, place_head
 from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import DnabertTokenizer
-from virnuc_core.encoders.tuning import PLAIN, Tuning, measured_best
-from virnuc_core.encoders.weights import open_dnabert, open_esm2, open_head
-from virnuc_core.errors import DeviceError, WeightsError
+from virnuc_core.encoders.tuning import GATED_COLUMNS, PLAIN, Tuning, measured_best
+from virnuc_core.encoders.weights import check_tokenizer, open_dnabert, open_esm2, open_head
+from virnuc_core.errors import DeviceError
 
 
 def load_esm2(
@@ -54,13 +54,10 @@ def load_dnabert_s(
     """
     shape, tensors = open_dnabert(models)
     tokenizer = DnabertTokenizer(models)
-    if tokenizer.vocab > shape.vocab:
-        raise WeightsError(
-            f"{models / 'dnabert_s'}: the tokenizer has {tokenizer.vocab} tokens, the model only {shape.vocab}"
-        )
+    check_tokenizer(models, tokenizer, shape)
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, bias="alibi", head_dim=shape.head_dim, precision=ready, device=device)
-    tuning = _tuned(tuning, compile, device, ready, gated=True)
+    tuning = _tuned(tuning, compile, device, ready, gated=shape.ffn_width % GATED_COLUMNS == 0)
     weights = place_dnabert(tensors, shape, ready, device)
     return DnabertS(
         shape,
@@ -95,6 +92,6 @@ def _compiled(asked: bool | None, device: torch.device, tuning: Tuning) -> bool:
 def _check_device(tuning: Tuning, device: torch.device) -> None:
     if tuning.kernels and device.type != "cuda":
         raise DeviceError(f"tuning: kernels need a CUDA device, this is {device}; leave them off")
-    if tuning.gelu_product and torch.cuda.get_device_capability(device) < (9, 0):
+    if tuning.gated_product and torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device)
-        raise DeviceError(f"tuning: gelu_product needs compute capability 9.0 or later, {name} is older; leave it off")
+        raise DeviceError(f"tuning: gated_product needs compute capability 9.0 or later, {name} is older; leave it off")

@@ -20,6 +20,16 @@ from virnuc_core.errors import WeightsError
 Shapes = Mapping[str, tuple[int, ...]]
 
 _DTYPE_NAMES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a checkpoint says of a tensor without reading it."""
+
+    shape: tuple[int, ...]
+    dtype: str  # as it is spoken of in messages
+    floating: bool
 
 
 class Source(Protocol):
@@ -29,6 +39,8 @@ class Source(Protocol):
     def origin(self) -> str: ...
 
     def names(self) -> Iterable[str]: ...
+
+    def stored(self, name: str) -> Stored: ...
 
     def get(self, name: str) -> Tensor: ...
 
@@ -52,7 +64,9 @@ class SafetensorsSource:
                 handle: Any = safe_open(file, framework="pt")
                 self._open |= dict.fromkeys(handle.keys(), handle)
             except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{file}: cannot be read as safetensors: {error}") from error
+                raise WeightsError(
+                    f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
+                ) from error
 
     @property
     def origin(self) -> str:
@@ -60,6 +74,12 @@ class SafetensorsSource:
 
     def names(self) -> Iterable[str]:
         return self._open.keys()
+
+    def stored(self, name: str) -> Stored:
+        """From the file's header."""
+        piece = self._open[name].get_slice(name)
+        kind = str(piece.get_dtype())
+        return Stored(tuple(piece.get_shape()), kind, kind in _FLOATING or kind.startswith("F8_"))
 
     def get(self, name: str) -> Tensor:
         tensor: Tensor = self._open[name].get_tensor(name)
@@ -75,6 +95,10 @@ class DictSource:
 
     def names(self) -> Iterable[str]:
         return self.tensors.keys()
+
+    def stored(self, name: str) -> Stored:
+        tensor = self.tensors[name]
+        return Stored(tuple(tensor.shape), str(tensor.dtype), tensor.is_floating_point())
 
     def get(self, name: str) -> Tensor:
         return self.tensors[name]
@@ -107,19 +131,42 @@ class Tensors:
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One tensor in the precision it is stored in."""
+        self._check(name)
         try:
             parts = [self._source.get(theirs).to(device) for theirs in self._parts[name]]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self.origin}: tensor {name} cannot be read: {error}") from error
-        tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
-        if tuple(tensor.shape) != self._shapes[name]:
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def check(self) -> None:
+        """Hold every tensor's shape and type against the model, by what the checkpoint says of it; reads no weights.
+
+        Errors: `WeightsError` names the first tensor that does not fit.
+        """
+        for name in self._shapes:
+            self._check(name)
+
+    def _check(self, name: str) -> None:
+        parts = [self._source.stored(theirs) for theirs in self._parts[name]]
+        shape = _joined([part.shape for part in parts])
+        if shape != self._shapes[name]:
+            found = " + ".join(_size(part.shape) for part in parts) if shape is None else _size(shape)
             raise WeightsError(
-                f"{self.origin}: tensor {' + '.join(self._parts[name])} is {_size(tensor.shape)}, "
+                f"{self.origin}: tensor {' + '.join(self._parts[name])} is {found}, "
                 f"config.json makes it {_size(self._shapes[name])}"
             )
-        if not tensor.is_floating_point():
-            raise WeightsError(f"{self.origin}: tensor {name} holds {tensor.dtype}, wanted floating-point numbers")
-        return tensor
+        odd = next((part.dtype for part in parts if not part.floating), None)
+        if odd is not None:
+            raise WeightsError(f"{self.origin}: tensor {name} holds {odd}, wanted floating-point numbers")
+
+
+def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The shape of tensors joined along their first axis; None when they cannot be."""
+    if len(shapes) == 1:
+        return shapes[0]
+    if not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
+        return None
+    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
 
 def _size(shape: Iterable[int]) -> str:

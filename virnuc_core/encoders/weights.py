@@ -31,6 +31,7 @@ from virnuc_core.encoders.shapes import (
     write_shape,
 )
 from virnuc_core.encoders.store import SafetensorsSource, Tensors, find_safetensors, write_tensors
+from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 
 Part = Literal["esm2", "dnabert_s", "head"]
@@ -67,6 +68,41 @@ def open_head(models: Path) -> tuple[HeadShape, Tensors]:
     return shape, head_tensors(_source(models, "head"), shape)
 
 
+def open_head_folder(folder: Path) -> tuple[HeadShape, Tensors]:
+    """Sizes and weights of a head alone, wherever its folder lies; whether it fits is for the caller to check."""
+    if not (folder / "config.json").is_file():
+        raise WeightsError(f"{folder}: no head here; it needs config.json and model.safetensors")
+    shape = read_head_shape(folder / "config.json")
+    return shape, head_tensors(SafetensorsSource(_tensor_files(folder)), shape)
+
+
+def head_digest(folder: Path) -> str:
+    """The digest of a head alone, equal to `fingerprint(models).head` for the head of a models directory."""
+    return _digest([folder / "config.json", *_tensor_files(folder)])
+
+
+def check_models(models: Path) -> None:
+    """Everything that can be told of a models directory without reading its weights: in milliseconds, of any size.
+
+    The parts are there and whole (a safetensors file is as long as its header says), every tensor has the shape and a
+    type its config asks for, the tokenizer is one and its tokens fit the model, the head's inputs are what the encoders
+    give. Errors: `WeightsError` names the file and what is wrong with it.
+    """
+    open_esm2(models)[1].check()
+    shape, tensors = open_dnabert(models)
+    check_tokenizer(models, DnabertTokenizer(models), shape)
+    tensors.check()
+    open_head(models)[1].check()
+
+
+def check_tokenizer(models: Path, tokenizer: DnabertTokenizer, shape: DnabertShape) -> None:
+    """`WeightsError` when a token of the tokenizer has no row in the embedding table of the model beside it."""
+    if tokenizer.vocab > shape.vocab:
+        raise WeightsError(
+            f"{models / 'dnabert_s'}: the tokenizer has {tokenizer.vocab} tokens, the model only {shape.vocab}"
+        )
+
+
 def _folder(models: Path, part: Part) -> Path:
     if not models.is_dir():
         raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
@@ -84,13 +120,7 @@ def _config(models: Path, part: Part) -> Path:
 
 
 def _source(models: Path, part: Part) -> SafetensorsSource:
-    folder = _folder(models, part)
-    files = find_safetensors(folder)
-    if not files:
-        raise WeightsError(
-            f"{folder / 'model.safetensors'}: no such file; convert a checkpoint with virnuc models convert"
-        )
-    return SafetensorsSource(files)
+    return SafetensorsSource(_source_files(models, part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +147,19 @@ def _part_digest(models: Path, part: Part) -> str:
         if not tokenizer.is_file():
             raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
         files.append(tokenizer)
+    return _digest(files)
+
+
+def _digest(files: list[Path]) -> str:
     body = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
     return hashlib.sha256(body.encode()).hexdigest()
 
 
 def _source_files(models: Path, part: Part) -> list[Path]:
-    folder = _folder(models, part)
+    return _tensor_files(_folder(models, part))
+
+
+def _tensor_files(folder: Path) -> list[Path]:
     files = find_safetensors(folder)
     if not files:
         raise WeightsError(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -212,6 +213,14 @@ def fill(plan: BatchPlan, flat: NDArray[np.int64], starts: NDArray[np.int64], pa
     return PackedBatch(
         torch.from_numpy(slots), torch.from_numpy(cu_seqlens), len(plan.rows), plan.max_seqlen, plan.tokens
     )
+
+
+class Source(Protocol):
+    """What the launch loop takes from."""
+
+    def take(self) -> tuple[Item, float]:
+        """The next item and how long it took to come, in milliseconds."""
+        ...
 
 
 class Feeder:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from virnuc_core.errors import ConfigError, DeviceError
+
+SYSTEM_LOCKS: Final = Path("/run/lock")
 
 
 def _try_lock(handle: int) -> bool:
@@ -50,10 +54,27 @@ def run_lock(root: Path) -> Iterator[None]:
 
 
 def device_lock_path(device: str) -> Path:
-    """The lock file of a device, the same for every run of this user on this machine."""
-    folder = Path(tempfile.gettempdir()) / f"virnuc-devices-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    """The lock file of a device, the same for every run and every user of this machine.
+
+    The system's own folder for locks is taken where everybody may write to it: a service may have a temporary folder
+    of its own.
+    """
+    shared = SYSTEM_LOCKS.is_dir() and SYSTEM_LOCKS.stat().st_mode & stat.S_IWOTH
+    folder = (SYSTEM_LOCKS if shared else Path(tempfile.gettempdir())) / "virnuc-devices"
+    with suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o1777)  # mkdir's own mode is cut by the umask
     return folder / f"{device}.lock"
+
+
+def _open_shared(path: Path) -> int:
+    """An open handle of a file that any user may lock; Linux refuses O_CREAT on another's file in such a folder."""
+    with suppress(FileNotFoundError):
+        return os.open(path, os.O_RDWR)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(PermissionError):  # another user made it just now
+        os.fchmod(handle, 0o666)
+    return handle
 
 
 def lock_device(device: str, wait_s: float) -> int:
@@ -62,7 +83,7 @@ def lock_device(device: str, wait_s: float) -> int:
     Waits up to `wait_s` for another run to finish with it, then `DeviceError` names the holder.
     """
     path = device_lock_path(device)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = _open_shared(path)
     deadline = time.monotonic() + wait_s
     while not _try_lock(handle):
         if time.monotonic() >= deadline:

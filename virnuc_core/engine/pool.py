@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core import errors
-from virnuc_core.engine.process import Child, end_children, generation, spawn
+from virnuc_core.engine.process import Child, end_children, generation
 from virnuc_core.engine.shards import Plan
-from virnuc_core.engine.spec import Order, WorkerSpec
+from virnuc_core.engine.spec import JobSpec, Order, WorkerSpec
+from virnuc_core.engine.standby import Standby, start_worker
 from virnuc_core.engine.suspects import Search
 from virnuc_core.telemetry.records import BatchRecord, ShardDone
 
@@ -64,12 +65,18 @@ class Pool:
     """Computes shards of a plan on workers. Use `run` once."""
 
     def __init__(
-        self, plan: Plan, workers: Sequence[WorkerSpec], logs: Path, on_done: Callable[[ShardDone], None]
+        self,
+        plan: Plan,
+        workers: Sequence[WorkerSpec],
+        job: JobSpec,
+        on_done: Callable[[ShardDone], None],
+        standby: Standby | None = None,
     ) -> None:
-        self._plan, self._logs, self._on_done = plan, logs, on_done
+        self._plan, self._job, self._on_done = plan, job, on_done
+        self._standby = standby
         self._seats = [Seat(spec) for spec in workers]
         self._attempts = workers[0].engine.max_shard_attempts
-        self._inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
+        self._inbox = queue.Queue[tuple[Child, dict[str, Any]]]() if standby is None else standby.inbox
         self._born = generation()
         self._todo: deque[Order] = deque()
         self._left: set[int] = set()
@@ -109,17 +116,11 @@ class Pool:
         )
 
     def _start(self, seat: Seat) -> None:
-        device = seat.spec.device
         seat.ready = seat.failure = None
-        seat.child = spawn(
-            "virnuc_core.engine.worker",
-            seat.spec.to_json(),
-            name=device.id,
-            inbox=self._inbox,
-            log=self._logs / f"worker-{device.id}.log",
-            born=self._born,
-            environment=device.environment(),
-        )
+        log = Path(self._job.logs) / f"worker-{seat.spec.device.id}.log"
+        waiting = None if self._standby is None else self._standby.take(seat.spec, log)
+        seat.child = waiting or start_worker(seat.spec, self._inbox, log, self._born)
+        seat.child.send(self._job.to_json())
         seat.progress_s = time.monotonic()
         self._feed(seat)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.packed import Encoder
-from virnuc_core.engine.loader import Failure, Feeder, Finished, Ready, ShardEnd, ShardStart, packed
+from virnuc_core.engine.loader import Failure, Finished, Ready, ShardEnd, ShardStart, Source, packed
 from virnuc_core.engine.shards import ShardResult
 from virnuc_core.engine.spec import Order
 from virnuc_core.telemetry.records import BatchRecord
@@ -117,7 +117,7 @@ class Runner:
             torch.cuda.synchronize(self.device)
         self.progress_s = time.monotonic()
 
-    def run(self, feeder: Feeder, hand_over: Callable[[Pending], None]) -> None:
+    def run(self, feeder: Source, hand_over: Callable[[Pending], None]) -> None:
         """Launch everything the feeder gives; each finished shard goes to `hand_over`, which may block (back-pressure).
 
         Errors: what the feeder or a launch raised.

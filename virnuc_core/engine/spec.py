@@ -65,38 +65,64 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """The first line a worker reads."""
+class TraceSpec:
+    """What a worker records with torch's profiler, once: whole shards, so that every encoder and the head are in it."""
 
-    run: str
-    store: str
+    folder: str  # `<device>.json.gz` and `<device>.operations.json` are written there
+    skip: int = 1  # shards left out first: they warm caches and allocators
+    shards: int = 1
+    operations: int = 50  # rows of the table of operations
+    max_bytes: int = 200 << 20  # a larger trace is removed, its table stays
+    shapes: bool = False
+    memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """The first line a worker reads: all it needs to load, while the reads may still be staged."""
+
     models: str
-    reads: str  # fingerprint of the store the plan was made for
     device: Device
     engine: EngineSpec
     divisor: int = 1  # of the token budgets, after the device was found too small for them
+    trace: TraceSpec | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As sent to the worker."""
         return {
-            "run": self.run,
-            "store": self.store,
             "models": self.models,
-            "reads": self.reads,
             "device": self.device.record(),
             "engine": self.engine.model_dump(mode="json"),
             "divisor": self.divisor,
+            "trace": None if self.trace is None else asdict(self.trace),
         }
 
     @classmethod
     def from_json(cls, body: dict[str, Any]) -> WorkerSpec:
         """As read by the worker."""
         return cls(
-            body["run"],
-            body["store"],
             body["models"],
-            body["reads"],
             Device(**body["device"]),
             EngineSpec.model_validate(body["engine"]),
             body["divisor"],
+            None if body["trace"] is None else TraceSpec(**body["trace"]),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class JobSpec:
+    """The second line a worker reads: what its orders are about."""
+
+    run: str
+    store: str
+    reads: str  # fingerprint of the store the plan was made for
+    logs: str  # folder of what workers write to standard error
+
+    def to_json(self) -> dict[str, Any]:
+        """As sent to the worker."""
+        return {"op": "begin", **asdict(self)}
+
+    @classmethod
+    def from_json(cls, body: dict[str, Any]) -> JobSpec:
+        """As read by the worker."""
+        return cls(body["run"], body["store"], body["reads"], body["logs"])

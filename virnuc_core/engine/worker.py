@@ -1,12 +1,13 @@
 """The worker process: one device, pinned; orders in, committed shards out.
 
-`python -m virnuc_core.engine.worker PARENT_PID`; JSON lines on standard input and output. In: a WorkerSpec, then any
-number of Orders (`"op": "compute"`), then `{"op": "stop"}`. Out: `ready`, `alive`, `committed`, `probed`, `oom`,
-`error`.
+`python -m virnuc_core.engine.worker PARENT_PID`; JSON lines on standard input and output. In: a WorkerSpec, a JobSpec
+(`"op": "begin"`, which may come much later: the weights are loaded meanwhile), any number of Orders
+(`"op": "compute"`), then `{"op": "stop"}`. Out: `ready`, `alive`, `committed`, `probed`, `oom`, `error`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import signal
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from virnuc_core.config import Attention, Precision
 from virnuc_core.engine.process import Parent
-from virnuc_core.engine.spec import Order, WorkerSpec
+from virnuc_core.engine.spec import JobSpec, Order, WorkerSpec
 
 if TYPE_CHECKING:
     from virnuc_core.engine.runner import Runner
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 5.0
 SAMPLED_ROWS = 10_000  # of the store, to warm up with rows of its usual length
+BEGIN_SOON_S = 0.2  # a job that is there already comes within this; its first batches are then packed first
 
 
 class Worker:
@@ -35,35 +37,78 @@ class Worker:
     def __init__(self, parent: Parent, spec: WorkerSpec) -> None:
         self.parent, self.spec = parent, spec
         self.started_s = self._idle_s = time.monotonic()
+        self.loaded: dict[str, Any] = {}  # what the parent is told of the encoders
+        self.waited_s = 0.0  # loaded, and without a job
         self.runner: Runner | None = None
         self.stopping = threading.Event()
         self.device_lock: int | None = None  # kept open for as long as this process lives
         self._writes: queue.Queue[Any] = queue.Queue(maxsize=COMMITS_AHEAD)
 
+    def beat(self) -> None:
+        """From now on tell the parent regularly that this process moves."""
+        self.parent.beat(self.spec.engine.heartbeat_s, self._progress_s)
+
     def run(self) -> None:
-        """Load, then compute orders until told to stop; the first batches are packed while the weights are read."""
+        """Load, then compute orders until told to stop.
+
+        With a job at hand the first batches are packed while the weights are read; without one they are read first.
+        """
+        job = self._job(BEGIN_SOON_S)
+        runner = None
+        if job is None and not self.stopping.is_set():
+            runner = self._load()
+            self._warm_up(runner, self._usual_length())
+            loaded_s = time.monotonic()
+            job = self._job(None)
+            self.waited_s = time.monotonic() - loaded_s
+        if job is not None and not self.stopping.is_set():
+            self._work(job, runner)
+
+    def _job(self, timeout_s: float | None) -> JobSpec | None:
+        """The job, if it comes within `timeout_s` (None: whenever it comes); None also when told to stop."""
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self.stopping.is_set() and (deadline is None or time.monotonic() < deadline):
+            with contextlib.suppress(queue.Empty):
+                message = self.parent.messages.get(timeout=min(0.2, timeout_s or 0.2))
+                if message is None or message["op"] == "stop":
+                    self.stopping.set()
+                    return None
+                return JobSpec.from_json(message)
+        return None
+
+    def _work(self, job: JobSpec, runner: Runner | None) -> None:
         from virnuc_core.engine.loader import Feeder, Loader, open_store
         from virnuc_core.engine.shards import read_plan
         from virnuc_core.rundir import RunDir
 
         spec, engine = self.spec, self.spec.engine
-        self.parent.beat(engine.heartbeat_s, self._progress_s)
-        self.run_dir = RunDir(Path(spec.run))
+        write_errors_to(Path(job.logs) / f"worker-{spec.device.id}.log")
+        self.run_dir = RunDir(Path(job.run))
         self.plan = read_plan(self.run_dir)
-        self.store = open_store(Path(spec.store), spec.reads)
+        self.store = open_store(Path(job.store), job.reads)
         pin = engine.pin_memory and spec.device.kind == "cuda"
-        loader = Loader(Path(spec.store), spec.reads, Path(spec.models), engine, pin=pin)
+        loader = Loader(Path(job.store), job.reads, Path(spec.models), engine, pin=pin)
         feeder = Feeder(loader, self._next_order, engine.prefetch_factor * max(1, engine.num_workers))
-        self.runner = self._load()
+        self.runner = runner or self._load()
+        self._warm_up(self.runner, self._typical_length())
+        ready_s = time.monotonic() - self.started_s - self.waited_s
+        self.parent.send(
+            {"event": "ready", "pid": os.getpid(), **self.loaded, "ready_s": ready_s, "waited_s": self.waited_s}
+        )
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
-        self.runner.run(feeder, self._hand_over)
+        if spec.trace is None:
+            self.runner.run(feeder, self._hand_over)
+        else:
+            from virnuc_core.engine.tracing import Traced
+
+            with Traced(feeder, spec.trace, spec.device) as traced:
+                self.runner.run(traced, self._hand_over)
         self._writes.put(None)
         writer.join()
 
     def _load(self) -> Runner:
-        """Both encoders and the head on the device, warm; tells the parent."""
-        import numpy as np
+        """Both encoders and the head on the device."""
         import torch
 
         from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
@@ -79,17 +124,31 @@ class Worker:
         dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
         dnabert_s = load_dnabert_s(models, device, dna_precision, biased, engine.compile)
         runner = Runner(esm2, dnabert_s, load_head(models, device), device)
-        loaded_s = time.monotonic() - self.started_s
-        if device.type == "cuda":
-            budgets = {"dnabert_s": engine.dna_token_budget, "esm2": engine.token_budget}
-            typical = int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
-            runner.warm_up({name: n // spec.divisor for name, n in budgets.items()}, typical)
-        ready = {"event": "ready", "pid": os.getpid(), "load_s": loaded_s, "torch": torch.__version__}
-        ready["ready_s"] = time.monotonic() - self.started_s
-        ready["attention"] = {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention}
-        ready["precision"] = {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision}
-        self.parent.send(ready)
+        self.loaded = {
+            "load_s": time.monotonic() - self.started_s,
+            "torch": torch.__version__,
+            "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
+            "precision": {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
+        }
         return runner
+
+    def _warm_up(self, runner: Runner, length: int) -> None:
+        """On a GPU: kernels compiled for rows of `length` tokens, and proof that the budgets fit."""
+        if self.spec.device.kind == "cuda":
+            budgets = {"dnabert_s": self.spec.engine.dna_token_budget, "esm2": self.spec.engine.token_budget}
+            runner.warm_up({name: n // self.spec.divisor for name, n in budgets.items()}, length)
+
+    def _usual_length(self) -> int:
+        """Tokens of a full chunk's row, for as long as the reads are not known."""
+        from virnuc_core.encoders.weights import open_head
+
+        return open_head(Path(self.spec.models))[0].model_length // 3 + 2
+
+    def _typical_length(self) -> int:
+        """Tokens of the store's middle row."""
+        import numpy as np
+
+        return int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
 
     def _progress_s(self) -> float:
         """When the worker last did something; loading, and waiting for orders, is doing something."""
@@ -173,6 +232,14 @@ def give_up(parent: Parent, error: Exception) -> NoReturn:
     os._exit(1)
 
 
+def write_errors_to(log: Path) -> None:
+    """From now on standard error, this process's and its children's, goes to the end of `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    os.dup2(handle, 2)
+    os.close(handle)
+
+
 def main() -> None:
     """Run one worker until its parent says stop, closes its input or dies."""
     parent = Parent()
@@ -190,6 +257,7 @@ def main() -> None:
 
         pin_to_core(spec.device.core)
     parent.listen()
+    worker.beat()
     try:
         if spec.device.kind == "cuda":
             from virnuc_core.engine.locks import lock_device

@@ -212,10 +212,15 @@ def _same_bits(one: Encoder, batch: Any, order: list[int]) -> None:
         assert torch.equal(few[place], whole[row])
 
 
-@pytest.mark.parametrize("way", [w for w in WAYS if "reference" not in w])
-def test_embedding_never_waits_for_the_device(way: str) -> None:
-    one = esm2(WIDE, "fp16", way)
-    batch = protein_batch(list(range(30)))
+WITHOUT_WAITING = [("esm2", way) for way in WAYS if "reference" not in way and "gated" not in way]
+WITHOUT_WAITING += [("dnabert_s", way) for way in ("eager fused", "kernels", "kernels residual gated")]
+
+
+@pytest.mark.parametrize(("name", "way"), WITHOUT_WAITING)
+def test_embedding_never_waits_for_the_device(name: str, way: str) -> None:
+    order = list(range(30))
+    one = esm2(WIDE, "fp16", way) if name == "esm2" else dnabert("fp16", way)
+    batch = protein_batch(order) if name == "esm2" else dna_tokens(order)
     one.embed(batch)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -13,10 +14,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from virnuc_core.encoders.layouts import esm2_tensors
 from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
 from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
-from virnuc_core.encoders.store import write_tensors
-from virnuc_core.encoders.weights import RandomTensors, fingerprint, init_random, open_esm2, write_random
+from virnuc_core.encoders.store import DictSource, Rule, Tensors, write_tensors
+from virnuc_core.encoders.weights import RandomTensors, check_models, fingerprint, init_random, open_esm2, write_random
 from virnuc_core.errors import ConfigError, WeightsError
 
 CPU = torch.device("cpu")
@@ -129,12 +131,21 @@ def scramble(part: str, name: str) -> Callable[[Path], None]:
     return lambda models: (models / part / name).write_bytes(b"not at all") and None
 
 
+def cut(part: str, share: float) -> Callable[[Path], None]:
+    def change(models: Path) -> None:
+        path = models / part / "model.safetensors"
+        os.truncate(path, int(path.stat().st_size * share))
+
+    return change
+
+
 def load_all(models: Path) -> None:
     load_esm2(models, CPU)
     load_dnabert_s(models, CPU)
     load_head(models, CPU)
 
 
+@pytest.mark.parametrize("use", [load_all, check_models])
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
@@ -158,17 +169,44 @@ def load_all(models: Path) -> None:
         (reshape("esm2", "inv_freq", torch.ones(5)), r"tensor inv_freq is 5, config\.json makes it 16"),
         (
             reshape("head", "bn1.running_var", torch.ones(512, dtype=torch.int64)),
-            r"bn1\.running_var holds torch\.int64",
+            r"bn1\.running_var holds I64",
         ),
+        (reshape("esm2", "layers.0.qkv.weight", torch.ones(64)), r"tensor layers\.0\.qkv\.weight is 64, config"),
+        (cut("esm2", 0.999), r"esm2/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy"),
+        (cut("head", 0.5), r"head/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy"),
+        (cut("dnabert_s", 0.0), r"dnabert_s/model\.safetensors: cannot be read as safetensors"),
+        (scramble("dnabert_s", "tokenizer.json"), r"tokenizer\.json: not a tokenizer file"),
         (reshape("head", "surplus", torch.ones(2)), r"unexpected tensor surplus"),
     ],
 )
-def test_a_spoilt_models_directory_is_one_clear_line(copied: Path, spoil: Callable[[Path], None], says: str) -> None:
+def test_a_spoilt_models_directory_is_one_clear_line(
+    copied: Path, spoil: Callable[[Path], None], says: str, use: Callable[[Path], None]
+) -> None:
     spoil(copied)
     with pytest.raises(WeightsError, match=says) as caught:
-        load_all(copied)
+        use(copied)
     assert "\n" not in str(caught.value)
     assert caught.value.exit_code == 3
+
+
+def test_a_sound_models_directory_passes_and_its_weights_are_not_read(models: Path) -> None:
+    check_models(models)
+    shape, tensors = open_esm2(models)
+
+    class NeverRead(DictSource):
+        def get(self, name: str) -> torch.Tensor:
+            raise AssertionError(f"{name} was read")
+
+    source = NeverRead("here", {name: tensors.read(name) for name in tensors.names()})
+    esm2_tensors(source, shape).check()
+
+
+def test_parts_that_cannot_be_joined_are_named() -> None:
+    rule = Rule(re.compile("(a|b)"), "ab", 0, 2), Rule(re.compile("c"), "ab", 1, 2)
+    source = DictSource("here", {"a": torch.ones(2, 3), "c": torch.ones(2, 4)})
+    with pytest.raises(WeightsError, match=r"here: tensor a \+ c is 2×3 \+ 2×4, config\.json makes it 4×3"):
+        Tensors(source, {"ab": (4, 3)}, rule).check()
+    Tensors(DictSource("here", {"a": torch.ones(2, 3), "c": torch.ones(2, 3)}), {"ab": (4, 3)}, rule).check()
 
 
 @pytest.mark.parametrize("part", ["esm2", "dnabert_s", "head"])

@@ -1,0 +1,66 @@
+"""How a flow over one run directory begins: what it was given is checked, the run has a name, its reads are staged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Final
+
+from flows import preflight
+from flows.names import sample_of
+from flows.parameters import PredictSettings, ProfileSettings, TrainSettings
+from flows.presence import announce
+from flows.running import watch_for_cancellation
+from tasks.guard import device_slots
+from tasks.stage import stage
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.standby import Standby
+from virnuc_core.pipeline import model_length, read_summary, stand_by
+from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.rundir import RunDir
+
+FREE_NOW_S: Final = 1.0  # a device's slot that takes longer to get is another run's
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """A run whose reads are staged and whose settings are known to work."""
+
+    run: RunDir
+    staging: StageSummary
+    label: str  # of the sample, for names in the UI
+    devices: Devices
+    engine: EngineSpec
+    standby: Standby | None  # workers that have the weights by now; None where the devices were busy or nothing is left
+
+
+@contextmanager
+def begin(settings: PredictSettings | ProfileSettings | TrainSettings) -> Iterator[Staged]:
+    """Check everything, announce the run and stage its reads, while workers load the weights on devices that are free.
+
+    The devices stay this run's until the body ends. Errors: those of `preflight.check` and of the stage task.
+    """
+    watch_for_cancellation()
+    base = EngineSpec()
+    preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=base)
+    label, devices, run = sample_of(settings.reads), settings.parsed_devices(), RunDir(settings.out)
+    engine = settings.engine(base)
+    announce(label, devices.kind)
+    spec = StageSpec(
+        reads=settings.reads,
+        model_length=model_length(settings.models),
+        workers=settings.staging_processes,
+        on_error=settings.on_error,
+        strict=settings.strict,
+    )
+    with ExitStack() as held:
+        standby: Standby | None = None
+        if read_summary(run) is None:
+            with suppress(TimeoutError):  # busy devices are waited for when there is work for them
+                held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))
+                standby = stand_by(settings.models, devices, engine)
+                held.callback(standby.close)
+        staging = stage(spec, run.store, label=label, email=settings.email, force=settings.force).result()
+        yield Staged(run, staging, label, devices, engine, standby)

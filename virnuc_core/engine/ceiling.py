@@ -1,0 +1,111 @@
+"""What the linear layers sustain on each device, measured just before a run, by a process of its own on each.
+
+`python -m virnuc_core.engine.ceiling PARENT_PID`; in: a WorkerSpec. Out: `measured`, or `error`.
+"""
+
+from __future__ import annotations
+
+import queue
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from virnuc_core.config import EngineSpec, Precision
+from virnuc_core.encoders.weights import open_dnabert, open_esm2
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.process import Parent, end_children, generation, spawn
+from virnuc_core.engine.spec import WorkerSpec
+from virnuc_core.errors import WorkerError
+from virnuc_core.telemetry.flops import ModelFlops, ceiling_tokens_per_s
+
+SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
+
+
+def model_flops(models: Path) -> ModelFlops:
+    """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
+    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
+    return ModelFlops(2.0 * esm2.linear_weights, 2.0 * dnabert_s.linear_weights)
+
+
+def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
+    """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none.
+
+    Errors: `WeightsError`; `WorkerError` when a process ends without an answer.
+    """
+    plain = model_flops(models)
+    inbox: queue.Queue[Any] = queue.Queue()
+    born = generation()
+    children = [
+        spawn(
+            "virnuc_core.engine.ceiling",
+            WorkerSpec(str(models.resolve()), device, engine).to_json(),
+            name=device.id,
+            inbox=inbox,
+            log=logs / f"ceiling-{device.id}.log",
+            born=born,
+            environment=device.environment(),
+        )
+        for device in devices
+        if device.kind == "cuda"
+    ]
+    found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
+    try:
+        left = set(children)
+        while left:
+            child, message = inbox.get()
+            match message["event"]:
+                case "measured":
+                    for encoder, ceilings in found.items():
+                        ceilings[child.name] = message[encoder]
+                    left.discard(child)
+                case "error":
+                    raise WorkerError(f"{child.name}: {message['message']}", worker_traceback=message["traceback"])
+                case "closed" if child in left:
+                    raise WorkerError(f"{child.name}: no ceiling was measured; see {child.log}")
+    finally:
+        end_children(children)
+    return ModelFlops(plain.esm2_per_token, plain.dnabert_s_per_token, found["esm2"], found["dnabert_s"])
+
+
+def _measure(spec: WorkerSpec) -> dict[str, float | None]:
+    """Tokens/s of each encoder's linear layers on this process's GPU."""
+    import torch
+
+    from virnuc_core.encoders.ceiling import linear_pass, sustained_passes
+    from virnuc_core.encoders.dnabert_s import place_dnabert
+    from virnuc_core.encoders.esm2 import place_esm2
+    from virnuc_core.encoders.precision import resolve_precision
+
+    models, device, engine = Path(spec.models), torch.device("cuda:0"), spec.engine
+    dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision  # as the worker does
+    found: dict[str, float | None] = {}
+    shape, tensors = open_esm2(models)
+    esm2 = place_esm2(tensors, shape, resolve_precision(engine.precision, device), device)
+    passes, elapsed_s = sustained_passes(linear_pass(esm2, engine.token_budget, device), SECONDS["esm2"])
+    found["esm2"] = ceiling_tokens_per_s(engine.token_budget, passes, elapsed_s)
+    del esm2
+    dna_shape, dna_tensors = open_dnabert(models)
+    dnabert_s = place_dnabert(dna_tensors, dna_shape, resolve_precision(dna_precision, device), device)
+    passes, elapsed_s = sustained_passes(linear_pass(dnabert_s, engine.dna_token_budget, device), SECONDS["dnabert_s"])
+    found["dnabert_s"] = ceiling_tokens_per_s(engine.dna_token_budget, passes, elapsed_s)
+    return found
+
+
+def main() -> None:
+    """Measure on one device and tell the parent."""
+    parent = Parent()
+    spec = WorkerSpec.from_json(parent.spec)
+    parent.listen()
+    try:
+        from virnuc_core.engine.locks import lock_device
+
+        handle = lock_device(spec.device.id, spec.engine.device_wait_s)  # kept open until this process ends
+        parent.send({"event": "measured", "lock": handle, **_measure(spec)})
+    except Exception as error:  # noqa: BLE001 - reaches the parent with its traceback
+        trace = "".join(traceback.format_exception(error))
+        parent.send({"event": "error", "message": str(error), "traceback": trace})
+
+
+if __name__ == "__main__":
+    main()
