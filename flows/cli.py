@@ -38,6 +38,8 @@ COMMANDS: Final[dict[str, Command]] = {
     "predict": Command("say which reads are viral: the production flow", "flows.run_commands:predict"),
     "predict-inbox": Command("predict each new file of a folder, once", "flows.run_commands:predict_inbox"),
     "scale": Command("the scaling curve over the devices of this machine", "flows.run_commands:scale"),
+    "tune": Command("the fastest engine settings for this machine and these reads", "flows.tune_command:tune"),
+    "profile": Command("where the time goes: profiler traces and tables", "flows.profile_command:profile"),
     "train": Command("fit the head on labelled reads", "flows.run_commands:train"),
     "approve": Command("answer a validation that waits for its reviewer", "flows.approve_command:approve"),
     "models": Command("make, convert, fetch or check weights", "flows.model_commands:models"),
@@ -46,10 +48,12 @@ COMMANDS: Final[dict[str, Command]] = {
     "compare": Command("agreement of two runs or result files", "flows.report_commands:compare"),
     "report": Command("render a validation's report again", "flows.report_commands:report"),
     "rescore": Command("score stored embeddings again: another head or threshold", "flows.report_commands:rescore"),
+    "overhead": Command("time what commits cost, in a validation's directory", "flows.report_commands:overhead"),
     "verify": Command("recompute every number of a report from raw files", "flows.report_commands:verify"),
     "history": Command("the trend of past validations", "flows.report_commands:history"),
     "profiles": Command("the profiles a validation can be held against", "flows.machine_commands:profiles"),
     "devices": Command("the devices of this machine", "flows.machine_commands:devices"),
+    "doctor": Command("is this machine sound? one line a check", "flows.doctor_command:doctor"),
 }
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
 from flows.options import Parser, command_parser
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.errors import ConfigError
+
+CODON: Final = 3
 
 ACTIONS = {
     "init-random": "a models directory with random weights of any size, for trying things out",
@@ -50,7 +54,13 @@ def _init_random(words: Sequence[str]) -> int:
     parser.add_argument("out", metavar="DIR", type=Path, help="models directory to write")
     parser.add_argument("--esm2", choices=tuple(ESM2_SIZES), default="tiny", help="size of the ESM-2")
     parser.add_argument("--dnabert-s", choices=tuple(DNABERT_SIZES), default="tiny", help="size of the DNABERT-S")
-    parser.add_argument("--model-length", type=int, default=DEFAULT_MODEL_LENGTH, help="read length S of the head")
+    parser.add_argument(
+        "--head",
+        metavar="S",
+        type=_model_length,
+        default=DEFAULT_MODEL_LENGTH,
+        help="model length S of the head: 300 or 500 as VirNucPro's, or another (default: %(default)s)",
+    )
     parser.add_argument("--dtype", choices=tuple(STORAGE), default="fp32", help="what the encoders are stored in")
     parser.add_argument("--seed", type=int, default=0, help="equal seeds give equal bytes")
     arguments = parser.parse_args(words)
@@ -58,12 +68,22 @@ def _init_random(words: Sequence[str]) -> int:
         arguments.out,
         esm2=arguments.esm2,
         dnabert_s=arguments.dnabert_s,
-        model_length=arguments.model_length,
+        model_length=arguments.head,
         seed=arguments.seed,
         dtype=arguments.dtype,
     )
-    sys.stdout.write(f"{arguments.out}: random weights, ESM-2 {arguments.esm2}, DNABERT-S {arguments.dnabert_s}\n")
+    sys.stdout.write(
+        f"{arguments.out}: random weights, ESM-2 {arguments.esm2}, DNABERT-S {arguments.dnabert_s}, "
+        f"head for length {arguments.head}\n"
+    )
     return 0
+
+
+def _model_length(word: str) -> int:
+    """A length that a codon fits in; argparse says what is wrong with any other word."""
+    if not word.isascii() or not word.isdigit() or int(word) < CODON:
+        raise argparse.ArgumentTypeError(f"'{word}' is not a model length: bases, at least {CODON}")
+    return int(word)
 
 
 def _convert(words: Sequence[str]) -> int:

@@ -6,14 +6,16 @@ import argparse
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from flows.forms import fields_of
+from flows import settings
+from flows.forms import build, fields_of
 from virnuc_core.errors import ConfigError
 
+Settings = TypeVar("Settings", bound=BaseModel)
 SHORT = {"out": "-o", "count": "-n"}
 
 
@@ -48,9 +50,10 @@ def _many(annotation: Any) -> bool:
 
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
-    if field.is_required() or field.default in (None, False):
+    if field.is_required() or field.default in (None, False, ()):
         return text
-    return f"{text} (default: {field.default})"
+    default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{text} (default: {default})"
 
 
 def add_options(
@@ -84,16 +87,18 @@ def _add_option(parser: argparse.ArgumentParser, name: str, field: FieldInfo, *,
     if required:
         common |= {"required": True}
     choices = _choices(field.annotation)
-    if choices is not None:
+    if _many(field.annotation):
+        few = {"choices": choices} if choices is not None else {"metavar": _metavar(name, field)}
+        parser.add_argument(*flags, nargs="+" if field.is_required() else "*", **few, **common)
+    elif choices is not None:
         parser.add_argument(*flags, choices=choices, **common)
-    elif _many(field.annotation):
-        parser.add_argument(*flags, nargs="+", metavar=name.upper(), **common)
     else:
         parser.add_argument(*flags, metavar=_metavar(name, field), **common)
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
     parts = {field.annotation, *typing.get_args(field.annotation)}
+    parts |= {inner for part in parts if typing.get_origin(part) is Annotated for inner in typing.get_args(part)[:1]}
     if Path in parts:
         return "PATH"
     return "N" if parts & {int, float} else name.upper()
@@ -103,3 +108,22 @@ def given(arguments: argparse.Namespace, model: type[BaseModel]) -> dict[str, An
     """What the user set, and nothing else: the model's defaults stand for the rest."""
     values = {name: getattr(arguments, name, None) for name in model.model_fields}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def settings_of(
+    words: Sequence[str], name: str, description: str, model: type[Settings], positional: Sequence[str] = ()
+) -> tuple[Settings, argparse.Namespace]:
+    """The settings of a command line; the models directory may come from VIRNUC_MODELS, the rest from the model."""
+    parser = command_parser(name, description)
+    folder = settings.models_folder()
+    add_options(parser, model, positional=positional, optional=("models",) if folder else ())
+    arguments = parser.parse_args(words)
+    values = given(arguments, model)
+    if folder is not None:
+        values.setdefault("models", folder)
+    return build(model, values), arguments
+
+
+def parameters_of(spec: BaseModel) -> dict[str, Any]:
+    """A flow's parameters from its settings."""
+    return {name: getattr(spec, name) for name in type(spec).model_fields}

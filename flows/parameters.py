@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import tomllib
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
-from virnuc_core.config import Devices, EngineSpec, Spec
+from flows.forms import build
+from virnuc_core.config import Attention, Devices, EngineSpec, Precision, Spec
+from virnuc_core.errors import ConfigError
 
 Reads = Annotated[tuple[str, ...], Field(min_length=1)]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "varlen", "fused", "reference"]
+MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 PROFILE_HELP = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 READS_HELP = "FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
-DEVICES_PATTERN = r"^(auto|cpu(:[1-9][0-9]*)?|cuda:[^, ]+(, *cuda:[^, ]+)*)$"
+# no asterisk: the UI shows the pattern of a refused value as Markdown
+DEVICES_PATTERN = r"^(auto|cpu|cpu:[1-9][0-9]{0,3}|cuda:[^, ]+(, ?cuda:[^, ]+){0,63})$"
 DEVICES_HELP = "cuda:0,cuda:1 or cuda:GPU-UUID, cpu:2 (cores), or auto: all GPUs, else one core"
 
 
@@ -30,6 +36,7 @@ class ComputeSettings(Spec):
     shard_tokens: int | None = Field(None, ge=64, description="ESM-2 tokens of one shard, the unit of commit")
     num_workers: int | None = Field(None, ge=0, le=64, description="loader processes of one device; 0: a thread")
     prefetch_factor: int | None = Field(None, ge=1, le=64, description="packed batches kept ready for each loader")
+    settings: Path | None = Field(None, description="file of such settings, as `virnuc tune` writes it; others win")
 
     @field_validator("devices", mode="before")
     @classmethod
@@ -43,9 +50,27 @@ class ComputeSettings(Spec):
         return Devices.parse(self.devices)
 
     def engine(self, base: EngineSpec) -> EngineSpec:
-        """`base` with what was set here."""
+        """`base` with what the file of settings says, and with what was set here.
+
+        Errors: `ConfigError` for a file that is not there or holds what is no setting.
+        """
+        from_file = {} if self.settings is None else read_settings(self.settings)
         given = {name: getattr(self, name) for name in ENGINE_SETTINGS if getattr(self, name) not in (None, "default")}
-        return EngineSpec.model_validate(base.model_dump() | given)
+        return build(EngineSpec, base.model_dump() | from_file | given)
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"settings {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"settings {path}: not valid TOML: {error}") from error
+    unknown = sorted(set(found) - set(EngineSpec.model_fields))
+    if unknown:
+        raise ConfigError(f"settings {path}: {', '.join(unknown)} is no engine setting; see docs/operations.md")
+    return found
 
 
 ENGINE_SETTINGS = (
@@ -62,10 +87,17 @@ ENGINE_SETTINGS = (
 class ReadingSettings(Spec):
     """How input is read."""
 
-    stage_workers: int = Field(1, ge=1, le=256, description="processes that translate reads")
+    stage_workers: int = Field(
+        0, ge=0, le=256, description=f"processes that stage reads; 0: one a core, up to {MOST_STAGING_PROCESSES}"
+    )
     on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
     strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
     email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
+
+    @property
+    def staging_processes(self) -> int:
+        """How many processes stage reads on this machine."""
+        return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 class VerdictSettings(Spec):
@@ -134,4 +166,62 @@ class TrainSettings(ComputeSettings, ReadingSettings):
     install: bool = Field(False, description="put the head into the models directory; the old one becomes head.before")
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
+    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+
+
+class TuneSettings(ComputeSettings, ReadingSettings):
+    """Which settings are fastest here? Lists left empty are not swept."""
+
+    reads: Reads = Field(description=READS_HELP)
+    out: Path = Field(description="directory of the sweep: tune.json, settings.toml and every trial")
+    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
+    search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
+    repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
+    allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
+    token_budgets: tuple[Annotated[int, Field(ge=64, le=1 << 20)], ...] = Field(
+        (8_192, 16_384, 32_768), description="token slots of one ESM-2 batch to try"
+    )
+    dna_token_budgets: tuple[Annotated[int, Field(ge=64, le=1 << 20)], ...] = Field(
+        (), description="token slots of one DNABERT-S batch to try"
+    )
+    attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
+    precisions: tuple[Precision, ...] = Field((), description="precisions to try")
+    loader_workers: tuple[Annotated[int, Field(ge=0, le=64)], ...] = Field(
+        (0, 2, 4), description="loader processes of one device to try"
+    )
+    prefetch_factors: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field(
+        (2, 4), description="batches kept ready for each loader to try"
+    )
+    shard_sizes: tuple[Annotated[int, Field(ge=64)], ...] = Field((), description="ESM-2 tokens of one shard to try")
+    force: bool = Field(False, description="start over: trials of an earlier sweep in the directory are removed")
+
+    def swept(self) -> dict[str, tuple[Any, ...]]:
+        """Engine settings and the values to try, without those that are not swept."""
+        lists = {engine: getattr(self, own) for own, engine in SWEPT.items()}
+        return {name: values for name, values in lists.items() if values}
+
+
+SWEPT = {
+    "token_budgets": "token_budget",
+    "dna_token_budgets": "dna_token_budget",
+    "attentions": "attention",
+    "precisions": "precision",
+    "loader_workers": "num_workers",
+    "prefetch_factors": "prefetch_factor",
+    "shard_sizes": "shard_tokens",
+}
+
+
+class ProfileSettings(ComputeSettings, ReadingSettings):
+    """Where does the time of a run go, down to the kernels?"""
+
+    reads: Reads = Field(description=READS_HELP)
+    out: Path = Field(description="run directory; traces and tables are written to its telemetry/traces/")
+    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    traced_shards: int = Field(1, ge=1, le=8, description="shards recorded on each device, after one to warm up")
+    operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
+    shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
+    memory: bool = Field(False, description="record allocations as well")
+    max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")

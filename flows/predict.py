@@ -5,25 +5,19 @@ from __future__ import annotations
 from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 
-from flows import preflight
 from flows.forms import takes
-from flows.names import from_parameters, sample_of
+from flows.names import from_parameters
 from flows.parameters import PredictSettings
-from flows.presence import announce
-from flows.running import watch_for_cancellation
+from flows.staged import begin
 from tasks.artifacts import publish_table
 from tasks.embed import embed
 from tasks.events import emit
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
-from tasks.stage import stage
 from tasks.states import done
 from tasks.tables import fate_rows
 from tasks.viral import viral_reads
-from virnuc_core.config import EngineSpec
-from virnuc_core.pipeline import RunSummary, model_length, read_summary
-from virnuc_core.reads.stage import StageSpec
-from virnuc_core.rundir import RunDir
+from virnuc_core.pipeline import RunSummary, read_summary
 
 
 def _run_name() -> str:
@@ -34,36 +28,28 @@ def _run_name() -> str:
 @takes(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
-    base = EngineSpec()
-    with no_orphans(), core_logs():
-        watch_for_cancellation()
-        preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=base)
-        label, devices = sample_of(settings.reads), settings.parsed_devices()
-        announce(label, devices.kind)
-        run = RunDir(settings.out)
-        spec = StageSpec(
-            reads=settings.reads,
-            model_length=model_length(settings.models),
-            workers=settings.stage_workers,
-            on_error=settings.on_error,
-            strict=settings.strict,
-        )
-        staging = stage(spec, run.store, label=label, email=settings.email, force=settings.force).result()
+    with no_orphans(), core_logs(), begin(settings) as begun:
+        run, label = begun.run, begun.label
         before = read_summary(run)
         summary = embed(
             run,
-            staging,
+            begun.staging,
             store=run.store,
             models=settings.models,
-            devices=devices,
-            engine=settings.engine(base),
+            devices=begun.devices,
+            engine=begun.engine,
             label=label,
             force=settings.force,
+            standby=begun.standby,
             threshold=settings.threshold,
         ).result()
         if settings.write_viral:
-            viral_reads(run, staging, threshold=settings.threshold, on_error=settings.on_error)
-        publish_table(f"reads-{label}", fate_rows(summary), f"What became of the reads of {label}: {run.root}")
+            viral_reads(run, begun.staging, threshold=settings.threshold, on_error=settings.on_error)
+        publish_table(
+            f"reads-{label}",
+            fate_rows(summary, begun.staging.tally),
+            f"What became of the reads of {label}: {run.root}",
+        )
         viral = summary.fates.get("viral", 0)
         emit(
             "prediction.done",

@@ -19,11 +19,11 @@ from flows.presence import announce
 from flows.running import watch_for_cancellation
 from tasks.artifacts import cell, publish_table
 from tasks.guard import no_orphans
-from tasks.inbox import Fate, Ledger, Row, RowFate
 from tasks.logs import core_logs
 from tasks.states import done
 from virnuc_core.config import EngineSpec
-from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.errors import InputError
+from virnuc_core.inbox import Fate, Ledger, Row, RowFate
 from virnuc_core.pipeline import RunSummary
 from virnuc_core.provenance import now
 
@@ -94,7 +94,7 @@ def _predict(row: Row, ledger: Ledger, settings: InboxSettings) -> Fate:
             return Fate(
                 row.sha256, "predicted", row.file, place, now(), reads=found.n_reads, viral=found.fates["viral"]
             )
-        case InputError() | RunMismatchError():
+        case InputError():
             return Fate(row.sha256, "failed", row.file, place, now(), error=str(found))
         case BaseException():
             raise found

@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
-import os
+import tempfile
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Final
 
-from flows.parameters import ComputeSettings
+from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, TrainSettings
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.weights import open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.weights import check_models
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.spec import resolve_engine
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.inbox import Ledger
+from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.remote import is_remote
 from virnuc_core.reads.sources import find_inputs
+from virnuc_core.training import read_truth
+
+LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
+LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
 
 
 def check(settings: ComputeSettings, *, reads: Sequence[str], models: Path, out: Path, base: EngineSpec) -> None:
-    """Refuse at once what could only fail later.
+    """Refuse at once what could only fail later; nothing is written.
 
-    Errors: `InputError` for reads that are not there, `WeightsError`, `DeviceError`, `ConfigError` for settings that
-    cannot run on these devices or an output that cannot be written.
+    Errors: `InputError` for reads that are not there, are no reads, or hold none, for an inbox that is no folder and a
+    table of origins that cannot be used; `WeightsError` for what the headers of the weights tell; `DeviceError`;
+    `ConfigError` for settings that cannot run on these devices or an output that cannot be written.
     """
     local = tuple(name for name in reads if not is_remote(name))
     if local:
-        find_inputs(local)
-    for part in (open_esm2, open_dnabert, open_head):
-        part(models)
+        readable(
+            local,
+            settings.on_error if isinstance(settings, ReadingSettings) else "stop",
+            alone=len(local) == len(reads),
+        )
+    if isinstance(settings, InboxSettings):
+        Ledger(settings.inbox, settings.out)
+    if isinstance(settings, TrainSettings):
+        read_truth(settings.truth)
+    check_models(models)
     devices(settings, base)
     writable(out)
+
+
+def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -> None:
+    """Parse the beginning of every file; `alone`: there are no other reads than these.
+
+    Pipes and standard input are left for staging, which alone may draw from them. An empty file among others is
+    counted by staging; `InputError` when all of them are empty.
+    """
+    files = find_inputs(reads).files
+    regular = [name for name in files if Path(name).is_file()]
+    empty = [name for name in regular if _is_empty(name, on_error)]
+    if alone and empty and len(empty) == len(files):
+        raise InputError("holds no reads", file=empty[0], hint="was it written to the end? name a file with reads")
+
+
+def _is_empty(name: str, on_error: OnError) -> bool:
+    log = ParseLog(on_error)
+    for _ in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
+        pass
+    return log.empty_files > 0
 
 
 def devices(settings: ComputeSettings, base: EngineSpec) -> tuple[Device, ...]:
@@ -46,11 +82,20 @@ def named(found: tuple[Device, ...]) -> Devices:
 
 
 def writable(out: Path) -> None:
-    """Check, without creating anything, that `out` is or can become a directory to write in."""
+    """Check that `out` is or can become a directory to write in; leaves nothing behind.
+
+    A file is really made, and gone at once: permission bits know nothing of full, frozen or read-only disks.
+    """
     nearest = out.absolute()
     while not nearest.exists() and nearest != nearest.parent:
         nearest = nearest.parent
     if not nearest.is_dir():
         raise ConfigError(f"{out}: {nearest} is a file; choose another directory")
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        raise ConfigError(f"{out}: no permission to write in {nearest}; choose another directory")
+    try:
+        with tempfile.TemporaryFile(dir=nearest) as file:
+            file.write(b"virnuc")
+            file.flush()
+    except OSError as error:
+        raise ConfigError(
+            f"{out}: cannot write in {nearest}: {error.strerror or error}; make room or choose another directory"
+        ) from error

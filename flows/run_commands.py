@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
 
 from flows import settings
-from flows.forms import build
-from flows.options import add_options, command_parser, given
+from flows.options import parameters_of, settings_of
 from flows.parameters import InboxSettings, PredictSettings, ScaleSettings, TrainSettings, ValidateSettings
 from virnuc_core.config import EngineSpec, load_profile
 
 CRITERION_FAILED = 5
 PARTIAL = 6  # done, but some rows had to be set aside
 
-Settings = TypeVar("Settings", bound=BaseModel)
-
-
-def _read(
-    words: Sequence[str], name: str, description: str, model: type[Settings], positional: Sequence[str] = ()
-) -> tuple[Settings, argparse.Namespace]:
-    """The settings of a command line; the models directory may come from VIRNUC_MODELS, the rest from the model."""
-    parser = command_parser(name, description)
-    folder = settings.models_folder()
-    add_options(parser, model, positional=positional, optional=("models",) if folder else ())
-    arguments = parser.parse_args(words)
-    values = given(arguments, model)
-    if folder is not None:
-        values.setdefault("models", folder)
-    return build(model, values), arguments
-
 
 def predict(words: Sequence[str]) -> int:
     """Say which reads are viral."""
-    spec, arguments = _read(words, "predict", "Say which reads are viral.", PredictSettings, ("reads",))
+    spec, arguments = settings_of(words, "predict", "Say which reads are viral.", PredictSettings, ("reads",))
     settings.prepare()
     from flows import preflight
 
@@ -45,7 +24,7 @@ def predict(words: Sequence[str]) -> int:
     from flows.predict import predict as flow
     from flows.running import run_flow
 
-    state = run_flow(flow, _parameters(spec), debug=arguments.debug)
+    state = run_flow(flow, parameters_of(spec), debug=arguments.debug)
     sys.stdout.write(f"{state.message}\nResults: {spec.out}\n")
     from virnuc_core.pipeline import read_summary
     from virnuc_core.rundir import RunDir
@@ -56,7 +35,7 @@ def predict(words: Sequence[str]) -> int:
 
 def predict_inbox(words: Sequence[str]) -> int:
     """Predict each new file of a folder, once."""
-    spec, arguments = _read(words, "predict-inbox", "Predict each new file of a folder, once.", InboxSettings)
+    spec, arguments = settings_of(words, "predict-inbox", "Predict each new file of a folder, once.", InboxSettings)
     settings.prepare()
     from flows import preflight
 
@@ -64,14 +43,14 @@ def predict_inbox(words: Sequence[str]) -> int:
     from flows.predict_inbox import predict_inbox as flow
     from flows.running import run_flow
 
-    state = run_flow(flow, _parameters(spec), debug=arguments.debug)
+    state = run_flow(flow, parameters_of(spec), debug=arguments.debug)
     sys.stdout.write(f"{state.message}\nFates: {spec.out / 'inbox.tsv'}\n")
     return 0
 
 
 def train(words: Sequence[str]) -> int:
     """Fit the head on labelled reads."""
-    spec, arguments = _read(words, "train", "Fit the head on labelled reads.", TrainSettings, ("reads",))
+    spec, arguments = settings_of(words, "train", "Fit the head on labelled reads.", TrainSettings, ("reads",))
     settings.prepare()
     from flows import preflight
 
@@ -79,7 +58,7 @@ def train(words: Sequence[str]) -> int:
     from flows.running import run_flow
     from flows.train import train as flow
 
-    state = run_flow(flow, _parameters(spec), debug=arguments.debug)
+    state = run_flow(flow, parameters_of(spec), debug=arguments.debug)
     where = f"{spec.models / 'head'} (installed)" if spec.install else str(spec.out / "head")
     sys.stdout.write(f"{state.message}\nHead: {where}\n")
     return 0
@@ -88,7 +67,7 @@ def train(words: Sequence[str]) -> int:
 def validate(words: Sequence[str]) -> int:
     """Prove this machine against a profile; 5 when a criterion was not met."""
     text = "Prove this machine, with these weights, against a profile."
-    spec, arguments = _read(words, "validate", text, ValidateSettings)
+    spec, arguments = settings_of(words, "validate", text, ValidateSettings)
     profile = load_profile(spec.profile)
     settings.prepare()
     from flows import preflight
@@ -97,7 +76,7 @@ def validate(words: Sequence[str]) -> int:
     from flows.running import run_flow, ui_hint
     from flows.validate import validate as flow
 
-    state = run_flow(flow, _parameters(spec), debug=arguments.debug)
+    state = run_flow(flow, parameters_of(spec), debug=arguments.debug)
     folder = spec.out / "report"
     sys.stdout.write((folder / "report.txt").read_text(encoding="utf-8"))
     sys.stdout.write(f"\n{state.message}\nReport: {folder / 'report.html'}\n")
@@ -110,7 +89,7 @@ def validate(words: Sequence[str]) -> int:
 def scale(words: Sequence[str]) -> int:
     """Measure the scaling curve."""
     text = "Run the same reads on one, two, four, … devices and measure how the time falls."
-    spec, arguments = _read(words, "scale", text, ScaleSettings)
+    spec, arguments = settings_of(words, "scale", text, ScaleSettings)
     profile = load_profile(spec.profile)
     settings.prepare()
     from flows import preflight
@@ -119,10 +98,6 @@ def scale(words: Sequence[str]) -> int:
     from flows.running import run_flow
     from flows.scale import scale as flow
 
-    state = run_flow(flow, _parameters(spec), debug=arguments.debug)
+    state = run_flow(flow, parameters_of(spec), debug=arguments.debug)
     sys.stdout.write(f"{state.message}\nReport: {spec.out / 'report' / 'report.html'}\n")
     return 0
-
-
-def _parameters(spec: BaseModel) -> dict[str, Any]:
-    return {name: getattr(spec, name) for name in type(spec).model_fields}

@@ -23,7 +23,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
 from prefect.states import Cancelled
 
-from flows.server import keep_from_ctrl_c
+from flows.server import keep_server_ours
 from virnuc_core.errors import VirnucError
 
 WATCH_S: Final = 2.0
@@ -109,7 +109,7 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool
     """
     global _watch  # one flow a process is run by hand
     watch = _watch = CancelWatch()
-    keep_from_ctrl_c()
+    keep_server_ours()
     if not debug:
         tidy_console()
     try:

@@ -6,6 +6,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 
 from flows import preflight
+from flows.finished import finished_runs, unless_computed
 from flows.forms import takes
 from flows.measure import measure
 from flows.names import from_parameters, sample_of
@@ -32,8 +33,9 @@ def scale(settings: ScaleSettings) -> State[Report]:
         watch_for_cancellation()
         preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=profile.engine)
         counts = steps(len(preflight.devices(settings, profile.engine)))
+        before = finished_runs(settings.out)
         judged = measure(settings, profile, sample_of(settings.reads), counts, with_baseline=False)
-    return done(judged, describe(judged))
+    return done(judged, describe(judged) + unless_computed(settings.out, before))
 
 
 def steps(devices: int) -> list[int]:

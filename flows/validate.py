@@ -8,6 +8,7 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 
 from flows import preflight
+from flows.finished import finished_runs, unless_computed
 from flows.forms import takes
 from flows.gate import ask
 from flows.measure import measure
@@ -24,6 +25,7 @@ from tasks.tables import met_sentence
 from virnuc_core.config import load_profile
 from virnuc_core.rundir import RunDir
 from virnuc_core.validation.records import Report
+from virnuc_core.validation.report import rerender
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,11 @@ def validate(settings: ValidateSettings) -> State[Outcome]:
         watch_for_cancellation()
         preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=profile.engine)
         counts = sorted({1, len(preflight.devices(settings, profile.engine))})
+        before = finished_runs(settings.out)
         judged = measure(settings, profile, sample_of(settings.reads), counts, with_baseline=True)
         emit_outcome(judged, settings.out)
         approval = _approval(settings, judged) if settings.approval else None
-    message = met_sentence(judged)
+    message = met_sentence(judged) + unless_computed(settings.out, before)
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
     outcome = Outcome(judged, approval)
@@ -63,8 +66,10 @@ def validate(settings: ValidateSettings) -> State[Outcome]:
 
 
 def _approval(settings: ValidateSettings, judged: Report) -> Approval:
+    """The reviewer's answer, which from then on stands in every form of the report."""
     folder = RunDir(settings.out).report
     approval = ask(folder, approval_form(judged, settings.out), timeout_s=settings.approval_timeout_s)
+    rerender(settings.out)
     publish_markdown(
         f"approval-{judged.profile.name}", as_markdown(approval), f"{approval.verdict} by {approval.reviewer}", folder
     )

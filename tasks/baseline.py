@@ -15,6 +15,7 @@ from tasks.logs import core_logs
 from tasks.progress import ProgressArtifact
 from tasks.retries import POLICY
 from tasks.states import done
+from virnuc_core.baseline.record import record
 from virnuc_core.baseline.run import BaselineProgress, BaselineSummary, run_baseline
 from virnuc_core.config import BaselineSpec, Devices
 from virnuc_core.engine.devices import resolve
@@ -27,7 +28,7 @@ def baseline(
 ) -> State[BaselineSummary]:
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
     if force and first_attempt():
-        shutil.rmtree(run.root, ignore_errors=True)
+        start_over(run)
     progress = ProgressArtifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
 
     def show(so_far: BaselineProgress) -> None:
@@ -36,7 +37,14 @@ def baseline(
     with core_logs(), device_slots(resolve(devices)), progress:
         summary = run_baseline(run, store, models, devices, spec, on_progress=show)
         progress.show(1.0)
+        record(run, summary, store=store, models=models, spec=spec)
     return done(summary, describe(summary), reused=summary.reused)
+
+
+def start_over(run: RunDir) -> None:
+    """Remove an earlier baseline. Errors: `OSError`; what cannot be removed must not be taken for the new one's."""
+    if run.root.exists():
+        shutil.rmtree(run.root)
 
 
 def describe(summary: BaselineSummary) -> str:

@@ -40,12 +40,18 @@ def install_head(new: Path, models: Path) -> Path | None:
     """Put `new` in place as `models/head`; the head that was there becomes `head.before`, which is returned."""
     target, before = models / "head", models / "head.before"
     aside = models / ".head.new"
-    shutil.rmtree(aside, ignore_errors=True)
+    _remove(aside)
     shutil.copytree(new, aside)
     kept = None
     if target.exists():
-        shutil.rmtree(before, ignore_errors=True)
+        _remove(before)
         os.replace(target, before)
         kept = before
     os.replace(aside, target)
     return kept
+
+
+def _remove(folder: Path) -> None:
+    """Remove what an earlier run left; what cannot be removed is an `OSError`, not an older head taken for the new."""
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -15,6 +15,7 @@ import virnuc_core
 from virnuc_core.config import Spec, explain
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.telemetry.sampler import driver_versions
 
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
@@ -74,14 +75,14 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, without importing it."""
+    """Versions of what computes, without importing it, and of the driver where there is one."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "absent"
-    return found
+    return found | driver_versions()
 
 
 def new_record(

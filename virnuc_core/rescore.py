@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from virnuc_core.encoders.head import Head
-from virnuc_core.encoders.load import load_head
-from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.encoders.head import Head, place_head
+from virnuc_core.encoders.weights import head_digest, open_head_folder
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.provenance import read_record
@@ -43,12 +42,12 @@ class RescoreSummary:
         return json.dumps(asdict(self), indent=2) + "\n"
 
 
-def rescore(run: RunDir, models: Path | None, out: RunDir, *, threshold: float = THRESHOLD) -> RescoreSummary:
-    """Write the result files of `run` anew into `out`, scored by the head of the models directory `models`.
+def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float = THRESHOLD) -> RescoreSummary:
+    """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
 
-    Without `models` the run's own scores are kept and only the threshold moves. The encoders of `models` are not read
-    but for their sizes. Errors: `ConfigError` when the run is not finished, when `out` is the run itself, or when the
-    head was trained for another model length or other widths; `ShardError` for a damaged shard.
+    Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there;
+    `ConfigError` when the run is not finished, when `out` is the run itself, or when the head was trained for another
+    model length or other widths; `ShardError` for a damaged shard.
     """
     started = time.perf_counter()
     if out.root.resolve() == run.root.resolve():
@@ -58,14 +57,16 @@ def rescore(run: RunDir, models: Path | None, out: RunDir, *, threshold: float =
     if store.fingerprint != record.fingerprints["reads"]:
         raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
     _check_finished(run)
-    if models is None:
+    if new_head is None:
         scores, failed = shards.read_scores(run)
         digest = record.fingerprints["head"]
     else:
-        head = load_head(models, torch.device("cpu"))
-        _check_fit(head, store, models)
+        folder = new_head / "head" if (new_head / "head").is_dir() else new_head
+        shape, tensors = open_head_folder(folder)
+        head = Head(shape, place_head(tensors, torch.device("cpu")))
+        _check_fit(head, store, record.widths, folder)
         scores, failed = head_scores(run, head, store.n_uniques)
-        digest = fingerprint(models).head
+        digest = head_digest(folder)
     results = write_results(out, store, scores, failed, threshold=threshold)
     summary = RescoreSummary(
         schema_version=SCHEMA_VERSION,
@@ -113,8 +114,14 @@ def _check_finished(run: RunDir) -> None:
         )
 
 
-def _check_fit(head: Head, store: OrfStore, models: Path) -> None:
+def _check_fit(head: Head, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
     if head.model_length != store.model_length:
         raise ConfigError(
-            f"the head in {models} is for length {head.model_length}, the run's reads were cut at {store.model_length}"
+            f"the head in {folder} is for length {head.model_length}, the run's reads were cut at {store.model_length}"
+        )
+    made_for, has = (head.dna_width, head.protein_width), (widths.get("dna"), widths.get("protein"))
+    if widths and made_for != has:
+        raise ConfigError(
+            f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "
+            f"the run has {has[0]} + {has[1]}; it belongs to other encoders"
         )

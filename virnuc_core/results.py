@@ -9,7 +9,8 @@
 
 The verdict on a read. Each scored chunk gives a margin, its largest `score2` minus its largest `score1`. The read's
 `viral_score` is `(1 + mean margin of its chunks) / 2`, and the read is viral when that reaches the threshold (0.5). So
-- a read of one chunk gets that chunk's consensus, tie included, and a read of one row gets that row's `score2`;
+- a read of one chunk gets that chunk's consensus, tie included, and a read of one row gets that row's `score2`, digit
+  for digit;
 - a long read is not called viral for being long: "any chunk" would multiply the chance of one false call by the number
   of chunks, and "the majority" would let many doubtful chunks outvote a few certain ones;
 - chunks without an open frame have no say.
@@ -58,7 +59,8 @@ _REMARKS: Final = tuple(
     ",".join(["short_for_model"] * bool(bits & SHORT_FOR_MODEL) + ["ambiguous"] * bool(bits & AMBIGUOUS))
     for bits in range((SHORT_FOR_MODEL | AMBIGUOUS) + 1)
 )
-_BELOW_HALF: Final = np.nextafter(np.float32(0.5), np.float32(0))
+_HALF: Final = np.float32(0.5)
+_BELOW_HALF: Final = np.nextafter(_HALF, np.float32(0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,17 +146,23 @@ def _top_rows(values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray
     return top
 
 
-def read_scores(margin: NDArray[np.float64], chunk_read: NDArray[np.int64], reads: int) -> NDArray[np.float32]:
-    """`viral_score` of each read, float32 [reads], NaN for reads without a scored chunk.
+def read_scores(block: RowBlock, votes: Consensus, lo: int, hi: int) -> NDArray[np.float32]:
+    """`viral_score` of the reads `lo` to `hi`, float32 [reads], NaN for reads without a scored row in `block`.
 
-    `margin` and `chunk_read` [chunks] are each chunk's margin and its read, counted from 0. A score is at least 0.5
-    exactly when the mean margin is at least 0, however small the margin: rounding never lifts a read over the line.
+    A read of one scored row has that row's very `score2`, so that both files print the same number: `score1` is one
+    minus it only to the last digit. A score is at least 0.5 exactly when the mean margin is at least 0, however small
+    the margin: rounding never lifts a read over the line.
     """
-    total = np.bincount(chunk_read, weights=margin, minlength=reads)
-    chunks = np.bincount(chunk_read, minlength=reads)
-    mean = np.divide(total, chunks, out=np.full(reads, np.nan), where=chunks > 0)
+    row_read = block.read - lo
+    chunk_read = row_read[votes.starts]
+    total = np.bincount(chunk_read, weights=votes.margin, minlength=hi - lo)
+    chunks = np.bincount(chunk_read, minlength=hi - lo)
+    mean = np.divide(total, chunks, out=np.full(hi - lo, np.nan), where=chunks > 0)
     score: NDArray[np.float32] = (0.5 + mean / 2).astype(np.float32)
+    alone = np.bincount(row_read, minlength=hi - lo)[row_read] == 1
+    score[row_read[alone]] = block.scores[alone, 1]
     score[mean < 0] = np.minimum(score[mean < 0], _BELOW_HALF)
+    score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
     return score
 
 
@@ -243,7 +251,8 @@ def write_viral(
 ) -> ViralReads:
     """Write the reads whose `viral_score` in `reads.tsv` reaches `threshold`, as they stand in the input.
 
-    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`; the same input gives the same bytes. `reads`
+    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
+    input gives the same bytes. `reads`
     and `on_error` are those the store was made from. Errors: `InputError` when the input is not what was staged, or
     was standard input.
     """
@@ -257,16 +266,16 @@ def write_viral(
             last = read + len(batch)
             if last > store.n_reads or store.original_ids(read, last) != [batch.id(i) for i in range(len(batch))]:
                 raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
+            if batch.form not in out:
+                out[batch.form] = _open_gzip(stack, viral_path(run, batch.form))
             for i in np.flatnonzero(wanted[read:last]).tolist():
-                if batch.form not in out:
-                    out[batch.form] = _open_gzip(stack, viral_path(run, batch.form))
                 out[batch.form].write(batch.record(i))
             read = last
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
         for form in ("fasta", "fastq"):
             if form not in out:
-                viral_path(run, form).unlink(missing_ok=True)  # of an earlier threshold
+                viral_path(run, form).unlink(missing_ok=True)  # of an earlier run with reads of this form
     return ViralReads(tuple(viral_path(run, form) for form in sorted(out)), int(wanted.sum()), threshold)
 
 
@@ -406,7 +415,7 @@ def _write_span(
         ids = store.row_ids(span.row_lo, span.row_hi)
         files.failed.write(_lines([ids[i] for i in np.flatnonzero(failed).tolist()]))
     written = time.perf_counter()
-    score = read_scores(votes.margin, scored.read[votes.starts] - span.read_lo, span.read_hi - span.read_lo)
+    score = read_scores(scored, votes, span.read_lo, span.read_hi)
     fate = _fates(store, span, score, rows.read[failed] - span.read_lo, tally.threshold)
     files.reads.write(_read_lines(store, span, score, fate))
     tally.fates += np.bincount(fate, minlength=len(FATES))

@@ -31,18 +31,18 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import choose_backend
+from virnuc_core.encoders.ceiling import AHEAD, linear_pass, products
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.graphs import Graphed
 from virnuc_core.encoders.packed import Encoder, PackedBatch
-from virnuc_core.encoders.precision import Dense, Resolved, dense, quantise_rows, resolve_precision, scaled_dense
+from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.tuning import Tuning
 from virnuc_core.encoders.weights import RandomTensors
 from virnuc_core.errors import VirnucError
 
 SCHEMA_VERSION = 1
-AHEAD = 4  # batches launched before the oldest is waited for
 PROFILED_KERNELS = 14
 
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
@@ -158,24 +158,9 @@ def sensors(device: torch.device) -> tuple[int | None, float | None]:
     return None, None
 
 
-def products(layer: Any) -> list[Dense]:
-    """The linear layers of one layer of either model."""
-    feed_forward = [layer.fc1, layer.fc2] if hasattr(layer, "fc1") else [layer.gated, layer.wo]
-    return [layer.qkv, layer.out, *feed_forward]
-
-
 def ceiling(weights: Any, slots: int, seconds: float, device: torch.device) -> dict[str, Any]:
     """Tokens/s of a model that were nothing but its linear layers; inputs of FP8 layers are already quantised."""
-    inputs = []
-    for one in products(weights.layers[0]):
-        x = torch.randn(slots, one.weight.shape[1], device=device)
-        inputs.append(quantise_rows(x) if one.scale is not None else (x.to(one.weight.dtype), None))
-
-    def step() -> None:
-        for layer in weights.layers:
-            for one, (x, scale) in zip(products(layer), inputs, strict=True):
-                dense(x, one) if scale is None else scaled_dense(x, scale, one)
-
+    step = linear_pass(weights, slots, device)
     with torch.inference_mode():
         step()
         ran = sustain(step, seconds, device)

@@ -18,8 +18,8 @@ from flows.predict import predict
 from flows.predict_inbox import predict_inbox
 from flows.train import train
 from flows.validate import validate
-from tasks.inbox import Ledger
 from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.inbox import Ledger
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.rundir import RunDir
@@ -234,21 +234,41 @@ def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Pa
     assert predict_inbox(**given, return_state=True).message == "1 predicted"
 
 
+def test_a_run_of_other_settings_stops_the_inbox_and_is_no_files_fate(tmp_path: Path, models: Path) -> None:
+    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox.mkdir()
+    made = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
+    made.rename(inbox / "1.fasta")
+    ledger = Ledger(inbox, out)
+    started = ledger.run_of(ledger.scan(settle_s=0)[0].sha256)
+    predict(reads=[str(inbox / "1.fasta")], out=started, models=models, devices="cpu:1", token_budget=2048)
+    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
+    state = predict_inbox(**given, token_budget=4096, return_state=True)
+    assert state.is_failed()
+    with pytest.raises(RunMismatchError, match="token_budget 2048 → 4096"):
+        state.result()
+    assert not (out / "fates").exists()
+    assert [(row.file, row.fate) for row in ledger.read_table()] == [("1.fasta", "waiting")]
+    assert predict_inbox(**given, token_budget=2048, return_state=True).message == "1 predicted"
+
+
 def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again(tmp_path: Path, models: Path) -> None:
     broken = tmp_path / "broken.fastq"
-    broken.write_text("@r1\nACGT\n+\nII\n")
+    good = "".join(f"@r{number}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for number in range(4_000))
+    broken.write_text(f"{good}@last\nACGT\n+\nII\n")  # further on than the look before the start reaches
     state = predict(reads=[str(broken)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True)
     with pytest.raises(InputError, match=r"broken\.fastq"):
         state.result()
     staged = task_runs(state)["stage broken"]
     assert staged.run_count == 1
+    assert [path.name for path in (tmp_path / "run").rglob("*") if path.name != ".lock"] == []
 
 
-def test_an_empty_file_gives_files_with_headers_only(tmp_path: Path, models: Path) -> None:
-    empty = tmp_path / "empty.fasta"
-    empty.touch()
-    state = predict(reads=[str(empty)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True)
-    assert state.message == "0 of 0 reads are viral"
+def test_reads_without_an_open_frame_give_files_with_headers_only(tmp_path: Path, models: Path) -> None:
+    stops = tmp_path / "stops.fasta"
+    stops.write_text(f">none\n>stops\n{'TAACTAGTTAG' * 9}\n")
+    state = predict(reads=[str(stops)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True)
+    assert state.message == "0 of 2 reads are viral"
     assert len((tmp_path / "run" / "prediction_results.txt").read_text().splitlines()) == 1
 
 

@@ -108,7 +108,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
     try:
         background("server", "start", "--port", str(port))
-        wait_until(healthy)
+        wait_until(healthy, 180)
         for words in (
             ("work-pool", "create", "gpu", "--type", "process"),
             ("deploy", "--prefect-file", "deployments/prefect.yaml", "--all"),
@@ -158,6 +158,22 @@ def fill(page: Any, name: str, text: str) -> None:
 def shot(page: Any, name: str) -> None:
     page.wait_for_timeout(1500)
     page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
+
+
+def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, page: Any) -> None:
+    found = {d["entrypoint"]: d for d in server.ask("deployments/filter")}  # one deployment of each flow
+    assert len(found) >= 7
+    for deployment in found.values():
+        properties = deployment["parameter_openapi_schema"]["properties"]
+        page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
+        page.get_by_role("button", name="Submit").wait_for()
+        for described in properties.values():
+            text = described["description"].split("`")[0].split("https:")[0].strip()  # Markdown and links are rendered
+            page.get_by_text(text, exact=False).first.wait_for(state="attached")
+    deployment = found["flows/tune.py:tune"]
+    page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
+    page.get_by_text("token slots of one ESM-2 batch to try").first.wait_for()
+    shot(page, "0-form-of-tune")
 
 
 def test_a_validation_started_from_the_form_is_watched_approved_and_read(

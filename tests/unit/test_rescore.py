@@ -51,6 +51,7 @@ def run(tmp_path: Path, models: Path) -> RunDir:
         resolved={},
         devices=(),
         store="orfs.h5",
+        widths={"dna": 64, "protein": 64},
     )
     provenance.write_record(run, record)
     plan = shards.Plan((*range(0, store.n_uniques, 53), store.n_uniques), "made")
@@ -151,5 +152,14 @@ def test_a_head_of_other_widths_is_refused_whatever_its_sum(tmp_path: Path, run:
     shutil.copytree(models, odd)
     shutil.rmtree(odd / "head")
     write_random(odd / "head", HeadShape(model_length=500, dna_width=60, protein_width=68), 1, torch.float32)
-    with pytest.raises(WeightsError):
+    with pytest.raises(ConfigError, match=r"60 \(DNA\) \+ 68 \(protein\), the run has 64 \+ 64"):
         rescore(run, odd, RunDir(tmp_path / "out"))
+
+
+def test_a_heads_own_folder_will_do(tmp_path: Path, run: RunDir, models: Path) -> None:
+    shutil.copytree(models / "head", tmp_path / "new")
+    summary = rescore(run, tmp_path / "new", RunDir(tmp_path / "out"))
+    assert content(RunDir(tmp_path / "out")) == content(run)
+    assert summary.head == fingerprint(models).head
+    with pytest.raises(WeightsError, match="no head here"):
+        rescore(run, tmp_path, RunDir(tmp_path / "other"))

@@ -140,6 +140,27 @@ def test_a_single_row_gives_the_read_its_own_score(run: RunDir) -> None:
     assert run.reads_table.read_text().splitlines()[1].split("\t")[5] == "0.75"
 
 
+def test_a_score_reads_the_same_in_every_file(run: RunDir) -> None:
+    margins = np.random.default_rng(5).normal(scale=4, size=(2_000, 1)).astype(np.float32)
+    raised = np.exp(np.concatenate([np.zeros_like(margins), margins], axis=1))  # a softmax in float32, as the head's
+    scores = raised / raised.sum(axis=1, keepdims=True)
+    write(run, [one(f"r{i}", (float(a), float(b))) for i, (a, b) in enumerate(scores)])
+    rows = [line.split("\t")[3] for line in run.predictions.read_text().splitlines()[1:]]
+    chunks = [line.split("\t")[3] for line in run.consensus.read_text().splitlines()[1:]]
+    reads = [line.split("\t")[5] for line in run.reads_table.read_text().splitlines()[1:]]
+    assert rows == chunks
+    assert [(row, read) for row, read in zip(rows, reads, strict=True) if row != read] == []
+
+
+def test_the_verdict_on_a_single_row_is_its_consensus_where_rounding_says_otherwise(run: RunDir) -> None:
+    below = np.nextafter(np.float32(0.5), np.float32(0))
+    lower = np.nextafter(below, np.float32(0))
+    above = np.nextafter(np.float32(0.5), np.float32(1))
+    write(run, [one("up", (float(lower), float(below))), one("down", (float(above), 0.5))])
+    table = [line.split("\t")[4:6] for line in run.reads_table.read_text().splitlines()[1:]]
+    assert table == [["viral", "0.5"], ["others", str(below)]]
+
+
 def test_scores_have_the_shortest_float32_form(run: RunDir) -> None:
     values = [(1e-5, 0.99999), (0.1, 0.9), (1 / 3, 2 / 3), (2.5e-8, 1.0)]
     write(run, [one("r", *values)])
@@ -288,11 +309,13 @@ def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert [path.read_bytes() for path in write_viral(run, store, reads).files] == before
 
 
-def test_a_higher_threshold_leaves_no_old_file(tmp_path: Path) -> None:
+def test_a_higher_threshold_leaves_no_read_of_before(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA)
     write_viral(run, store, reads)
-    assert write_viral(run, store, reads, threshold=0.95) == results.ViralReads((), 0, 0.95)
-    assert not list(run.root.glob("viral.*"))
+    none = write_viral(run, store, reads, threshold=0.95)
+    assert none.reads == 0
+    assert [gzip.decompress(path.read_bytes()) for path in none.files] == [b"", b""]
+    assert sorted(run.root.glob("viral.*")) == list(none.files)
 
 
 def test_other_reads_than_those_staged_are_refused(tmp_path: Path) -> None:

@@ -239,7 +239,8 @@ class _Measurement:
 
     def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]], seconds: dict[str, float]) -> None:
         """Write the rows as files of both kinds."""
-        shutil.rmtree(self.folder.root, ignore_errors=True)
+        if self.folder.root.exists():
+            shutil.rmtree(self.folder.root)
         self.folder.root.mkdir(parents=True)
         for number, (low, high) in enumerate(files, start=1):
             started = time.monotonic()

@@ -1,4 +1,4 @@
-"""The ledger of an inbox folder: which content has met which fate. Plain files, no Prefect.
+"""The ledger of an inbox folder: which content has met which fate, in plain files.
 
     OUT/fates/<sha256>.json   written whole when the fate of a content is known; never changed by another run
     OUT/claims/<sha256>.lock  held by the run that works on it; freed by death

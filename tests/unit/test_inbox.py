@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.inbox import Fate, Ledger
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.inbox import Fate, Ledger
 
 OLD = 1_700_000_000
 
@@ -92,7 +92,7 @@ def test_an_unchanged_file_is_not_hashed_again(ledger: Ledger, monkeypatch: pyte
     def never(_: Path) -> str:
         raise AssertionError("hashed again")
 
-    monkeypatch.setattr("tasks.inbox._digest", never)
+    monkeypatch.setattr("virnuc_core.inbox._digest", never)
     assert [row.sha256 for row in ledger.scan(settle_s=0)] == [before]
     put(ledger.inbox, "a.fa", ">a\nAA\n")
     with pytest.raises(AssertionError):

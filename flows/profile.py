@@ -1,0 +1,92 @@
+"""Where the time of a run goes: the nine stages of an undisturbed run, then kernels and launches of a few shards."""
+
+from __future__ import annotations
+
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+
+from flows.forms import takes
+from flows.names import from_parameters
+from flows.parameters import ProfileSettings
+from flows.staged import begin
+from tasks.artifacts import markdown_table, publish_markdown, publish_table
+from tasks.embed import embed
+from tasks.guard import no_orphans
+from tasks.logs import core_logs
+from tasks.states import done
+from tasks.tables import stage_rows
+from tasks.trace import Traces, counted, describe, mark_rows, operation_rows, trace, write_profile
+from virnuc_core.engine.spec import TraceSpec
+from virnuc_core.rundir import RunDir, write_text_whole
+
+MEBIBYTE = 1 << 20
+
+
+def _run_name() -> str:
+    return from_parameters(runtime.flow_run.parameters or {}, "reads", "devices")
+
+
+@flow(name="profile", flow_run_name=_run_name)
+@takes(ProfileSettings)
+def profile(settings: ProfileSettings) -> State[Traces]:
+    """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
+
+    The run is a prediction like any other and is not repeated when it is there; the recording is always made anew.
+    """
+    with no_orphans(), core_logs(), begin(settings) as begun:
+        run, label, devices = begun.run, begun.label, begun.devices
+        summary = embed(
+            run,
+            begun.staging,
+            store=run.store,
+            models=settings.models,
+            devices=devices,
+            engine=begun.engine,
+            label=label,
+            force=settings.force,
+            standby=begun.standby,
+        ).result()
+        found = trace(
+            run,
+            store=run.store,
+            models=settings.models,
+            devices=devices,
+            engine=begun.engine,
+            spec=_spec(run, settings),
+            label=label,
+        ).result()
+        write_profile(found.folder, found, summary.stages, summary.total_s)
+        marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
+        publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")
+        publish_table(f"marks-{label}-{devices}", marks, f"Recorded stages of {label}: {found.folder}")
+        text = _text(found, (stage_rows(summary), marks, operations))
+        path = found.folder / "profile.md"
+        write_text_whole(path, text)
+        publish_markdown(f"profile-{label}-{devices}", text, describe(found), path)
+    return done(found, f"{describe(found)}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
+
+
+def _spec(run: RunDir, settings: ProfileSettings) -> TraceSpec:
+    return TraceSpec(
+        folder=str((run.telemetry / "traces").resolve()),
+        shards=settings.traced_shards,
+        operations=max(settings.operations, 1),
+        max_bytes=settings.max_trace_mb * MEBIBYTE,
+        shapes=settings.shapes,
+        memory=settings.memory,
+    )
+
+
+def _text(found: Traces, tables: tuple[list[dict[str, str]], ...]) -> str:
+    stages, marks, operations = map(markdown_table, tables)
+    names = "\n".join(
+        f"- `{table.trace or 'not kept: too large'}`: {counted(table.shards, 'shard')}, {table.batches} batches, "
+        f"{table.tokens:,} tokens in {table.window_ms / 1e3:.2f} s"
+        for table in found.tables
+    )
+    return (
+        f"# Where the time goes\n\n## The nine stages of the run, undisturbed\n\n{stages}\n"
+        f"## Recorded\n\n{names}\n\nOpen a trace in https://ui.perfetto.dev or chrome://tracing; both work on the "
+        f"file where it lies. Recording slows the host's side, so these are shares, not rates.\n\n{marks}\n"
+        f"## Operations that took most time\n\n{operations}"
+    )

@@ -1,0 +1,107 @@
+"""The sweep: which engine settings are fastest on this machine with these weights and reads, results unchanged."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from prefect import flow, runtime
+from prefect.client.schemas.objects import State
+
+from flows import preflight
+from flows.forms import takes
+from flows.names import from_parameters, sample_of
+from flows.parameters import SWEPT, TuneSettings
+from flows.presence import announce
+from flows.running import watch_for_cancellation
+from tasks.artifacts import publish_table
+from tasks.guard import no_orphans
+from tasks.logs import core_logs
+from tasks.stage import stage
+from tasks.states import done
+from tasks.sweep import Entry, candidates, drop_slower_half, in_the_running, recommend
+from tasks.tune import Bench, measure, trial_rows, write_settings, write_sweep
+from virnuc_core.config import EngineSpec, load_profile
+from virnuc_core.engine.spec import resolve_engine
+from virnuc_core.errors import ConfigError
+from virnuc_core.pipeline import model_length
+from virnuc_core.reads.stage import StageSpec
+from virnuc_core.rundir import RunDir
+
+SETTINGS = "settings.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a sweep came to."""
+
+    engine: EngineSpec
+    gain: float  # over the base; 0 when the base is recommended
+    settings: Path  # for --settings
+    record: Path  # tune.json
+
+
+def _run_name() -> str:
+    return from_parameters(runtime.flow_run.parameters or {}, "reads", "profile", "devices")
+
+
+@flow(name="tune", flow_run_name=_run_name)
+@takes(TuneSettings)
+def tune(settings: TuneSettings) -> State[Tuned]:
+    """Finds the fastest engine settings for this machine, weights and reads that leave the results as they are.
+
+    Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
+    """
+    profile = load_profile(settings.profile)
+    with no_orphans(), core_logs():
+        watch_for_cancellation()
+        preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=profile.engine)
+        found = preflight.devices(settings, profile.engine)
+        devices, base = preflight.named(found), resolve_engine(settings.engine(profile.engine), found[0].kind)
+        entries = [Entry(candidate) for candidate in candidates(base, settings.swept())]
+        label = sample_of(settings.reads)
+        announce(label, profile.name, devices.kind)
+        store = _staged(settings, label)
+        bench = Bench(settings.out, store, settings.models, devices, base, profile.sample_s)
+        if settings.force:
+            shutil.rmtree(bench.trials, ignore_errors=True)
+        _measure(bench, entries, settings)
+        tolerance = profile.score_tolerance
+        chosen = recommend(entries, tolerance=tolerance, allow_changed=settings.allow_changed_results)
+        rows = trial_rows(entries, chosen, tolerance)
+        publish_table(f"tune-{label}-{devices}", rows, f"**{chosen.reason}** — {label} on {devices}")
+        record = write_sweep(bench, entries, chosen, profile=profile.name, tolerance=tolerance, search=settings.search)
+        engine, file = chosen.entry.candidate.engine, settings.out / SETTINGS
+        write_settings(file, engine, sorted(set(SWEPT.values())), f"{chosen.reason}; see {record.name}")
+    old = all(trial.reused or trial.refused for entry in entries for trial in entry.trials)
+    message = chosen.reason + ("; nothing had to be measured" if old else "")
+    return done(Tuned(engine, chosen.gain, file, record), message, reused=old)
+
+
+def _staged(settings: TuneSettings, label: str) -> Path:
+    """The store that every candidate is measured on."""
+    spec = StageSpec(
+        reads=settings.reads,
+        model_length=model_length(settings.models),
+        workers=settings.staging_processes,
+        on_error=settings.on_error,
+        strict=settings.strict,
+    )
+    store = RunDir(settings.out).store
+    stage(spec, store, label=label, email=settings.email, force=settings.force)
+    return store
+
+
+def _measure(bench: Bench, entries: list[Entry], settings: TuneSettings) -> None:
+    """Round by round, so that a machine that warms up or is shared for a while does so for all candidates alike."""
+    for repeat in range(settings.repeats):
+        running = in_the_running(entries)
+        for place, entry in enumerate(running, start=1):
+            name = f"round {repeat + 1}, {place} of {len(running)}: {entry.candidate.label}"
+            trial = measure(bench, entry.candidate, repeat, name=name).result()
+            if trial.refused and entry.candidate.number == 0:
+                raise ConfigError(f"the settings to compare with cannot run here: {trial.refused}")
+            entry.trials.append(trial)
+        if settings.search == "halving":
+            drop_slower_half(entries)

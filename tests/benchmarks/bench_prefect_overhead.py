@@ -1,0 +1,204 @@
+"""What Prefect costs a validation: the flow against the very same steps called one after another, in pairs.
+
+    python tests/benchmarks/bench_prefect_overhead.py --out overhead.json
+    python tests/benchmarks/bench_prefect_overhead.py --pairs 1 --reads 200                     # smoke
+
+Three ways, each a process of its own, in turn: `bare` calls the steps as functions; `server` is `virnuc validate` with
+a server that runs already; `embedded` is `virnuc validate` with none, so that it starts its own and stops it. Bare
+too must import Prefect, since the steps stand in its tasks; the seconds of that import are taken off its time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SCHEMA_VERSION: Final = 1
+LIMIT_S: Final = 15.0
+PROFILE: Final = "ci-smoke"
+WAYS: Final = ("bare", "server", "embedded")
+
+
+def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
+    """Every step of a validation, called as a function; prints the seconds that importing Prefect took."""
+    from virnuc_core.baseline.record import record
+    from virnuc_core.baseline.run import run_baseline
+    from virnuc_core.config import Devices, load_profile
+    from virnuc_core.engine.devices import resolve
+    from virnuc_core.pipeline import classify, model_length, stage_reads
+    from virnuc_core.reads.stage import StageSpec
+    from virnuc_core.rundir import RunDir
+    from virnuc_core.validation.gather import write_comparisons
+    from virnuc_core.validation.report import write_report
+
+    started = time.perf_counter()
+    from tasks.compare import comparisons
+    from tasks.report import record_validation
+
+    imported_s = time.perf_counter() - started
+    profile, devices, length = load_profile(PROFILE), Devices.parse(devices_text), model_length(models)
+    store = RunDir(out).store
+    staging = stage_reads(StageSpec(reads=(str(reads),), model_length=length), store)
+    record_validation(
+        out,
+        spec={},
+        profile=profile,
+        models=models,
+        staging=staging,
+        model_length=length,
+        devices=resolve(devices),
+        force=False,
+    )
+    base = RunDir(out / "baseline")
+    summary = run_baseline(base, store, models, devices, profile.baseline)
+    record(base, summary, store=store, models=models, spec=profile.baseline)
+    names = tuple(f"devices-{count}" for count in sorted({1, len(devices)}))
+    for name in names:
+        few = devices.first(int(name.rpartition("-")[2]))
+        run = RunDir(out / name)
+        classify(run, staging, store=store, models=models, devices=few, engine=profile.engine)
+    subset = summary.subset is not None
+    write_comparisons(out, comparisons(out, names, tolerance=profile.score_tolerance, subset=subset))
+    write_report(out, profile, out.parent / f"{out.name}-history.jsonl")
+    print(json.dumps({"prefect_import_s": imported_s}))
+
+
+def timed(words: list[str], environment: dict[str, str]) -> tuple[float, str]:
+    """Wall seconds of a process, and what it printed. Errors: `CalledProcessError`."""
+    started = time.perf_counter()
+    done = subprocess.run(words, env=environment, cwd=ROOT, check=False, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
+    return seconds, done.stdout
+
+
+def clean_environment(home: Path) -> dict[str, str]:
+    """No server named, and Prefect's data in `home`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    return {**kept, "PREFECT_HOME": str(home), "PYTHONPATH": str(ROOT)}
+
+
+@contextmanager
+def server(environment: dict[str, str], log: Path) -> Iterator[dict[str, str]]:
+    """A running server; yields the environment of commands that use it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/api"
+    words = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
+    with log.open("wb") as handle:
+        quiet = {**environment, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+        process = subprocess.Popen(words, env=quiet, stdout=handle, stderr=handle)
+    try:
+        deadline = time.monotonic() + 90
+        while True:
+            try:
+                if httpx.get(f"{url}/health", timeout=2).status_code == 200:
+                    break
+            except httpx.HTTPError:
+                pass
+            if time.monotonic() > deadline:
+                raise SystemExit(f"the server did not start: {log.read_text()}")
+            time.sleep(0.2)
+        yield {**environment, "PREFECT_API_URL": url}
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def once(way: str, given: argparse.Namespace, out: Path, environments: dict[str, dict[str, str]]) -> float:
+    """Seconds of one validation."""
+    inputs = [str(given.scratch / "reads.fastq.gz"), str(given.scratch / "models"), str(out), given.devices]
+    if way == "bare":
+        seconds, said = timed([sys.executable, str(Path(__file__)), "--bare", *inputs], environments["bare"])
+        return seconds - float(json.loads(said.splitlines()[-1])["prefect_import_s"])
+    words = ["--profile", PROFILE, "--reads", inputs[0], "--models", inputs[1], "-o", inputs[2], "--devices", inputs[3]]
+    return timed([sys.executable, "-m", "flows.cli", "validate", *words], environments[way])[0]
+
+
+def measure(given: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each way, once per pair, after one unmeasured round that fills caches and makes databases."""
+    from virnuc_core.encoders.weights import init_random
+    from virnuc_core.reads.simulate import SimulateSpec, simulate
+
+    given.scratch.mkdir(parents=True, exist_ok=True)
+    simulate(SimulateSpec(reads=given.reads, seed=5), given.scratch / "reads.fastq.gz")
+    init_random(given.scratch / "models", seed=5)
+    own = clean_environment(given.scratch / "home-server")
+    seconds: dict[str, list[float]] = {way: [] for way in WAYS}
+    with server(own, given.scratch / "server.log") as served:
+        embedded = clean_environment(given.scratch / "home-embedded")
+        environments = {"bare": own, "server": served, "embedded": embedded}
+        for number in range(given.pairs + 1):
+            for way in WAYS:
+                out = given.scratch / "out" / f"{way}-{number}"
+                took = once(way, given, out, environments)
+                shutil.rmtree(out)
+                print(f"{'warm-up' if number == 0 else number}  {way:<9}{took:7.2f} s", flush=True)
+                if number:
+                    seconds[way].append(took)
+    return seconds
+
+
+def summary_of(given: argparse.Namespace, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and the overhead of each way in each pair."""
+    apart = {
+        way: [took - plain for took, plain in zip(seconds[way], seconds["bare"], strict=True)]
+        for way in WAYS
+        if way != "bare"
+    }
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "reads": given.reads,
+        "devices": given.devices,
+        "profile": PROFILE,
+        "cores": len(os.sched_getaffinity(0)),
+        "seconds": seconds,
+        "overhead_s": apart,
+        "median_overhead_s": {way: statistics.median(values) for way, values in apart.items()},
+        "limit_s": LIMIT_S,
+    }
+
+
+def main() -> int:
+    """Measure, print, write; 1 when the median overhead is above the limit."""
+    if sys.argv[1:2] == ["--bare"]:
+        reads, models, out, devices = sys.argv[2:]
+        bare(Path(reads), Path(models), Path(out), devices)
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--reads", type=int, default=1000)
+    parser.add_argument("--devices", default="cpu:2")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="virnuc-overhead-") as folder:
+        given.scratch = Path(folder)
+        body = summary_of(given, measure(given))
+    for way, overhead in body["median_overhead_s"].items():
+        print(f"{way}: {overhead:.1f} s over bare (median of {given.pairs} pairs; limit {LIMIT_S:.0f} s)")
+    if given.out:
+        given.out.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    return int(max(body["median_overhead_s"].values()) > LIMIT_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,232 @@
+"""What cannot work is one line and its exit code before Prefect starts, and nothing is written."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from flows import cli, preflight
+from flows.parameters import PredictSettings
+from virnuc_core.config import EngineSpec
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+
+FASTA = b">r1\nACGTACGTACGTACGTACGT\n"
+
+MakeReads = Callable[[Path], Path]
+Spoil = Callable[[Path], object]  # of a copied models directory
+
+
+class Virnuc:
+    """The command within this process, where no flow may be started."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def refuses(self, code: int, *words: object) -> str:
+        """The only line that the command writes."""
+        found = cli.main([str(word) for word in words])
+        said = self._capsys.readouterr()
+        return only_line(found, said.out, said.err, code)
+
+
+@pytest.fixture
+def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Virnuc:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("a flow was started")
+
+    monkeypatch.setattr("flows.running.run_flow", never)
+    monkeypatch.setattr("flows.settings.prepare", lambda: None)  # it is this process's environment
+    return Virnuc(capsys)
+
+
+def only_line(found: int, out: str, err: str, code: int) -> str:
+    assert found == code, err
+    assert out == ""
+    (line,) = err.splitlines()
+    assert line.startswith("virnuc: ")
+    return line
+
+
+def file(folder: Path, name: str, data: bytes = FASTA) -> Path:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def cut_short(folder: Path) -> Path:
+    whole = simulate(SimulateSpec(reads=200, seed=1), folder / "whole.fastq.gz").reads_file.read_bytes()
+    return file(folder, "cut.fastq.gz", whole[: len(whole) // 2])
+
+
+BAD_READS: dict[str, tuple[MakeReads, str]] = {
+    "missing": (lambda f: f / "absent.fq", "absent.fq: no such file"),
+    "folder without reads": (lambda f: file(f, "in/notes.md", b"# notes\n").parent, "in: the folder holds no FASTA"),
+    "no sequences": (lambda f: file(f, "notes.txt", b"dear diary\n"), "notes.txt: this is neither FASTA nor FASTQ"),
+    "SAM": (lambda f: file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"), "a.sam: this is SAM"),
+    "proteins": (lambda f: file(f, "p.fa", b">p1\nMKLPEFILQ\n"), "p.fa:1: read 'p1': 'L'"),
+    "empty": (lambda f: file(f, "empty.fq", b""), "empty.fq: holds no reads"),
+    "blank": (lambda f: file(f, "blank.fa", b"\n \n"), "blank.fa: holds no reads"),
+    "folder of empty files": (lambda f: file(f, "in/a.fa", b"").parent, "in: the folder holds no FASTA"),
+    "cut gzip": (cut_short, "cut.fastq.gz: the gzip data ends early"),
+    "no sequence": (lambda f: file(f, "half.fastq", b"@r1\nACGT\n+\nIIII\n@r2\n"), "half.fastq:5: read 'r2'"),
+}
+
+
+@pytest.mark.parametrize(("make", "said"), BAD_READS.values(), ids=BAD_READS)
+def test_reads_that_cannot_be_used(make: MakeReads, said: str, tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+    out = tmp_path / "out"
+    words = ["predict", make(tmp_path), "-o", out, "--models", models, "--devices", "cpu:1"]
+    assert said in virnuc.refuses(2, *words)
+    assert not out.exists()
+
+
+def edit(part: str, **changes: object) -> Spoil:
+    def change(models: Path) -> None:
+        path = models / part / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return change
+
+
+BAD_MODELS: dict[str, tuple[Spoil, str]] = {
+    "missing": (shutil.rmtree, "no such directory"),
+    "no part": (lambda m: shutil.rmtree(m / "esm2"), "no esm2/ in it"),
+    "no config": (lambda m: (m / "head" / "config.json").unlink(), "head/config.json: no such file"),
+    "no weights": (lambda m: (m / "esm2" / "model.safetensors").unlink(), "esm2/model.safetensors: no such file"),
+    "no tokenizer": (lambda m: (m / "dnabert_s" / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
+    "cut weights": (
+        lambda m: os.truncate(m / "esm2" / "model.safetensors", 200_000),
+        "esm2/model.safetensors: cannot be read as safetensors",
+    ),
+    "another head": (edit("head", dna_width=768, protein_width=2560), "768 (DNA) + 2560 (protein), the encoders"),
+    "another width": (edit("esm2", ffn_width=128), "fc1.weight is 256×64, config.json makes it 128×64"),
+}
+
+
+@pytest.mark.parametrize(("spoil", "said"), BAD_MODELS.values(), ids=BAD_MODELS)
+def test_weights_that_cannot_be_used(spoil: Spoil, said: str, tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+    copied, out = tmp_path / "models", tmp_path / "out"
+    shutil.copytree(models, copied)
+    spoil(copied)
+    words = ["predict", file(tmp_path, "r.fa"), "-o", out, "--models", copied, "--devices", "cpu:1"]
+    assert said in virnuc.refuses(3, *words)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(("name", "code"), [("absent.fq", 2), ("r.fa", 3)])
+def test_as_a_process_it_is_one_line_too(name: str, code: int, tmp_path: Path, models: Path) -> None:
+    copied, out = tmp_path / "models", tmp_path / "out"
+    shutil.copytree(models, copied)
+    os.truncate(copied / "esm2" / "model.safetensors", 200_000)
+    file(tmp_path, "r.fa")
+    words = ["predict", str(tmp_path / name), "-o", str(out), "--models", str(copied), "--devices", "cpu:1"]
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", *words],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9"},  # a flow would fail otherwise, and later
+    )
+    only_line(done.returncode, done.stdout, done.stderr, code)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("command", ["validate", "train", "scale"])
+def test_every_flow_looks_before_it_starts(command: str, tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+    words = [] if command == "train" else ["--reads"]
+    more = {"train": ["--truth", tmp_path / "truth.tsv"], "scale": []}.get(command, ["--profile", "ci-smoke"])
+    reads, out = file(tmp_path, "notes.txt", b"dear diary\n"), tmp_path / "out"
+    given = [*words, reads, "-o", out, "--models", models, "--devices", "cpu:1", *more]
+    assert "notes.txt: this is neither" in virnuc.refuses(2, command, *given)
+    assert not out.exists()
+
+
+def test_an_inbox_looks_at_its_weights_before_it_starts(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+    copied, out = tmp_path / "models", tmp_path / "out"
+    shutil.copytree(models, copied)
+    os.truncate(copied / "head" / "model.safetensors", 500)
+    inbox = file(tmp_path, "in/r.fa").parent
+    words = ["predict-inbox", "--inbox", inbox, "-o", out, "--models", copied, "--devices", "cpu:1"]
+    assert "head/model.safetensors" in virnuc.refuses(3, *words)
+    assert not out.exists()
+
+
+def test_an_inbox_that_is_no_folder_and_a_missing_table_of_origins(
+    tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    given = ["-o", tmp_path / "out", "--models", models, "--devices", "cpu:1"]
+    assert "no such folder" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path / "absent", *given)
+    assert "inside the inbox" in virnuc.refuses(2, "predict-inbox", "--inbox", tmp_path, *given)
+    reads = file(tmp_path, "r.fa")
+    assert "truth.tsv" in virnuc.refuses(2, "train", reads, "--truth", tmp_path / "truth.tsv", *given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
+    reads = file(tmp_path, "r.fa")
+    given = ["--models", models, "--devices", "cpu:1"]
+    assert "/proc" in virnuc.refuses(2, "predict", reads, "-o", "/proc/virnuc/out", *given)
+    assert "is a file" in virnuc.refuses(2, "predict", reads, "-o", reads / "out", *given)
+
+
+def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
+    reads, out = file(tmp_path, "r.fa"), tmp_path / "out"
+    settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
+    for _ in range(2):
+        preflight.check(settings, reads=settings.reads, models=models, out=out, base=EngineSpec())
+        assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + ["r.fa"]
+        out.mkdir(exist_ok=True)
+    assert list(out.iterdir()) == []
+
+
+def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(tmp_path: Path) -> None:
+    good, empty = file(tmp_path, "good.fa"), file(tmp_path, "empty.fa", b"")
+    preflight.readable((str(good), str(empty)), "stop")
+    preflight.readable((str(empty),), "stop", alone=False)  # the others are fetched later
+    broken = file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
+    preflight.readable((str(broken),), "skip")
+    with pytest.raises(InputError, match=r"broken\.fastq:1"):
+        preflight.readable((str(broken),), "stop")
+
+
+@pytest.mark.timeout(20)
+def test_pipes_are_not_drawn_from(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.fq")
+    preflight.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
+
+
+def test_only_the_beginning_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from virnuc_core.reads.sources import Source
+
+    drawn = 0
+    read = Source.read
+
+    def counted(self: Source, size: int) -> bytes:
+        nonlocal drawn
+        data = read(self, size)
+        drawn += len(data)
+        return data
+
+    monkeypatch.setattr(Source, "read", counted)
+    big = file(tmp_path, "big.fa", FASTA * 400_000)
+    preflight.readable((str(big),), "stop")
+    assert 0 < drawn < big.stat().st_size / 4
+
+
+def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("flows.preflight.tempfile.TemporaryFile", full)
+    with pytest.raises(ConfigError, match="No space left on device; make room"):
+        preflight.writable(tmp_path / "out")

@@ -1,0 +1,130 @@
+"""`virnuc doctor`: what it says of a sound machine, and of one that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from flows import doctor_checks as checks
+from flows.doctor_compute import judge, together
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.locks import lock_device
+
+CORE = Device("cpu-core-0", "cpu", "a core", 0)
+OTHER = Device("cpu-core-1", "cpu", "a core", 1)
+FAST_S = 10
+
+
+def doctor(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "flows.cli", "doctor", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}, **environment},
+    )
+
+
+def test_a_sound_machine_is_said_to_be_one_line_a_check_and_soon(tmp_path: Path, models: Path) -> None:
+    started = time.perf_counter()
+    done = doctor("-o", tmp_path, "--models", models, "--devices", "cpu:1", "--json")
+    seconds = time.perf_counter() - started
+    assert done.returncode == 0, done.stdout + done.stderr
+    body = json.loads(done.stdout)
+    found = {check["check"]: check for check in body["checks"]}
+    for name in ("Python", "packages", "file locks", "commits", "Prefect server", "weights", "weights sha256"):
+        assert found[name]["verdict"] == "ok", found[name]
+    computed = next(check for name, check in found.items() if name.startswith("compute cpu-core-"))
+    assert computed["verdict"] == "ok"
+    assert "equals the float32 reference" in computed["detail"]
+    assert body["sound"] is True
+    assert seconds < 2 * FAST_S  # 8 s alone on two cores; the tests of others run beside this one
+
+
+def test_what_is_wrong_is_named_and_the_exit_code_says_so(tmp_path: Path) -> None:
+    words = ("-o", tmp_path, "--models", tmp_path / "absent", "--no-compute")
+    done = doctor(*words, PREFECT_API_URL="http://127.0.0.1:9/api")
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer") for line in lines)
+    assert any(line.startswith("FAIL  weights: ") and "absent" in line for line in lines)
+    assert lines[-1].startswith("This machine is not sound: 2 failed")
+    assert done.stderr == ""
+
+
+def test_versions_other_than_those_tested_are_a_warning(tmp_path: Path) -> None:
+    pins = tmp_path / "constraints.txt"
+    pins.write_text("# tested\ntorch==1.0.0\n")
+    found = checks.tested_versions(pins)
+    assert found.verdict == "warn"
+    assert "(tested: 1.0.0)" in found.detail
+    assert checks.tested_versions(None).verdict == "not run"
+    assert checks.python_version(">=3.99").verdict == "fail"
+
+
+def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    handle = lock_device("GPU-doctor", 0)
+    assert checks.locks() == checks.Finding("device locks", "warn", f"GPU-doctor (process {os.getpid()})")
+    os.close(handle)
+    assert checks.locks().verdict == "ok"
+
+
+def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
+    """What nvitop tells of a GPU."""
+    return SimpleNamespace(
+        name=lambda: "a GPU",
+        memory_total=lambda: 80 * checks.GIB,
+        memory_free=lambda: free_gib * checks.GIB,
+        gpu_utilization=lambda: 0,
+        processes=lambda: {pid: SimpleNamespace(pid=pid) for pid in pids},
+    )
+
+
+@pytest.mark.parametrize(
+    ("seen", "verdict", "said"),
+    [
+        (gpu(79), "ok", "79.0 of 80.0 GiB free"),
+        (gpu(79, (4711,)), "warn", "1 other processes compute here (4711)"),
+        (gpu(3), "warn", "wants 16 GiB"),
+    ],
+)
+def test_a_gpu_that_is_busy_or_full_is_a_warning(
+    seen: SimpleNamespace, verdict: str, said: str, tmp_path: Path
+) -> None:
+    found = checks.gpu_finding("cuda:0", seen, tmp_path / "absent.lock")
+    assert (found.verdict, said in found.detail) == (verdict, True)
+
+
+def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=checks.GIB // 2))
+    assert checks.disk(tmp_path).verdict == "fail"
+    assert [finding.verdict for finding in checks.file_system(Path("/proc/nowhere"))] == ["fail"]
+
+
+def test_locks_that_do_not_exclude_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    locks, commits = checks.file_system(tmp_path)
+    assert (locks.verdict, commits.verdict) == ("fail", "ok")
+
+
+def test_a_device_that_computes_something_else_fails() -> None:
+    reference = np.array([[0.25, 0.75], [0.5, 0.5]], dtype=np.float32)
+    assert judge(CORE, reference, reference.copy()).verdict == "ok"
+    assert "bit for bit" in judge(CORE, reference, reference.copy()).detail
+    near, far, lost = reference + 1e-6, reference + 1e-3, np.full_like(reference, np.nan)
+    assert judge(CORE, reference, near.astype(np.float32)).verdict == "ok"
+    assert judge(CORE, reference, far.astype(np.float32)).verdict == "fail"
+    assert judge(CORE, reference, lost).verdict == "fail"
+    assert [f.verdict for f in together([(CORE, reference), (OTHER, far)])] == ["fail"]
+    assert [f.verdict for f in together([(CORE, reference), (OTHER, reference)])] == ["ok"]
+    assert list(together([(CORE, reference)])) == []

@@ -1,0 +1,209 @@
+"""Two runs and one GPU: the second waits, and when the first is killed it takes over, never sooner.
+
+The GPU is one by name only, so that this runs anywhere; slots, locks, processes, signals and the server are the real
+ones. (The other tests' backend has no services, so that a dead holder's slot would never come back.)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
+from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from tasks.guard import LEASE_S, slot_name
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.locks import lock_device
+from virnuc_core.errors import DeviceError
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).resolve().parents[2]
+GPU = Device("GPU-guarded", "cuda", "a GPU by name")
+WORK_S = 3.0
+
+# what a worker does with a device: locks it, works, says so; it dies with the run that started it
+WORKER = """
+import json, os, sys, time
+from virnuc_core.engine.locks import lock_device
+from virnuc_core.engine.process import Parent
+
+parent = Parent()
+parent.listen()
+spec = parent.spec
+handle = lock_device(spec["device"], 0.0)
+with open(spec["log"], "a") as log:
+    for word in ("begins", "ends"):
+        log.write(json.dumps({"run": spec["run"], "word": word, "pid": os.getpid(), "at": time.time()}) + "\\n")
+        log.flush()
+        time.sleep(spec["work_s"] if word == "begins" else 0)
+"""
+
+# what a flow does with a device: takes the slot, starts the worker, waits for it
+FLOW = """
+import queue, sys
+from pathlib import Path
+from prefect import flow
+from tasks.guard import device_slots, no_orphans
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.process import end_children, generation, spawn
+
+run, log, work_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+
+@flow(name="guarded", flow_run_name=run)
+def guarded():
+    with no_orphans(), device_slots([Device("GPU-guarded", "cuda", "a GPU by name")]):
+        inbox = queue.Queue()
+        spec = {"device": "GPU-guarded", "log": log, "run": run, "work_s": work_s}
+        child = spawn("guarded_worker", spec, name=run, inbox=inbox, log=Path(log + ".errors"), born=generation())
+        while inbox.get()[1]["event"] != "closed":
+            pass
+        end_children([child])
+
+guarded()
+"""
+
+
+def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := truth()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server as a team has it; yields the environment of processes that talk to it."""
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/api"
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    environment = {**kept, "PREFECT_HOME": str(folder), "PREFECT_API_URL": url}
+    own = {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
+    words = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(words, env={**environment, **own}, stdout=log, stderr=log)
+    try:
+        wait_for(lambda: answers(f"{url}/health"), 90, "the server")
+        with temporary_settings(updates={PREFECT_API_URL: url}):
+            yield environment
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+class Lines:
+    """What the workers wrote."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def of(self, run: str, word: str) -> dict[str, Any] | None:
+        text = self.path.read_text() if self.path.exists() else ""
+        found = [json.loads(line) for line in text.splitlines()]
+        return next((line for line in found if (line["run"], line["word"]) == (run, word)), None)
+
+
+@contextmanager
+def running(run: str, folder: Path, work_s: float, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    (folder / "guarded_worker.py").write_text(WORKER)
+    words = [sys.executable, "-c", FLOW, run, str(folder / "log"), str(work_s)]
+    with (folder / f"{run}.out").open("wb") as out:
+        process = subprocess.Popen(
+            words, stdout=out, stderr=out, cwd=ROOT, env={**environment, "PYTHONPATH": f"{folder}:{ROOT}"}
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def state_of(run: str) -> str:
+    with get_client(sync_client=True) as client:
+        found = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run])))
+    return (found[0].state.name or "") if found and found[0].state is not None else ""
+
+
+def slots_taken() -> float:
+    with get_client(sync_client=True) as client:
+        return client.read_global_concurrency_limit_by_name(slot_name(GPU)).active_slots
+
+
+def test_the_second_run_waits_for_the_first_to_end(tmp_path: Path, server: dict[str, str]) -> None:
+    lines = Lines(tmp_path / "log")
+    with running("first", tmp_path, WORK_S, server) as first:
+        wait_for(lambda: lines.of("first", "begins"), 60, "the first to begin")
+        with running("second", tmp_path, 0.1, server) as second:
+            assert second.wait(90) == 0, (tmp_path / "second.out").read_text()
+        assert first.wait(30) == 0
+    ended, began = lines.of("first", "ends"), lines.of("second", "begins")
+    assert ended is not None
+    assert began is not None
+    assert ended["at"] <= began["at"]
+    assert slots_taken() == 0
+
+
+def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_over(
+    tmp_path: Path, server: dict[str, str]
+) -> None:
+    lines = Lines(tmp_path / "log")
+    with running("killed", tmp_path, 600, server) as first:
+        worker = psutil.Process(wait_for(lambda: lines.of("killed", "begins"), 60, "the first to begin")["pid"])
+        with running("heir", tmp_path, 0.1, server) as second:
+            wait_for(lambda: state_of("heir") == "Running", 60, "the second to queue")
+            time.sleep(WORK_S)
+            assert lines.of("heir", "begins") is None
+            assert slots_taken() == 1
+            os.kill(first.pid, signal.SIGKILL)
+            killed_at = time.time()
+            wait_for(
+                lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10, "its worker to end"
+            )
+            os.close(lock_device(GPU.id, 0.0))  # the lock is free at once; the slot comes back when its lease is over
+            assert second.wait(LEASE_S + 60) == 0, (tmp_path / "second.out").read_text()
+    began = lines.of("heir", "begins")
+    assert began is not None
+    assert began["at"] > killed_at
+    assert slots_taken() == 0
+
+
+def test_a_slot_given_away_too_early_still_lets_nobody_onto_the_device(tmp_path: Path, server: dict[str, str]) -> None:
+    lines = Lines(tmp_path / "log")
+    with running("holder", tmp_path, 600, server):
+        wait_for(lambda: lines.of("holder", "begins"), 60, "the holder to begin")
+        with get_client(sync_client=True) as client:  # as `prefect gcl update … --active-slots 0` does
+            client.update_global_concurrency_limit(slot_name(GPU), GlobalConcurrencyLimitUpdate(active_slots=0))
+        with running("intruder", tmp_path, 0.1, server) as intruder:
+            intruder.wait(60)
+        assert lines.of("intruder", "begins") is None
+        assert "GPU-guarded is in use by process" in (tmp_path / "log.errors").read_text()
+        with pytest.raises(DeviceError, match="in use"):
+            lock_device(GPU.id, 0.0)

@@ -1,0 +1,64 @@
+"""Profiler traces: recorded inside the workers, whole, bounded, and read back as tables."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from prefect.artifacts import Artifact
+
+from flows.profile import profile
+from virnuc_core.engine.tracing import read_table, table_path
+
+pytestmark = pytest.mark.usefixtures("prefect_backend")
+SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_token_budget": 1024}
+
+
+def test_a_trace_holds_the_stages_and_the_run_is_not_repeated(tmp_path: Path, reads: Path, models: Path) -> None:
+    out = tmp_path / "run"
+    given = {"reads": [str(reads)], "out": out, "models": models, "operations": 5, **SMALL}
+    state = profile(**given, return_state=True)
+    assert state.is_completed(), state.message
+    folder = out / "telemetry" / "traces"
+    [table] = state.result().tables
+    assert table == read_table(table_path(folder, table.device))
+    marks = {mark.name: mark for mark in table.marks}
+    assert set(marks) == {"dataloader_fetch", "dnabert_s", "esm2", "head"}
+    assert marks["dnabert_s"].calls + marks["esm2"].calls == table.batches
+    assert marks["head"].calls == table.shards == 1
+    assert table.tokens <= 1024 * table.batches
+    assert 0 < sum(mark.host_ms for mark in table.marks) <= table.window_ms * 1.01
+    assert len(table.operations) == 5
+    assert any(row.name.startswith("aten::") for row in table.operations)
+    with gzip.open(folder / f"{table.device}.json.gz", "rt") as handle:
+        events = json.load(handle)["traceEvents"]
+    assert sum(event.get("name") == "esm2" for event in events) == marks["esm2"].calls
+
+    body = json.loads((folder / "profile.json").read_text())
+    assert body["run"]["stages"]["ESM-2"] > 0
+    assert (out / "prediction_results.txt").is_file()
+    text = (folder / "profile.md").read_text()
+    assert "Stage 6: ESM-2" in text
+    assert "Model Prediction" in text
+    for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
+        assert Artifact.get(key) is not None, key
+
+    summary = (out / "summary.json").read_bytes()
+    shards = {path: path.stat().st_mtime_ns for path in (out / "shards").glob("*.h5")}
+    profile(**given)
+    assert (out / "summary.json").read_bytes() == summary
+    assert {path: path.stat().st_mtime_ns for path in (out / "shards").glob("*.h5")} == shards
+
+
+def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
+    tmp_path: Path, reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("flows.profile.MEBIBYTE", 16)
+    given = {"reads": [str(reads)], "out": tmp_path / "run", "models": models, "max_trace_mb": 1, "shapes": True}
+    [table] = profile(**given, **SMALL, return_state=True).result().tables
+    assert table.trace is None
+    assert table.trace_bytes > 16
+    assert any(row.shapes for row in table.operations)
+    assert [path.name for path in (tmp_path / "run" / "telemetry" / "traces").glob("*.gz")] == []
