@@ -38,7 +38,7 @@ demo: setup
 		--devices cpu:2 --out $(DEMO)/validation
 
 test: setup
-	$(BIN)/pytest -n 2 -m "not ui and not postgres and not slow"
+	$(BIN)/pytest -n 2 --dist worksteal -m "not ui and not postgres and not slow"
 
 test-slow: setup
 	$(BIN)/pytest -m "slow and not ui and not postgres"

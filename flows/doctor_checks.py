@@ -41,8 +41,16 @@ class Finding:
     detail: str
 
 
+def bound_of_python() -> str:
+    """The Pythons that the installed package takes, as `>=3.11,<3.13`; any where it is not installed."""
+    try:
+        return metadata.metadata("virnuc")["Requires-Python"]
+    except metadata.PackageNotFoundError:
+        return ""
+
+
 def python_version(required: str) -> Finding:
-    """Is this Python one that virnuc is tested on? `required` is the package's own bound, as `>=3.11,<3.13`."""
+    """Is this Python one that virnuc is tested on? `required` is as `bound_of_python` gives it."""
     import platform
     import sys
 
@@ -50,7 +58,7 @@ def python_version(required: str) -> Finding:
 
     here = platform.python_version()
     fits = SpecifierSet(required).contains(here)
-    return Finding("Python", "ok" if fits else "fail", f"{here} ({sys.executable}); wanted {required}")
+    return Finding("Python", "ok" if fits else "fail", f"{here} ({sys.executable}); wanted {required or 'not told'}")
 
 
 def packages() -> Iterator[Finding]:
@@ -58,7 +66,7 @@ def packages() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     broken, seen = [], 0
-    for text in metadata.requires("virnuc") or ():
+    for text in requirements():
         wanted = Requirement(text)
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             continue
@@ -66,8 +74,19 @@ def packages() -> Iterator[Finding]:
         here = _version(wanted.name)
         if here is None or not wanted.specifier.contains(here, prereleases=True):
             broken.append(f"{wanted.name} {here or 'is absent'} (wanted {wanted.specifier})")
-    yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{seen} requirements hold")
+    if seen:
+        yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{seen} requirements hold")
+    else:
+        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
     yield tested_versions(constraints_file())
+
+
+def requirements() -> list[str]:
+    """What the installed package asks for; nothing where virnuc runs from its source without being installed."""
+    try:
+        return metadata.requires("virnuc") or []
+    except metadata.PackageNotFoundError:
+        return []
 
 
 def constraints_file() -> Path | None:

@@ -60,11 +60,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def examine(arguments: argparse.Namespace) -> Iterator[Finding]:
     """Every check, cheap ones first."""
-    from importlib.metadata import metadata
-
     from flows import doctor_checks as checks
 
-    yield checks.python_version(metadata("virnuc")["Requires-Python"])
+    yield checks.python_version(checks.bound_of_python())
     yield from checks.packages()
     yield checks.disk(arguments.out)
     yield checks.shared_memory()

@@ -116,7 +116,9 @@ def peak_of_all() -> Iterator[list[int]]:
 
     def watch() -> None:
         me = psutil.Process()
-        while not done.wait(SAMPLE_S):
+        over = False
+        while not over:
+            over = done.wait(SAMPLE_S)  # a last look after the end, so that the shortest run has one
             held = 0
             for process in (me, *me.children(recursive=True)):
                 with suppress(psutil.NoSuchProcess):

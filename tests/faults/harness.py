@@ -161,11 +161,11 @@ def play(number: int, kind: str, root: Path, scene: Scene, rng: random.Random) -
     return Round(number, kind, first, second if again else "-", after, again, same, len(left))
 
 
-def rounds(count: int, seed: int, folder: Path, scene: Scene) -> list[Round]:
-    """Play `count` rounds, every kind of strike in turn."""
+def rounds(count: int, seed: int, folder: Path, scene: Scene, first: int = 0) -> list[Round]:
+    """Play `count` rounds from number `first` on, every kind of strike in turn."""
     rng = random.Random(seed)
     played = []
-    for number in range(count):
+    for number in range(first, first + count):
         root = folder / f"round-{number:04d}"
         played.append(play(number, STRIKES[number % len(STRIKES)], root, scene, rng))
         shutil.rmtree(root)

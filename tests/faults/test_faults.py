@@ -16,18 +16,19 @@ import pytest
 from virnuc_core.reads.store import OrfStore
 
 HERE = Path(__file__).resolve().parent
-ROUNDS = 20
+ROUNDS, PARTS = 20, 4  # parts, so that several processes can share them
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.parametrize("part", range(PARTS))
 def test_struck_runs_resume_to_the_same_bytes_and_leave_no_process(
-    harness: ModuleType, scene: Any, tmp_path: Path
+    harness: ModuleType, scene: Any, tmp_path: Path, part: int
 ) -> None:
-    played = harness.rounds(ROUNDS, 1, tmp_path, scene)
+    count = ROUNDS // PARTS
+    played = harness.rounds(count, part, tmp_path, scene, first=part * count)
     bad = [r for r in played if not r.identical or r.processes_left]
     assert not bad, harness.table(played)
-    assert len(played) == ROUNDS
-    assert sum(r.resumed for r in played) >= ROUNDS // 3, "too few strikes hit a living run to prove anything"
+    assert len(played) == count
+    assert any(r.resumed for r in played), "no strike hit a living run: nothing is proven"
 
 
 def guilty_row(scene: Any) -> tuple[int, str]:
