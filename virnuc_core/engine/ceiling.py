@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from virnuc_core.config import EngineSpec, Precision
+from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.weights import open_dnabert, open_esm2
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.process import Parent, end_children, generation, spawn
@@ -69,26 +69,24 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
 
 
 def _measure(spec: WorkerSpec) -> dict[str, float | None]:
-    """Tokens/s of each encoder's linear layers on this process's GPU."""
+    """Tokens/s of each encoder's linear layers on this process's GPU.
+
+    Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
+    """
     import torch
 
     from virnuc_core.encoders.ceiling import linear_pass, sustained_passes
-    from virnuc_core.encoders.dnabert_s import place_dnabert
-    from virnuc_core.encoders.esm2 import place_esm2
-    from virnuc_core.encoders.precision import resolve_precision
+    from virnuc_core.encoders.load import load_all
+    from virnuc_core.engine.runner import Runner
 
-    models, device, engine = Path(spec.models), torch.device("cuda:0"), spec.engine
-    dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision  # as the worker does
+    device, engine = torch.device("cuda:0"), spec.engine
+    esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
+    budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
+    Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.model_length // 3 + 2)
     found: dict[str, float | None] = {}
-    shape, tensors = open_esm2(models)
-    esm2 = place_esm2(tensors, shape, resolve_precision(engine.precision, device), device)
-    passes, elapsed_s = sustained_passes(linear_pass(esm2, engine.token_budget, device), SECONDS["esm2"])
-    found["esm2"] = ceiling_tokens_per_s(engine.token_budget, passes, elapsed_s)
-    del esm2
-    dna_shape, dna_tensors = open_dnabert(models)
-    dnabert_s = place_dnabert(dna_tensors, dna_shape, resolve_precision(dna_precision, device), device)
-    passes, elapsed_s = sustained_passes(linear_pass(dnabert_s, engine.dna_token_budget, device), SECONDS["dnabert_s"])
-    found["dnabert_s"] = ceiling_tokens_per_s(engine.dna_token_budget, passes, elapsed_s)
+    for name, weights in (("esm2", esm2.weights), ("dnabert_s", dnabert_s.weights)):
+        passes, elapsed_s = sustained_passes(linear_pass(weights, budgets[name], device), SECONDS[name])
+        found[name] = ceiling_tokens_per_s(budgets[name], passes, elapsed_s)
     return found
 
 

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from virnuc_core.config import Attention, Precision
 from virnuc_core.engine.process import Parent
 from virnuc_core.engine.spec import JobSpec, Order, WorkerSpec
 
@@ -111,19 +110,14 @@ class Worker:
         """Both encoders and the head on the device."""
         import torch
 
-        from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+        from virnuc_core.encoders.load import load_all
         from virnuc_core.engine.runner import Runner
 
-        spec, engine, models = self.spec, self.spec.engine, Path(self.spec.models)
-        device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
+        device = torch.device("cuda:0" if self.spec.device.kind == "cuda" else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(1)
-        esm2 = load_esm2(models, device, engine.precision, engine.attention, engine.compile)
-        biased: Attention = "auto" if engine.attention == "varlen" else engine.attention  # varlen takes no ALiBi bias
-        # fp8 turns DNABERT-S's vectors (cosine 0.89), and it is a thirtieth of the time: it keeps fp16
-        dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
-        dnabert_s = load_dnabert_s(models, device, dna_precision, biased, engine.compile)
-        runner = Runner(esm2, dnabert_s, load_head(models, device), device)
+        esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine)
+        runner = Runner(esm2, dnabert_s, head, device)
         self.loaded = {
             "load_s": time.monotonic() - self.started_s,
             "torch": torch.__version__,
