@@ -46,7 +46,7 @@ def measure(
     staging = stage(spec, store, label=label, email=settings.email, force=settings.force).result()
     record_validation(
         out,
-        spec=settings.model_dump(mode="json"),
+        spec=settings.model_dump(mode="json") | {"engine": settings.engine(profile.engine).model_dump(mode="json")},
         profile=profile,
         models=settings.models,
         staging=staging,

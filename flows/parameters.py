@@ -67,7 +67,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         raise ConfigError(f"settings {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"settings {path}: not valid TOML: {error}") from error
-    unknown = sorted(set(found) - set(EngineSpec.model_fields))
+    unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
     if unknown:
         raise ConfigError(f"settings {path}: {', '.join(unknown)} is no engine setting; see docs/operations.md")
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing, nullcontext
 from pathlib import Path
 
 from prefect import runtime, task
@@ -57,7 +58,7 @@ def embed(
     forget_stopped(run)
     before = read_summary(run)
     limit = TimeLimit(time_limit_s)
-    with core_logs(), device_slots(resolve(devices)), progress:
+    with core_logs(), device_slots(resolve(devices)), progress, closing(standby) if standby else nullcontext():
         try:
             with limit:
                 summary = classify(

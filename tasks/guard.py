@@ -61,7 +61,15 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
                 client.upsert_global_concurrency_limit_by_name(name, limit=1)
     logger.info("waiting for %s", ", ".join(names))
     # strict: a limit that is missing is an error, never a free pass
-    with concurrency(names, occupy=1, strict=True, timeout_seconds=wait_s, lease_duration=LEASE_S):
+    # a server that is away for a while must not end a run: the lock of the operating system still guards the device
+    with concurrency(
+        names,
+        occupy=1,
+        strict=True,
+        timeout_seconds=wait_s,
+        lease_duration=LEASE_S,
+        raise_on_lease_renewal_failure=False,
+    ):
         before = _held.set(_held.get() | set(names))
         try:
             yield

@@ -106,13 +106,12 @@ def measure_again(
         raise ConfigError(f"{out}: no validation (its run.json names no profile); run virnuc validate first")
     profile = Profile.model_validate(record["profile"])
     settings = mapping(record, "spec")
-    given = {name: settings[name] for name in EngineSpec.model_fields if settings.get(name) not in (None, "default")}
     measure_overhead(
         out,
         store=RunDir(out).store,
         models=models or Path(text(settings, "models") or ""),
         devices=Devices.parse(devices or text(settings, "devices") or "auto"),
-        engine=EngineSpec.model_validate(profile.engine.model_dump() | given),
+        engine=EngineSpec.model_validate(profile.engine.model_dump() | dict(mapping(settings, "engine"))),
         spec=spec,
         force=force,
     )

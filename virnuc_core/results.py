@@ -252,9 +252,8 @@ def write_viral(
     """Write the reads whose `viral_score` in `reads.tsv` reaches `threshold`, as they stand in the input.
 
     FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
-    input gives the same bytes. `reads`
-    and `on_error` are those the store was made from. Errors: `InputError` when the input is not what was staged, or
-    was standard input.
+    input gives the same bytes. `reads` and `on_error` are those the store was made from. Errors: `InputError` when
+    the input is not what was staged, or was standard input.
     """
     if STDIN in reads:
         raise InputError("standard input cannot be read twice", hint="put the reads into a file to get the viral ones")

@@ -195,7 +195,7 @@ class _Measurement:
         rows = np.flatnonzero(covered[np.asarray(self.store.row_read)])
         if len(rows) == 0 and self.store.n_rows > 0:
             raise InputError(f"none of the {len(reads)} reads drawn for the baseline has an open frame; draw more")
-        subset = self._subset(reads, rows)
+        subset = self._subset(reads, rows, seed)
         file_rows = FILE_ROWS
         if subset is not None:  # so that every device has work, as it would have on the whole input
             file_rows = max(1, min(FILE_ROWS, -(-len(rows) // len(self.devices))))
@@ -230,12 +230,12 @@ class _Measurement:
             fingerprint=identity,
         )
 
-    def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64]) -> Subset | None:
+    def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64], seed: int) -> Subset | None:
         if len(reads) == self.store.n_reads:
             return None
         tokens = np.diff(np.asarray(self.store.protein_offsets)) + 2
         unique = np.asarray(self.store.row_unique)
-        return Subset(len(reads), int(tokens[unique[rows]].sum()), int(tokens[unique].sum()))
+        return Subset(len(reads), int(tokens[unique[rows]].sum()), int(tokens[unique].sum()), seed)
 
     def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]], seconds: dict[str, float]) -> None:
         """Write the rows as files of both kinds."""

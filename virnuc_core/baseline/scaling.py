@@ -15,6 +15,7 @@ class Subset:
     reads: int
     tokens: int  # ESM-2 tokens of its rows, start and end tokens included
     total_tokens: int  # of all rows
+    seed: int = 0  # they were drawn by
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,19 +5,23 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.weights import open_dnabert, open_esm2
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.process import Parent, end_children, generation, spawn
+from virnuc_core.engine.pool import NOT_TO_BE_RETRIED, as_raised
+from virnuc_core.engine.process import Child, Parent, end_children, generation, spawn
 from virnuc_core.engine.spec import WorkerSpec
 from virnuc_core.errors import WorkerError
 from virnuc_core.telemetry.flops import ModelFlops, ceiling_tokens_per_s
+
+log = logging.getLogger(__name__)
 
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
 
@@ -31,41 +35,54 @@ def model_flops(models: Path) -> ModelFlops:
 def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
     """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none.
 
-    Errors: `WeightsError`; `WorkerError` when a process ends without an answer.
+    Errors: those that a worker would raise; `WorkerError` for others, and when a process ends without an answer.
     """
     plain = model_flops(models)
     inbox: queue.Queue[Any] = queue.Queue()
     born = generation()
-    children = [
-        spawn(
-            "virnuc_core.engine.ceiling",
-            WorkerSpec(str(models.resolve()), device, engine).to_json(),
-            name=device.id,
-            inbox=inbox,
-            log=logs / f"ceiling-{device.id}.log",
-            born=born,
-            environment=device.environment(),
-        )
-        for device in devices
-        if device.kind == "cuda"
-    ]
+    children: list[Child] = []
     found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
     try:
+        for device in devices:
+            if device.kind == "cuda":
+                children.append(_start(models, device, engine, inbox, logs, born))
         left = set(children)
         while left:
             child, message = inbox.get()
-            match message["event"]:
-                case "measured":
-                    for encoder, ceilings in found.items():
-                        ceilings[child.name] = message[encoder]
-                    left.discard(child)
-                case "error":
-                    raise WorkerError(f"{child.name}: {message['message']}", worker_traceback=message["traceback"])
-                case "closed" if child in left:
-                    raise WorkerError(f"{child.name}: no ceiling was measured; see {child.log}")
+            if child in left and message["event"] != "alive":
+                left.discard(child)
+                for encoder, rate in _answer(child, message).items():
+                    found[encoder][child.name] = rate
     finally:
         end_children(children)
     return ModelFlops(plain.esm2_per_token, plain.dnabert_s_per_token, found["esm2"], found["dnabert_s"])
+
+
+def _start(models: Path, device: Device, engine: EngineSpec, inbox: queue.Queue[Any], logs: Path, born: int) -> Child:
+    return spawn(
+        "virnuc_core.engine.ceiling",
+        WorkerSpec(str(models.resolve()), device, engine).to_json(),
+        name=device.id,
+        inbox=inbox,
+        log=logs / f"ceiling-{device.id}.log",
+        born=born,
+        environment=device.environment(),
+    )
+
+
+def _answer(child: Child, message: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens/s by encoder; none from a GPU whose memory does not hold the budgets, which the runs will halve."""
+    if message["event"] == "measured":
+        return {encoder: message[encoder] for encoder in SECONDS}
+    if message["event"] == "error":
+        kind, text = str(message["kind"]), str(message["message"])
+        if kind == "OutOfMemoryError":
+            log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", child.name)
+            return {}
+        if kind in NOT_TO_BE_RETRIED:
+            raise as_raised(kind, text)
+        raise WorkerError(f"{child.name}: {text}", worker_traceback=message["traceback"])
+    raise WorkerError(f"{child.name}: no ceiling was measured; it said: {child.last_words() or 'nothing'}")
 
 
 def _measure(spec: WorkerSpec) -> dict[str, float | None]:
@@ -102,7 +119,8 @@ def main() -> None:
         parent.send({"event": "measured", "lock": handle, **_measure(spec)})
     except Exception as error:  # noqa: BLE001 - reaches the parent with its traceback
         trace = "".join(traceback.format_exception(error))
-        parent.send({"event": "error", "message": str(error), "traceback": trace})
+        kind = type(error).__name__
+        parent.send({"event": "error", "kind": kind, "message": str(error), "traceback": trace})
 
 
 if __name__ == "__main__":

@@ -40,14 +40,16 @@ def run_lock(root: Path) -> Iterator[None]:
     root.mkdir(parents=True, exist_ok=True)
     path = root / ".lock"
     handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    ours = False
     try:
-        if not _try_lock(handle):
+        ours = _try_lock(handle)
+        if not ours:
             raise ConfigError(f"{root}: {_holder(path)} is working here; wait for it or choose another directory")
         os.ftruncate(handle, 0)
         os.write(handle, str(os.getpid()).encode())
         yield
     finally:
-        if made and [entry.name for entry in root.iterdir()] == [path.name]:
+        if ours and made and [entry.name for entry in root.iterdir()] == [path.name]:
             path.unlink()
             root.rmdir()
         os.close(handle)

@@ -193,7 +193,7 @@ class Pool:
         log.error("%s: %s: %s", seat.spec.device.id, kind, text)
         seat.failure = message
         if kind in NOT_TO_BE_RETRIED:
-            raise _as_raised(kind, text)
+            raise as_raised(kind, text)
         if kind in OF_THE_SYSTEM:
             raise errors.VirnucError(text)
 
@@ -256,7 +256,7 @@ class Pool:
                 seat.child.end(0.5)
 
 
-def _as_raised(kind: str, text: str) -> errors.VirnucError:
+def as_raised(kind: str, text: str) -> errors.VirnucError:
     """The worker's error as one of ours."""
     known: type[errors.VirnucError] = getattr(errors, kind)
     return known(text)

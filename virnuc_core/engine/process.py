@@ -44,6 +44,7 @@ class Child:
 
     def __init__(self, process: subprocess.Popen[str], name: str, inbox: queue.Queue[Any], log: Path) -> None:
         self.process, self.name, self.inbox, self.log = process, name, inbox, log
+        self.earlier_log: Path | None = None  # where it wrote before it wrote to `log`
         self._reader = threading.Thread(target=self._read, name=f"read {name}", daemon=True)
         self._reader.start()
 
@@ -94,12 +95,16 @@ class Child:
 
     def last_words(self) -> str:
         """The end of what it wrote to standard error."""
-        if not self.log.is_file():
-            return ""
-        with self.log.open("rb") as handle:
-            handle.seek(0, os.SEEK_END)
-            handle.seek(max(0, handle.tell() - STDERR_TAIL_BYTES))
-            return handle.read().decode("utf-8", "replace").strip()
+        said = (_tail(path) for path in (self.earlier_log, self.log) if path is not None and path.is_file())
+        return "\n".join(filter(None, said))
+
+
+def _tail(path: Path) -> str:
+    """The last lines of a log, without the space around them."""
+    with path.open("rb") as handle:
+        handle.seek(0, os.SEEK_END)
+        handle.seek(max(0, handle.tell() - STDERR_TAIL_BYTES))
+        return handle.read().decode("utf-8", "replace").strip()
 
 
 def spawn(

@@ -36,29 +36,37 @@ class Standby:
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
         self.inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
         self._folder = Path(tempfile.mkdtemp(prefix="virnuc-standby-"))
-        born = generation()
         self._waiting: list[tuple[WorkerSpec, Child]] = []
-        for place, spec in enumerate(specs):
-            self._waiting.append((spec, start_worker(spec, self.inbox, self._folder / f"{place}.log", born)))
+        self._taken: list[Child] = []
+        born = generation()
+        try:
+            for place, spec in enumerate(specs):
+                self._waiting.append((spec, start_worker(spec, self.inbox, self._folder / f"{place}.log", born)))
+        except BaseException:
+            self.close()
+            raise
 
     def take(self, spec: WorkerSpec, log: Path) -> Child | None:
         """The living worker that was started with exactly this; None when there is none, or it was taken before.
 
-        What it wrote so far is put into `log`, where its job tells it to go on.
+        From its job on it writes to `log`.
         """
         for place, (started_with, child) in enumerate(self._waiting):
             if started_with == spec and child.process.poll() is None:
                 del self._waiting[place]
-                log.parent.mkdir(parents=True, exist_ok=True)
-                with log.open("ab") as run_log:
-                    run_log.write(child.log.read_bytes())
-                child.log = log
+                self._taken.append(child)
+                child.earlier_log, child.log = child.log, log
                 return child
         return None
 
     def close(self) -> None:
-        """End the workers that nobody took."""
+        """End the workers that nobody took. What the others wrote before their job is put to the end of their logs."""
         end_children([child for _, child in self._waiting])
         self._waiting.clear()
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
+        for child in self._taken:
+            if child.earlier_log is not None and child.log.is_file():
+                with child.log.open("ab") as log:
+                    log.write(child.earlier_log.read_bytes())
+            child.earlier_log = None
+        self._taken.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)  # of logs only; what remains does no harm

@@ -167,7 +167,6 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
     After a broken record reading goes on at the next lines that look like a record.
     """
     rest, lines = _open(source, data, line)
-    cut_off = False
     while _skip_blank(lines):
         start = lines.number + 1
         try:
@@ -177,12 +176,11 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
                 lines.begin()
         except ValueError as error:
             taken = lines.since
-            cut_off = rest.damage is not None and not _skip_blank(lines)
-            if cut_off:
-                break
-            broken(_explain(error, source.name, start, taken[0]))
+            at_the_cut = rest.damage is not None and not _skip_blank(lines)
             lines.back(taken[1:])
-            _find_record(lines)
+            # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
+            if _find_record(lines) or not at_the_cut:
+                broken(_explain(error, source.name, start, taken[0]))
     if rest.damage is not None:
         broken(rest.damage)
 
@@ -197,8 +195,8 @@ def _skip_blank(lines: _Lines) -> bool:
     return False
 
 
-def _find_record(lines: _Lines) -> None:
-    """Go to the next header that bases or a `+` line follow; quality lines may start with `@` too."""
+def _find_record(lines: _Lines) -> bool:
+    """Go to the next header that bases or a `+` line follow, if there is one; quality lines may start with `@` too."""
     window: deque[str] = deque(maxlen=3)
     for text in lines:
         lines.since = []
@@ -208,8 +206,9 @@ def _find_record(lines: _Lines) -> None:
             if window[2].startswith("+") or (letters and not letters.upper().strip(LETTERS)):
                 break
     else:
-        return
+        return False
     lines.back(list(window))
+    return True
 
 
 def _explain(error: ValueError, name: str, line: int, header: str) -> InputError:

@@ -257,7 +257,7 @@ def _write(
         writer.add(laid)
         clock.add(laid)
     before = time.perf_counter()
-    writer.finish(out)
+    writer.finish(out, next(numbers))
     clock.store_s += time.perf_counter() - before
 
 

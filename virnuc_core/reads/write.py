@@ -64,15 +64,15 @@ class StoreWriter:
         self._sheets.append(laid.sheet)
         self._fingerprint.add(laid.leaves)
 
-    def finish(self, path: Path) -> None:
-        """Find the repeats and write the store to `path`, whole.
+    def finish(self, path: Path, numbers: int) -> None:
+        """Find the repeats and write the store to `path`, whole; `numbers` were given to batches, kept or dropped.
 
         Errors: `InputError` naming the first id that stands twice, and where, if strict.
         """
         crew = self._crew
         layout = Layout.of(
             tuple(self._sheets),
-            1 + max((sheet.number for sheet in self._sheets), default=-1),
+            numbers,
             crew.finish("row_digests"),
             crew.finish("id_digests"),
             _STRETCH_BYTES,

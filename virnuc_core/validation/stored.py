@@ -9,11 +9,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.baseline.files import choose_reads
+from virnuc_core.errors import InputError
 from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL, OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.validation.compare import load_frames
 
-READS_A_BLOCK = 1 << 16
+ROWS_A_BLOCK = 1 << 16
 ENDS = 2  # start and end tokens of a row
 
 
@@ -51,20 +53,26 @@ def staging_tally(store: OrfStore) -> dict[str, int]:
     return {"reads": len(flags), **{name: int(((flags & bit) > 0).sum()) for name, bit in bits.items()}}
 
 
-def baseline_tokens(store: OrfStore, predictions: Path) -> int:
-    """ESM-2 tokens of the rows that a baseline on some of the reads computed."""
-    reads = set(load_frames(predictions)["id"].str.replace(r"_chunk_\d+..$", "", regex=True))
-    lengths = np.diff(store.protein_offsets)
-    chosen = np.concatenate([*_chosen(store, reads), np.empty(0, dtype=np.bool_)])
-    rows = np.asarray(store.row_unique)[chosen[np.asarray(store.row_read)]]
-    return int(lengths[rows].sum()) + ENDS * len(rows)
+def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -> int:
+    """ESM-2 tokens of the rows of the `reads` reads that a baseline drew by `seed`.
+
+    Raises `InputError` when its predictions are of other rows.
+    """
+    drawn = np.zeros(store.n_reads, dtype=np.bool_)
+    drawn[choose_reads(store.n_reads, reads, seed)] = True  # drawn again: ids may stand twice, as those of mates do
+    chosen = drawn[np.asarray(store.row_read)]
+    if load_frames(predictions)["id"].tolist() != list(_original_ids(store, chosen)):
+        raise InputError("its rows are not those of the reads the baseline drew", file=predictions)
+    rows = np.asarray(store.row_unique)[chosen]
+    return int(np.diff(store.protein_offsets)[rows].sum()) + ENDS * len(rows)
 
 
-def _chosen(store: OrfStore, reads: set[str]) -> Iterator[NDArray[np.bool_]]:
-    """Whether each read of the store is among `reads`, block by block."""
-    for lo in range(0, len(store.read_length), READS_A_BLOCK):
-        hi = min(lo + READS_A_BLOCK, len(store.read_length))
-        yield np.array([name in reads for name in store.read_ids(lo, hi)], dtype=np.bool_)
+def _original_ids(store: OrfStore, chosen: NDArray[np.bool_]) -> Iterator[str]:
+    """Ids of the chosen rows as the result files have them, block by block."""
+    for lo in range(0, len(chosen), ROWS_A_BLOCK):
+        hi = min(lo + ROWS_A_BLOCK, len(chosen))
+        names = store.row_ids(lo, hi, original=True)
+        yield from (names[place] for place in np.flatnonzero(chosen[lo:hi]).tolist())
 
 
 def open_beside(out: Path) -> OrfStore | None:

@@ -35,7 +35,7 @@ from virnuc_core.validation.exact import bitwise, cosines
 from virnuc_core.validation.gather import REGRESSION, gather, read_comparisons, run_names
 from virnuc_core.validation.html import generator
 from virnuc_core.validation.overhead import contradictions
-from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, seconds, text
+from virnuc_core.validation.raw import RECORD, SUMMARY, RawFolder, count, mapping, number, seconds, text
 from virnuc_core.validation.records import Comparison, Report
 from virnuc_core.validation.regression import RegressionFile, entry_of
 from virnuc_core.validation.report import REPORT_JSON, read_report, render
@@ -339,7 +339,9 @@ def _store(found: Verification, out: Path) -> None:
         _as_stored(found, "baseline/summary.json", summary, {"n_reads": counted.n_reads, "n_rows": counted.n_rows})
         subset, predictions = mapping(summary, "subset"), RunDir(out / "baseline").predictions
         if subset and predictions.is_file():
-            tokens = {"tokens": baseline_tokens(store, predictions), "total_tokens": counted.row_tokens}
+            reads, seed = (int(number(subset, name) or 0) for name in ("reads", "seed"))
+            drawn = baseline_tokens(store, predictions, reads, seed)
+            tokens = {"tokens": drawn, "total_tokens": counted.row_tokens}
             _as_stored(found, "baseline/summary.json: subset", subset, tokens)
     except VirnucError as error:
         found.wrong(str(error))

@@ -627,3 +627,19 @@ def test_a_reused_store_tells_the_seconds_it_took_to_make(write: WriteReads, tmp
     assert (again.total_s, again.parse_s, again.store_s) == (first.total_s, first.parse_s, first.store_s)
     (tmp_path / "orfs.made.json").unlink()
     assert stage(StageSpec(reads=(reads,)), out).total_s != first.total_s
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path, workers: int) -> None:
+    whole = "".join(f"@r{i}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for i in range(5000))
+    text = f"@first\n{'ACGT' * 30}\n+\n{'I' * 120}\n@bad\n{'ACGT' * 1_000_000}\n+\n{'I' * 10}\n{whole}@cut\nACGT"
+    cut = gzip.compress(text.encode(), 1)[:-8]  # without its checksum and length
+    (tmp_path / "cut.fq.gz").write_bytes(cut)
+    spec = StageSpec(reads=(str(tmp_path / "cut.fq.gz"),), model_length=300, workers=workers, on_error="skip")
+    made = stage(spec, tmp_path / "orfs.h5")
+    assert made.counts.n_reads == 5001
+    listed = (tmp_path / "skipped.tsv").read_text()
+    assert made.skipped_records == 2, "the broken one, and what the cut took"
+    assert "bad" in listed
+    store = OrfStore.open(made.store)
+    assert store.read_ids(0, 3) == ["first", "r0", "r1"]

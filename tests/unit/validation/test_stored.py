@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core.baseline.files import choose_reads
 from virnuc_core.config import Profile
+from virnuc_core.errors import InputError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -44,15 +46,28 @@ def test_the_store_is_counted_as_staging_counted_it(staged: StageSummary) -> Non
     assert counted.row_tokens > counted.protein_tokens, "duplicates are rows of their own"
 
 
-def test_tokens_of_a_subset_are_those_of_its_reads_rows(staged: StageSummary, tmp_path: Path) -> None:
-    store = OrfStore.open(staged.store)
-    rows = [row for row in range(len(store.row_read)) if store.row_read[row] % 3 == 0]
-    names = store.row_ids(0, len(store.row_read))
+def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(tmp_path: Path) -> None:
+    for mate, seed in ((1, 3), (2, 4)):
+        simulate(SimulateSpec(reads=90, read_length=400, seed=seed), tmp_path / f"r{mate}.fasta")
+    store = OrfStore.open(
+        stage(
+            StageSpec(reads=(str(tmp_path / "r1.fasta"), str(tmp_path / "r2.fasta")), model_length=150), tmp_path / "s"
+        ).store
+    )
+    assert store.counts.n_duplicate_ids == 90
+    drawn = set(choose_reads(store.n_reads, 60, 7).tolist())
+    rows = [row for row in range(store.n_rows) if store.row_read[row] in drawn]
+    names = store.row_ids(0, store.n_rows, original=True)
     lines = [f"{names[row]}\tvirus\t0.1\t0.9" for row in rows]
     predictions = tmp_path / "prediction_results.txt"
-    predictions.write_text("\n".join(["Sequence_ID\tPrediction\tscore1\tscore2", *lines]) + "\n", encoding="utf-8")
+    head = "Sequence_ID\tPrediction\tscore1\tscore2"
+    predictions.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
     proteins = store.protein(0, len(store.unique_row))
-    assert baseline_tokens(store, predictions) == sum(len(proteins[store.row_unique[row]]) + 2 for row in rows)
+    expected = sum(len(proteins[store.row_unique[row]]) + 2 for row in rows)
+    assert baseline_tokens(store, predictions, 60, 7) == expected
+    predictions.write_text("\n".join([head, *lines[1:]]) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match="not those of the reads the baseline drew"):
+        baseline_tokens(store, predictions, 60, 7)
 
 
 def test_without_a_store_there_is_nothing_to_open(tmp_path: Path) -> None:
