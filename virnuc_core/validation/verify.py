@@ -158,11 +158,11 @@ def _without_charts(page: str) -> str:
 
 def _first_difference(said: str, content: str) -> str:
     left, right = said.splitlines(), content.splitlines()
-    for number, (a, b) in enumerate(zip(left, right, strict=False), start=1):
+    for line, (a, b) in enumerate(zip(left, right, strict=False), start=1):
         if a != b:
             at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
             begin = max(0, at - 30)
-            return f"line {number} says {_brief(a[begin:])}, the raw files give {_brief(b[begin:])}"
+            return f"line {line} says {_brief(a[begin:])}, the raw files give {_brief(b[begin:])}"
     return f"has {len(left)} lines, the raw files give {len(right)}"
 
 
@@ -286,8 +286,8 @@ def _bounds(found: Verification, name: str, telemetry: Telemetry) -> None:
         "batches with a negative wait": int((batches.wait_ms < 0).sum()),
         "utilisation samples outside 0 to 100": int(((used < 0) | (used > 100)).sum()),
     }
-    for what, number in checks.items():
-        found.same(f"{name}: {what}", number, 0)
+    for what, wrong in checks.items():
+        found.same(f"{name}: {what}", wrong, 0)
     shards = telemetry.shards
     if len(shards) and not shards.skipped.any():
         for encoder, counted in (("esm2", shards.protein_tokens), ("dnabert_s", shards.dna_tokens)):
