@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import importlib
 import logging
+import signal
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -96,20 +98,21 @@ def _run(command: Command, words: Sequence[str]) -> int:
         sys.stdout.flush()
     except VirnucError as error:
         if debug:
-            raise
+            traceback.print_exc()
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; one more must not spoil the exit code
         return _complain("interrupted; what was committed stays, the same command goes on from there", INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; there is nobody to tell
         return FAILURE
     except OSError as error:
         if debug:
-            raise
+            traceback.print_exc()
         return _complain(_of_system(error), FAILURE)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is one line
         if debug:
-            raise
+            traceback.print_exc()
         return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
     return code
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import math
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +29,7 @@ from flows.server import keep_server_ours
 from virnuc_core.errors import VirnucError
 
 WATCH_S: Final = 2.0
+IMPATIENCE_S: Final = 10.0  # in which children end; who presses Ctrl-C after that means it
 logger = logging.getLogger(__name__)
 
 
@@ -138,19 +141,25 @@ def _raise_own(state: State[Any]) -> State[Any]:
 
 @contextmanager
 def _terminate_politely() -> Iterator[None]:
-    """SIGTERM ends a run started by hand as Ctrl-C does, so that children are ended in order."""
+    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again at once does not disturb the ending."""
+    last_s = -math.inf
 
     def interrupt(_signum: int, _frame: object) -> None:
-        raise KeyboardInterrupt
+        nonlocal last_s
+        now = time.monotonic()
+        if now - last_s > IMPATIENCE_S:
+            last_s = now
+            raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _confirm_cancelled(flow_run_id: UUID) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
+
+import psutil
 
 from virnuc_core.engine.process import Child, end_children, generation, spawn
 from virnuc_core.engine.spec import WorkerSpec
+
+PREFIX: Final = "virnuc-standby-"
 
 
 def start_worker(spec: WorkerSpec, inbox: queue.Queue[Any], log: Path, born: int) -> Child:
@@ -26,6 +31,14 @@ def start_worker(spec: WorkerSpec, inbox: queue.Queue[Any], log: Path, born: int
     )
 
 
+def _sweep() -> None:
+    """Remove the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+
+
 class Standby:
     """Workers that wait for a job. A pool takes those it can use; `close` ends the others.
 
@@ -35,7 +48,8 @@ class Standby:
 
     def __init__(self, specs: Sequence[WorkerSpec]) -> None:
         self.inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
-        self._folder = Path(tempfile.mkdtemp(prefix="virnuc-standby-"))
+        _sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._waiting: list[tuple[WorkerSpec, Child]] = []
         self._taken: list[Child] = []
         born = generation()

@@ -256,8 +256,11 @@ def _write(
     for laid in in_order(inputs.files, log, lay, ahead=crew.ahead):
         writer.add(laid)
         clock.add(laid)
+    count = next(numbers)
+    if count == 0 and not all(_can_be_read_twice(name) for name in inputs.files):
+        raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
     before = time.perf_counter()
-    writer.finish(out, next(numbers))
+    writer.finish(out, count)
     clock.store_s += time.perf_counter() - before
 
 

@@ -643,3 +643,9 @@ def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path,
     assert "bad" in listed
     store = OrfStore.open(made.store)
     assert store.read_ids(0, 3) == ["first", "r0", "r1"]
+
+
+def test_a_pipe_nothing_came_through_is_no_empty_result(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no read came in from /dev/null"):
+        stage(StageSpec(reads=("/dev/null",), model_length=300), tmp_path / "out" / "orfs.h5")
+    assert not (tmp_path / "out" / "orfs.h5").exists()
