@@ -73,8 +73,9 @@ def apart(reads: Path, several: int) -> Numbers:
 
 
 def my_cores(wanted: int) -> list[int]:
+    """Cores far from each other: neighbours are often the two threads of one."""
     cores = sorted(os.sched_getaffinity(0))
-    return [cores[i % len(cores)] for i in range(wanted)]
+    return [cores[i * len(cores) // wanted % len(cores)] for i in range(wanted)]
 
 
 def one(reads: Path, workers: int, cores: list[int]) -> Numbers:

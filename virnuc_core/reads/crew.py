@@ -1,7 +1,8 @@
-"""The workers of staging: the same jobs done in this process, or in several of its own.
+"""The workers of staging: this process, and as many more as are asked for, doing the same jobs.
 
-A crew of one works here. A larger one has a process for each worker, started when there is work for it; jobs and
-answers go through its standard input and output, so that it ends when its caller does, however that ends.
+The others are started when there is work for them. Meanwhile, and whenever they have enough to do, jobs are done here.
+Jobs and answers go through a worker's standard input and output, so that it ends when its caller does, however that
+ends.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from virnuc_core.errors import WorkerError
 from virnuc_core.reads.draft import Draft
 from virnuc_core.reads.spool import Parts
 
-_AHEAD: Final = 3  # jobs of each worker: one under way, one in its pipe, one to come
+_AHEAD: Final = 3  # jobs of each other worker: one under way, one in its pipe, one to come
 _PIPE_BYTES: Final = 1 << 20  # room for a whole job, where the system grants it
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -38,29 +39,41 @@ class Job(Protocol[T_co]):
 
 
 class Crew:
-    """`workers` workers, each with a draft in `folder`; use it in a `with` statement."""
+    """`workers` workers, this process among them, each with a draft in `folder`; use it in a `with` statement."""
 
     def __init__(self, folder: Path, workers: int) -> None:
-        self.ahead: Final = 0 if workers == 1 else _AHEAD * workers  # jobs worth sending before an answer is awaited
-        self._here = Draft(folder, 0) if workers == 1 else None
-        self._members = [] if workers == 1 else [_Member(folder, worker) for worker in range(workers)]
+        # jobs worth submitting before an answer is awaited; those done here wait for answers of earlier ones
+        self.ahead: Final = 0 if workers == 1 else (_AHEAD + 1) * workers
+        self._here = Draft(folder, 0)
+        self._others = [_Member(folder, worker) for worker in range(1, workers)]
+        self._submitted = 0
 
     def submit(self, job: Job[T]) -> Future[T]:
-        """Have a job done by whoever has least to do; a crew of one does it at once.
+        """Have a job done by another worker with room for it, or here and now.
 
-        The answer raises what the job raised, in this process, or `WorkerError` from another.
+        The answer raises what the job raised, or `WorkerError` for a job of another process.
         """
-        if self._here is None:
-            return min(self._members, key=_Member.load).submit(job)
+        self._submitted += 1
+        # the first is done here, so that what is little work needs no other process
+        return self._do(job, self._others if self._submitted > 1 else [])
+
+    def _do(self, job: Job[T], others: list[_Member]) -> Future[T]:
+        member = min(others, key=_Member.load, default=None)
+        if member is not None and member.has_room:
+            return member.submit(job)
         done: Future[T] = Future()
-        done.set_result(job.run(self._here))
+        try:
+            done.set_result(job.run(self._here))
+        except Exception as error:  # noqa: BLE001  # told in its turn, as those of the others
+            done.set_exception(error)
         return done
 
     def map(self, jobs: Iterable[Job[T]]) -> Iterator[T]:
-        """The answers to many jobs, in order."""
+        """The answers to many small jobs, in order; no worker is started for them."""
+        others = [member for member in self._others if member.is_started]
         waiting: deque[Future[T]] = deque()
         for job in jobs:
-            waiting.append(self.submit(job))
+            waiting.append(self._do(job, others))
             while len(waiting) > self.ahead:
                 yield waiting.popleft().result()
         while waiting:
@@ -68,10 +81,8 @@ class Crew:
 
     def finish(self, name: str) -> tuple[Parts, ...]:
         """What all workers put into the partition `name`; to be called when no job is under way."""
-        if self._here is not None:
-            drafts = [self._here.finish(name)]
-        else:
-            drafts = [future.result() for future in [m.submit(_Finish(name)) for m in self._members if m.is_started]]
+        asked = [member.submit(_Finish(name)) for member in self._others if member.is_started]
+        drafts = [self._here.finish(name), *(future.result() for future in asked)]
         return tuple(parts for parts in drafts if parts is not None)
 
     def __enter__(self) -> Crew:
@@ -80,13 +91,11 @@ class Crew:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None:
-            for member in self._members:
-                member.kill()  # nobody waits for what they are at
-        for member in self._members:
+        for member in self._others:
+            member.kill()  # what they know was told, or nobody waits for it any more
+        for member in self._others:
             member.close()
-        if self._here is not None:
-            self._here.close()
+        self._here.close()
 
 
 class _Finish:
@@ -116,6 +125,11 @@ class _Member:
     @property
     def is_started(self) -> bool:
         return self._process is not None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another job keeps it from running dry."""
+        return self._submitted - self._answered < _AHEAD
 
     def load(self) -> tuple[int, bool]:
         """How much it has to do; between the idle, those that are started come first."""
@@ -171,17 +185,13 @@ class _Member:
             self._process.kill()
 
     def close(self) -> None:
-        """Let it end, once what was submitted is done."""
+        """See it off once it was killed."""
         if self._process is None:
             return
         self._jobs.put(None)
         for thread in self._threads:
             thread.join()
-        try:
-            self._process.wait(timeout=5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
         cast(IO[bytes], self._process.stdout).close()
 
 

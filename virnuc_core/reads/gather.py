@@ -150,7 +150,7 @@ class NameCopies:
     """Digests of the names that the copies of a stretch would get, by bucket."""
 
     layout: Kept[Layout]
-    copies: tuple[Parts, ...]
+    copies: Kept[tuple[Parts, ...]]
     stretch: int
     mark: str
 
@@ -161,7 +161,7 @@ class NameCopies:
         data, offsets = letters.tobytes(), offsets_of(id_lengths.astype(np.int64))
         made = [
             data[offsets[read - low] : offsets[read - low + 1]] + f"{self.mark}{number}".encode()
-            for read, number in read_all(self.copies, self.stretch, 2).tolist()
+            for read, number in read_all(self.copies.get(draft), self.stretch, 2).tolist()
         ]
         digests = digest_each(made)
         draft.partition("names", 2).add((digests[:, 0] % BUCKETS).astype(np.int64), digests[:, 0], digests[:, 1])
@@ -172,12 +172,12 @@ class IsTaken:
     """Whether one of the new names of a bucket is an id already."""
 
     layout: Kept[Layout]
-    names: tuple[Parts, ...]
+    names: Kept[tuple[Parts, ...]]
     bucket: int
 
     def run(self, draft: Draft) -> bool:
         layout = self.layout.get(draft)
-        some = read_all(self.names, self.bucket, 2)
+        some = read_all(self.names.get(draft), self.bucket, 2)
         others = layout.records(layout.id_digests, layout.first_read, self.bucket)
         some, others = some[np.isin(some[:, 0], others[:, 0])], others[np.isin(others[:, 0], some[:, 0])]
         return not {tuple(pair) for pair in some.tolist()}.isdisjoint(tuple(pair) for pair in others[:, :2].tolist())
@@ -198,13 +198,13 @@ class CountFirsts:
     """Tell the first rows of a stretch, and how much they hold."""
 
     layout: Kept[Layout]
-    again: tuple[Parts, ...]
+    again: Kept[tuple[Parts, ...]]
     stretch: int
 
     def run(self, draft: Draft) -> Firsts:
         layout = self.layout.get(draft)
         low, high = layout.rows(self.stretch)
-        firsts = _first_rows(read_all(self.again, self.stretch, 2).astype(np.int64), low, high)
+        firsts = _first_rows(read_all(self.again.get(draft), self.stretch, 2).astype(np.int64), low, high)
         protein, dna = layout.read(self.stretch, "protein_length", "dna_length")
         padded = np.zeros(-(-len(firsts) // 64) * 64, bool)
         padded[: len(firsts)] = firsts

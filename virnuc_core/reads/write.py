@@ -6,9 +6,14 @@ for each row.
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import h5py
 import numpy as np
@@ -36,7 +41,10 @@ from virnuc_core.reads.lay import Laid
 from virnuc_core.reads.spool import Parts, names_of
 from virnuc_core.rundir import whole_file
 
+T = TypeVar("T")
+
 _STRETCH_BYTES: Final = 1 << 23  # of sheets that one job copies
+_FLUSH_S: Final = 0.02  # between two flushes of what is being written
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 
 
@@ -77,7 +85,7 @@ class StoreWriter:
             crew.finish("id_digests"),
             _STRETCH_BYTES,
         )
-        kept = Kept.of(self._folder / "layout", layout)
+        kept = self._keep("layout", layout)
         repeats = [found for found in crew.map(FindIds(kept, bucket) for bucket in range(BUCKETS)) if found]
         copies = crew.finish("copies")
         if self._strict and repeats:
@@ -86,13 +94,19 @@ class StoreWriter:
         for _ in crew.map(FindRows(kept, bucket) for bucket in range(BUCKETS)):
             pass
         again = crew.finish("again")
-        firsts = list(crew.map(CountFirsts(kept, again, stretch) for stretch in range(layout.stretches)))
+        kept_again = self._keep("again", again)
+        firsts = list(crew.map(CountFirsts(kept, kept_again, stretch) for stretch in range(layout.stretches)))
         counts = self._counts(firsts, sum(map(len, copies)))
         with whole_file(path) as aside:
             at = _create(aside, self._attributes(counts, mark), self._lengths(counts, firsts))
-            plan = Kept.of(self._folder / "plan", self._plan(aside, at, layout, firsts, again, copies))
-            for _ in crew.map(WriteStretch(kept, plan, stretch) for stretch in range(layout.stretches)):
-                pass
+            plan = self._keep("plan", self._plan(aside, at, layout, firsts, again, copies))
+            with _flushing(aside):
+                for _ in crew.map(WriteStretch(kept, plan, stretch) for stretch in range(layout.stretches)):
+                    pass
+
+    def _keep(self, name: str, value: T) -> Kept[T]:
+        """Keep what many jobs need; a name is given once."""
+        return Kept.of(self._folder / f"{name}.kept", value)
 
     def _counts(self, firsts: list[Firsts], n_copies: int) -> StoreCounts:
         sheets = self._sheets
@@ -169,11 +183,12 @@ class StoreWriter:
         return mark
 
     def _is_taken(self, layout: Kept[Layout], copies: tuple[Parts, ...], mark: str) -> bool:
-        crew = self._crew
-        for _ in crew.map(NameCopies(layout, copies, stretch, mark) for stretch in names_of(copies)):
+        crew, made_of = self._crew, self._keep(f"copies{len(mark)}", copies)
+        for _ in crew.map(NameCopies(layout, made_of, stretch, mark) for stretch in names_of(copies)):
             pass
         names = crew.finish("names")
-        return any(list(crew.map(IsTaken(layout, names, bucket) for bucket in names_of(names))))
+        made = self._keep(f"names{len(mark)}", names)
+        return any(list(crew.map(IsTaken(layout, made, bucket) for bucket in names_of(names))))
 
     def _twice(self, layout: Layout, read: int, first: int) -> InputError:
         file, line, name = self._place(layout, read)
@@ -193,6 +208,28 @@ class StoreWriter:
         lines, id_lengths, ids = sheet.read("line", "id_length", "id_bytes")
         at = offsets_of(id_lengths.astype(np.int64))
         return self._files[sheet.file], int(lines[i]), ids[at[i] : at[i + 1]].tobytes().decode()
+
+
+@contextmanager
+def _flushing(path: Path) -> Iterator[None]:
+    """Have the disk take what is written meanwhile, so that little is left to be waited for at the end.
+
+    Errors: `OSError` of the disk, which tells each of them but once.
+    """
+    done = threading.Event()
+
+    def flush() -> None:
+        with path.open("rb+") as file:
+            while not done.wait(_FLUSH_S):
+                os.fsync(file.fileno())
+
+    with ThreadPoolExecutor(1, "flush") as thread:
+        flushed = thread.submit(flush)
+        try:
+            yield
+        finally:
+            done.set()
+    flushed.result()
 
 
 def _before(sizes: list[int]) -> NDArray[np.int64]:

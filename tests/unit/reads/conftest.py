@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core.reads import parse as parse_module
+from virnuc_core.reads import write as write_module
+
 WriteReads = Callable[..., str]
 
 
@@ -21,3 +24,11 @@ def write(tmp_path: Path) -> WriteReads:
         return str(path)
 
     return make
+
+
+@pytest.fixture
+def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes so small that every carry between stretches, buckets and blocks happens in a small test."""
+    monkeypatch.setattr(write_module, "_STRETCH_BYTES", 900)
+    monkeypatch.setattr("virnuc_core.reads.spool._HELD_BYTES", 200)
+    monkeypatch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 300})

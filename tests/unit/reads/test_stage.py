@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import errno
-import gzip
-import hashlib
-import importlib
 import os
 import random
 import re
-import signal
-import subprocess
-import sys
+import threading
 import time
 from pathlib import Path
 
 import h5py
 import numpy as np
-import psutil
 import pytest
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 from hypothesis import given, settings
@@ -25,36 +19,21 @@ from hypothesis import strategies as st
 from xopen import xopen
 
 from virnuc_core.config import Spec
-from virnuc_core.errors import ConfigError, InputError, WorkerError
-from virnuc_core.reads import crew as crew_module
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads import parse as parse_module
 from virnuc_core.reads import write as write_module
-from virnuc_core.reads.crew import Crew
 from virnuc_core.reads.stage import FileReads, StageSpec, stage
 from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL, OrfStore
 
 from .conftest import WriteReads
+from .made_up import Pairs, digest, fasta, fastq, made_up_reads
 from .reads_twin import Row, chunks, rows
-
-Pairs = list[tuple[str, str]]
-
-
-def digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def rows_of(store: OrfStore) -> list[Row]:
     proteins, dna = store.protein(0, store.n_uniques), store.dna(0, store.n_uniques)
     names = store.row_ids(0, store.n_rows)
     return [Row(n, dna[u].decode(), proteins[u].decode()) for n, u in zip(names, store.row_unique, strict=True)]
-
-
-def fasta(reads: Pairs) -> str:
-    return "".join(f">{name} word\n{bases}\n" for name, bases in reads)
-
-
-def fastq(reads: Pairs) -> str:
-    return "".join(f"@{name}\n{bases}\n+\n{'I' * len(bases)}\n" for name, bases in reads)
 
 
 def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
@@ -82,27 +61,6 @@ def check_equals_twin(store: OrfStore, reads: Pairs) -> None:
     assert counts.n_bases == int(store.read_length.sum())
     assert counts.n_open_reads == sum(n > 0 for n in by_read)
     assert counts.n_empty == sum(not bases for _, bases in reads)
-
-
-def made_up_reads(n: int, seed: int = 0) -> Pairs:
-    rng = random.Random(seed)
-    reads: Pairs = []
-    for i in range(n):
-        if reads and rng.random() < 0.2:  # exact copies, and the other strand of earlier reads
-            bases = rng.choice(reads)[1]
-        else:
-            letters = rng.choice(["ACGT", "ACG", "acgtN", "ACGTRYN-", "GC"])
-            bases = "".join(rng.choice(letters) for _ in range(rng.choice([0, 1, 2, 3, 5, 40, 99, 100, 101, 350])))
-        reads.append((f"read{i}", bases))
-    return reads
-
-
-@pytest.fixture
-def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes so small that every carry between stretches, buckets and blocks happens in a small test."""
-    monkeypatch.setattr(write_module, "_STRETCH_BYTES", 900)
-    monkeypatch.setattr("virnuc_core.reads.spool._HELD_BYTES", 200)
-    monkeypatch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 300})
 
 
 @pytest.mark.parametrize("text", [fasta, fastq])
@@ -206,57 +164,6 @@ def test_the_same_reads_give_the_same_bytes(write: WriteReads, tmp_path: Path) -
     assert len(made) == 1
 
 
-def mixed_files(write: WriteReads) -> tuple[str, ...]:
-    """Regular files, and such that turn out to be irregular, broken or damaged long after they began."""
-    reads = made_up_reads(900)
-    shared = [(f"r{i % 500}", bases) for i, (_, bases) in enumerate(reads)]
-    wrapped = "@w\nACGT\nACGTACG\n+\nIIII\nIIIIIII\n"
-    broken = "@b\nACGT\n+\nI\n@p\nEEE\n+\nIII\n"
-    return (
-        write(fastq(reads), "regular.fq"),
-        write("", "nothing.fa"),
-        write(fastq(shared[:300]) + wrapped + fastq(shared[300:]), "wrapped.fq"),
-        write(
-            fasta(shared[:200]) + ">r1.2\nACGTN\n;remark\n>\u00a0\nGGG\n>\nAC\n" + fasta(shared[200:400]), "remark.fa"
-        ),
-        write(fastq(shared[:100]) + broken + fastq(shared[100:400]), "broken.fq"),
-        write(gzip.compress(fastq(reads).encode())[:-400], "cut_off.fq.gz"),
-        write(fasta(reads[:50]), "last.fa"),
-    )
-
-
-@pytest.mark.usefixtures("small_stretches")
-def test_workers_give_the_same_bytes_and_leave_nobody_behind(write: WriteReads, tmp_path: Path) -> None:
-    files = mixed_files(write)
-    made = set()
-    for workers in (1, 2, 3):
-        out = tmp_path / str(workers) / "orfs.h5"
-        spec = StageSpec(reads=files, model_length=100, workers=workers, on_error="skip")
-        summary = stage(spec, out)
-        assert min(summary.cut_s, summary.parse_s, summary.chunk_s, summary.translate_s, summary.store_s) > 0
-        assert psutil.Process().children() == []
-        again = stage(spec, out)
-        assert again.reused
-        assert (again.tally, again.by_file, again.warnings()) == (summary.tally, summary.by_file, summary.warnings())
-        made.add((digest(out), summary.fingerprint, summary.by_file, (out.parent / "skipped.tsv").read_text()))
-    assert len(made) == 1
-    assert (summary.counts.n_reads, summary.skipped_records, summary.empty_files) == (3540, 3, 1)
-
-
-@pytest.mark.usefixtures("small_stretches")
-@pytest.mark.parametrize("at", range(2, 6))
-def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: int) -> None:
-    """Of several broken records the first in the input is named, whoever comes upon one first."""
-    files = mixed_files(write)
-    said = set()
-    for workers in (1, 3):
-        with pytest.raises(InputError) as caught:
-            stage(StageSpec(reads=files[at:], workers=workers), tmp_path / "orfs.h5")
-        said.add(str(caught.value))
-    assert len(said) == 1
-    assert ("broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early") in said.pop()
-
-
 def test_other_reads_and_settings_give_another_fingerprint(write: WriteReads, tmp_path: Path) -> None:
     cases = [
         (fasta([("a", "ACGT"), ("b", "GG")]), 100),
@@ -327,108 +234,6 @@ def test_refused_reads_leave_no_store_and_keep_an_old_one(write: WriteReads, tmp
     assert digest(out) == before
 
 
-CHILD = """
-import sys, time
-from pathlib import Path
-from virnuc_core.reads import write
-from virnuc_core.reads.stage import StageSpec, stage
-if sys.argv[3] != "none":
-    def stop(*_, **__):
-        print("here", flush=True)
-        time.sleep(60)
-    owner, _, name = sys.argv[3].rpartition(".")
-    setattr(getattr(write, owner) if owner else write, name, stop)
-stage(StageSpec(reads=(sys.argv[1],), workers=2), Path(sys.argv[2]))
-"""
-
-
-def members_of(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if "crew_member" in " ".join(child.cmdline())]
-
-
-@pytest.mark.parametrize("moment", ["StoreWriter.finish", "Layout.of", "_create"])
-def test_killed_half_way_nothing_half_written_stays(write: WriteReads, tmp_path: Path, moment: str) -> None:
-    out = tmp_path / "run" / "orfs.h5"
-    path = write(fastq(made_up_reads(500)))
-    child = subprocess.Popen([sys.executable, "-c", CHILD, path, str(out), moment], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    with child, child.stdout:
-        assert child.stdout.readline() == "here\n"
-        members = members_of(child.pid)
-        assert members
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    assert psutil.wait_procs(members, timeout=10)[1] == []
-    assert not out.exists()
-    assert list(out.parent.iterdir()) != []  # scratch of the killed one
-    stage(StageSpec(reads=(path,)), out)
-    assert sorted(entry.name for entry in out.parent.iterdir()) == ["orfs.h5", "orfs.made.json"]
-
-
-@pytest.mark.parametrize("moment", ["StoreWriter.add", "none"])
-def test_members_end_when_their_caller_is_killed(write: WriteReads, tmp_path: Path, moment: str) -> None:
-    """While it thinks, with answers unread; and while it sends them a job."""
-    path = write(fastq(made_up_reads(100 if moment != "none" else 20_000)) * (1 if moment != "none" else 20))
-    child = subprocess.Popen(
-        [sys.executable, "-c", CHILD, path, str(tmp_path / "orfs.h5"), moment], stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    with child, child.stdout:
-        members: list[psutil.Process] = []
-        while not members:
-            members = members_of(child.pid)
-            time.sleep(0.01)
-        if moment == "none":
-            time.sleep(0.7)  # they are at work by now
-        else:
-            child.stdout.readline()
-        child.send_signal(signal.SIGKILL)
-    assert child.returncode == -signal.SIGKILL
-    assert psutil.wait_procs(members, timeout=10)[1] == []
-
-
-def test_a_member_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = crew_module._Member._start
-
-    def start_and_kill(self: crew_module._Member) -> subprocess.Popen[bytes]:
-        process = start(self)
-        process.kill()
-        process.wait()
-        return process
-
-    monkeypatch.setattr(crew_module._Member, "_start", start_and_kill)
-    with pytest.raises(WorkerError, match=r"worker process ended \(exit code -9\)"):
-        stage(StageSpec(reads=(write(">a\nACGT\n"),), workers=2), tmp_path / "orfs.h5")
-    assert [path.name for path in tmp_path.iterdir()] == ["reads.fa"]
-    assert psutil.Process().children() == []
-
-
-@pytest.mark.parametrize(
-    ("error", "becomes"), [(ValueError("no"), WorkerError), (OSError(errno.ENOSPC, "No space left"), OSError)]
-)
-def test_a_job_that_fails_brings_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, becomes: type[Exception]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # where the member finds the job
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    jobs = importlib.import_module("failing_job")
-    with pytest.raises(becomes) as caught, Crew(tmp_path, 2) as crew:
-        crew.submit(jobs.Fails(error)).result()
-    told = caught.value if becomes is WorkerError else caught.value.__cause__
-    assert isinstance(told, WorkerError)
-    assert "raise self.error" in told.worker_traceback
-    assert psutil.Process().children() == []
-
-
-def test_a_crew_starts_no_more_members_than_there_is_work_for(tmp_path: Path) -> None:
-    with Crew(tmp_path, 8) as crew:
-        assert psutil.Process().children() == []
-        for _ in range(5):
-            assert crew.submit(crew_module._Finish("nothing")).result() is None
-        assert len(psutil.Process().children()) == 1
-    assert psutil.Process().children() == []
-
-
 def test_an_output_that_cannot_be_written(write: WriteReads, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
@@ -446,6 +251,21 @@ def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monk
 
 
 # ids
+
+
+def test_what_the_disk_says_once_while_the_store_is_written_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = threading.Event()
+
+    def fails(_: int) -> None:
+        said.set()
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    (tmp_path / "store").touch()
+    with pytest.raises(OSError, match="Input/output error"), write_module._flushing(tmp_path / "store"):
+        assert said.wait(10)
 
 
 def test_reads_that_share_an_id_are_kept_apart(write: WriteReads, tmp_path: Path) -> None:
@@ -627,22 +447,6 @@ def test_a_reused_store_tells_the_seconds_it_took_to_make(write: WriteReads, tmp
     assert (again.total_s, again.parse_s, again.store_s) == (first.total_s, first.parse_s, first.store_s)
     (tmp_path / "orfs.made.json").unlink()
     assert stage(StageSpec(reads=(reads,)), out).total_s != first.total_s
-
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path, workers: int) -> None:
-    whole = "".join(f"@r{i}\n{'ACGT' * 30}\n+\n{'I' * 120}\n" for i in range(5000))
-    text = f"@first\n{'ACGT' * 30}\n+\n{'I' * 120}\n@bad\n{'ACGT' * 1_000_000}\n+\n{'I' * 10}\n{whole}@cut\nACGT"
-    cut = gzip.compress(text.encode(), 1)[:-8]  # without its checksum and length
-    (tmp_path / "cut.fq.gz").write_bytes(cut)
-    spec = StageSpec(reads=(str(tmp_path / "cut.fq.gz"),), model_length=300, workers=workers, on_error="skip")
-    made = stage(spec, tmp_path / "orfs.h5")
-    assert made.counts.n_reads == 5001
-    listed = (tmp_path / "skipped.tsv").read_text()
-    assert made.skipped_records == 2, "the broken one, and what the cut took"
-    assert "bad" in listed
-    store = OrfStore.open(made.store)
-    assert store.read_ids(0, 3) == ["first", "r0", "r1"]
 
 
 def test_a_pipe_nothing_came_through_is_no_empty_result(tmp_path: Path) -> None:
