@@ -122,14 +122,17 @@ def _packing(run: RunFigure) -> Bottleneck | None:
 
 
 def _commit(run: RunFigure) -> Bottleneck | None:
-    if run.telemetry is None or not run.telemetry.busy:
+    """Commits run beside the next shard's compute: they can have cost no more than the time devices stood still."""
+    telemetry = run.telemetry
+    if telemetry is None or not telemetry.busy or not telemetry.embedding_s:
         return None
-    busy = sum(b.busy_s for b in run.telemetry.busy)
-    commit = sum(b.commit_s for b in run.telemetry.busy)
-    if not busy or commit / (busy + commit) <= COMMIT_SHARE:
+    devices = len(telemetry.busy)
+    idle = telemetry.embedding_s - sum(b.busy_s for b in telemetry.busy) / devices
+    commit = sum(b.commit_s for b in telemetry.busy) / devices
+    share = min(1.0, max(0.0, min(idle, commit)) / (run.total_s or 1.0))
+    if share <= COMMIT_SHARE:
         return None
-    share = min(1.0, commit / len(run.telemetry.busy) / (run.total_s or 1.0))
-    detail = f"commits take {100 * commit / (busy + commit):.0f} % of the devices' time"
+    detail = f"a device stands still for {idle:.0f} s of the embedding, and its commits take {commit:.0f} s"
     return Bottleneck(kind="commit I/O", expected=False, stage=None, share=share, detail=detail, advice=COMMIT_ADVICE)
 
 

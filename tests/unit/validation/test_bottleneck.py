@@ -42,15 +42,20 @@ def test_the_verdict_names_the_class(tmp_path: Path, name: str) -> None:
     assert found.advice
 
 
-def test_slow_commits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stood_still", "kind"), [(1.0, "commit I/O"), (0.0, "GPU compute")])
+def test_commits_cost_what_devices_waited_at_most(tmp_path: Path, stood_still: float, kind: str) -> None:
+    """Beside the next shard's compute they cost nothing, however long they take."""
     profile = build(tmp_path)
     run = gather(tmp_path, profile).run
     assert run is not None
     assert run.telemetry is not None
     slow = tuple(busy.model_copy(update={"commit_s": busy.busy_s}) for busy in run.telemetry.busy)
-    found = bottleneck(run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"busy": slow})}))
-    assert found.kind == "commit I/O"
-    assert "50 %" in found.detail
+    compute_s = sum(busy.busy_s for busy in slow) / len(slow)
+    telemetry = run.telemetry.model_copy(update={"busy": slow, "embedding_s": (1 + stood_still) * compute_s})
+    found = bottleneck(run.model_copy(update={"telemetry": telemetry}))
+    assert found.kind == kind
+    if stood_still:
+        assert f"stands still for {compute_s:.0f} s" in found.detail
 
 
 def test_the_largest_loss_is_named(tmp_path: Path) -> None:
