@@ -27,6 +27,8 @@ def notes(measured: Measured, charts: Charts, model_length: int | None) -> tuple
     found = [*_size(run, profile), *_targets(measured), *_silent(run)]
     if measured.baseline is not None and (note := baseline_note(measured.baseline)):
         found.append(f"Speed-up: {note}.")
+    if measured.baseline is not None and measured.baseline.seconds:
+        found += _repeats(run)
     return (*found, *_lengths(run, charts, model_length))
 
 
@@ -148,6 +150,18 @@ def _silent(run: RunFigure | None) -> list[str]:
         return []
     share = 100 * silent / run.n_reads
     return [f"{silent:,} of {run.n_reads:,} reads ({share:.1f} %) have no open frame and get no score."]
+
+
+def _repeats(run: RunFigure | None) -> list[str]:
+    """How much of the speed-up is the input's: equal frames are embedded once, but not by a baseline."""
+    if run is None or not run.n_rows or not run.n_uniques or run.n_uniques == run.n_rows:
+        return []
+    repeats = run.n_rows - run.n_uniques
+    share = 100 * repeats / run.n_rows
+    return [
+        f"Repeats: {repeats:,} of {run.n_rows:,} open frames ({share:.1f} %) equal others and are embedded once; "
+        f"the baseline embeds all. That alone is {run.n_rows / run.n_uniques:.2f}x of the speed-up."
+    ]
 
 
 def _lengths(run: RunFigure | None, charts: Charts, model_length: int | None) -> list[str]:

@@ -204,6 +204,15 @@ def test_limits_of_the_figures_are_said(tmp_path: Path) -> None:
         assert words in warnings
 
 
+def test_what_repeats_add_to_the_speedup_is_said(tmp_path: Path) -> None:
+    profile = build(tmp_path)
+    assert not any("Repeats" in note for note in gather(tmp_path, profile).notes), "no two frames are alike"
+    edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b.update(n_rows=1_000, n_uniques=800))
+    (said,) = (note for note in gather(tmp_path, profile).notes if "Repeats" in note)
+    assert "200 of 1,000 open frames (20.0 %)" in said
+    assert "1.25x of the speed-up" in said
+
+
 def test_cost_of_a_million_reads(tmp_path: Path) -> None:
     profile = build(tmp_path).model_copy(update={"price_per_device_hour": 2.0})
     run = gather(tmp_path, profile).run
