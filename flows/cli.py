@@ -1,7 +1,8 @@
 """The `virnuc` command: finds what was asked for, runs it, and says in one line what went wrong.
 
 Only the asked-for command's module is imported, so that `virnuc --help` answers at once. Exit codes: 0 done, 1 failure,
-2 bad input or settings, 3 weights, 4 devices, 5 a validation finished but a criterion failed, 130 interrupted.
+2 bad input or settings, 3 weights, 4 devices, 5 a validation finished but a criterion failed
+or its reviewer rejected it, 130 interrupted.
 """
 
 from __future__ import annotations

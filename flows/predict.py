@@ -10,7 +10,6 @@ from flows.names import from_parameters
 from flows.parameters import PredictSettings
 from flows.staged import begin
 from tasks.artifacts import publish_table
-from tasks.embed import embed
 from tasks.events import emit
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
@@ -31,18 +30,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
     with no_orphans(), core_logs(), begin(settings) as begun:
         run, label = begun.run, begun.label
         before = read_summary(run)
-        summary = embed(
-            run,
-            begun.staging,
-            store=run.store,
-            models=settings.models,
-            devices=begun.devices,
-            engine=begun.engine,
-            label=label,
-            force=settings.force,
-            standby=begun.standby,
-            threshold=settings.threshold,
-        ).result()
+        summary = begun.embed(threshold=settings.threshold)
         if settings.write_viral:
             viral_reads(run, begun.staging, threshold=settings.threshold, on_error=settings.on_error)
         publish_table(

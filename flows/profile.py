@@ -10,7 +10,6 @@ from flows.names import from_parameters
 from flows.parameters import ProfileSettings
 from flows.staged import begin
 from tasks.artifacts import markdown_table, publish_markdown, publish_table
-from tasks.embed import embed
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.states import done
@@ -35,17 +34,7 @@ def profile(settings: ProfileSettings) -> State[Traces]:
     """
     with no_orphans(), core_logs(), begin(settings) as begun:
         run, label, devices = begun.run, begun.label, begun.devices
-        summary = embed(
-            run,
-            begun.staging,
-            store=run.store,
-            models=settings.models,
-            devices=devices,
-            engine=begun.engine,
-            label=label,
-            force=settings.force,
-            standby=begun.standby,
-        ).result()
+        summary = begun.embed()
         found = trace(
             run,
             store=run.store,

@@ -65,7 +65,7 @@ def train(words: Sequence[str]) -> int:
 
 
 def validate(words: Sequence[str]) -> int:
-    """Prove this machine against a profile; 5 when a criterion was not met."""
+    """Prove this machine against a profile; 5 when a criterion was not met, or a reviewer said no."""
     text = "Prove this machine, with these weights, against a profile."
     spec, arguments = settings_of(words, "validate", text, ValidateSettings)
     profile = load_profile(spec.profile)
@@ -81,9 +81,11 @@ def validate(words: Sequence[str]) -> int:
     sys.stdout.write((folder / "report.txt").read_text(encoding="utf-8"))
     sys.stdout.write(f"\n{state.message}\nReport: {folder / 'report.html'}\n")
     ui_hint(state.state_details.flow_run_id)
+    from tasks.states import REJECTED
     from virnuc_core.validation.report import read_report
 
-    return CRITERION_FAILED if read_report(folder / "report.json").failed else 0
+    missed = state.name == REJECTED or read_report(folder / "report.json").failed
+    return CRITERION_FAILED if missed else 0
 
 
 def scale(words: Sequence[str]) -> int:

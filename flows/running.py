@@ -26,6 +26,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
 from prefect.states import Cancelled
 
 from flows.server import keep_server_ours
+from tasks.states import NOT_MET, REJECTED
 from virnuc_core.errors import VirnucError
 
 WATCH_S: Final = 2.0
@@ -134,7 +135,7 @@ def _raise_own(state: State[Any]) -> State[Any]:
     if state.is_completed():
         return state
     found = state.result(raise_on_failure=False)
-    if isinstance(found, BaseException) and state.name != "Criteria not met":
+    if isinstance(found, BaseException) and state.name not in (NOT_MET, REJECTED):
         raise found
     return state
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from flows import preflight
@@ -12,13 +13,15 @@ from flows.names import sample_of
 from flows.parameters import PredictSettings, ProfileSettings, TrainSettings
 from flows.presence import announce
 from flows.running import watch_for_cancellation
+from tasks.embed import embed
 from tasks.guard import device_slots
 from tasks.stage import stage
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.standby import Standby
-from virnuc_core.pipeline import model_length, read_summary, stand_by
+from virnuc_core.pipeline import RunSummary, model_length, read_summary, stand_by
 from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
 
 FREE_NOW_S: Final = 1.0  # a device's slot that takes longer to get is another run's
@@ -33,7 +36,24 @@ class Staged:
     label: str  # of the sample, for names in the UI
     devices: Devices
     engine: EngineSpec
+    models: Path
+    force: bool  # results of an earlier run are dropped
     standby: Standby | None  # workers that have the weights by now; None where the devices were busy or nothing is left
+
+    def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
+        """Result files of the staged reads. Errors: those of the embed task."""
+        return embed(
+            self.run,
+            self.staging,
+            store=self.run.store,
+            models=self.models,
+            devices=self.devices,
+            engine=self.engine,
+            label=self.label,
+            force=self.force,
+            standby=self.standby,
+            threshold=threshold,
+        ).result()
 
 
 @contextmanager
@@ -63,4 +83,4 @@ def begin(settings: PredictSettings | ProfileSettings | TrainSettings) -> Iterat
                 standby = stand_by(settings.models, devices, engine)
                 held.callback(standby.close)
         staging = stage(spec, run.store, label=label, email=settings.email, force=settings.force).result()
-        yield Staged(run, staging, label, devices, engine, standby)
+        yield Staged(run, staging, label, devices, engine, settings.models, settings.force, standby)

@@ -9,7 +9,6 @@ from flows.forms import takes
 from flows.names import from_parameters
 from flows.parameters import TrainSettings
 from flows.staged import begin
-from tasks.embed import embed
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.states import done
@@ -28,17 +27,7 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
     """Fits a head on reads whose origin is known; no genome is on both sides of the split."""
     with no_orphans(), core_logs(), begin(settings) as begun:
         run, label = begun.run, begun.label
-        embed(
-            run,
-            begun.staging,
-            store=run.store,
-            models=settings.models,
-            devices=begun.devices,
-            engine=begun.engine,
-            label=label,
-            force=settings.force,
-            standby=begun.standby,
-        ).result()
+        begun.embed()
         summary = fit(
             run,
             store=run.store,

@@ -20,7 +20,7 @@ from tasks.artifacts import publish_markdown
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.report import approval_form, emit_outcome
-from tasks.states import done, not_met
+from tasks.states import REJECTED, done, not_met
 from tasks.tables import met_sentence
 from virnuc_core.config import load_profile
 from virnuc_core.rundir import RunDir
@@ -60,6 +60,8 @@ def validate(settings: ValidateSettings) -> State[Outcome]:
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
     outcome = Outcome(judged, approval)
+    if approval is not None and approval.verdict == "rejected":
+        return not_met(outcome, message, fails=settings.fail_on_criteria, name=REJECTED)
     if judged.failed:
         return not_met(outcome, message, fails=settings.fail_on_criteria)
     return done(outcome, message)

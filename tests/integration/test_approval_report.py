@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flows import gate
 from flows.validate import validate
 from virnuc_core.validation.verify import verify_report
 
@@ -30,3 +31,17 @@ def test_without_an_answer_the_report_says_pending_and_a_repetition_computes_not
     again = validate(**given, return_state=True)
     assert (again.message or "").endswith("; nothing had to be computed")
     assert verify_report(out).ok
+
+
+@pytest.mark.parametrize(("fails", "kind"), [(True, "FAILED"), (False, "COMPLETED")])
+def test_a_rejected_validation_does_not_end_as_if_all_were_well(
+    tmp_path: Path, reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch, fails: bool, kind: str
+) -> None:
+    """What answers when the time is over says no here, in place of a person."""
+    monkeypatch.setattr(gate, "time_out", lambda: {"verdict": "rejected", "reviewer": "Ada", "note": "wrong sample"})
+    out = tmp_path / "validation"
+    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:1", "profile": "ci-smoke"}
+    state = validate(**given, approval=True, approval_timeout_s=1, fail_on_criteria=fails, return_state=True)
+    assert (state.type.value, state.name) == (kind, "Rejected")
+    assert (state.message or "").endswith("rejected by Ada")
+    assert json.loads((out / "report" / "report.json").read_text())["approval"]["verdict"] == "rejected"
