@@ -138,7 +138,7 @@ class Source:
         wanted = size
         while wanted > 0 and not self._ended:
             try:
-                piece = self._next_piece()
+                piece = self._next_piece(wanted)
             except DamagedInput as damage:
                 self._damage, self._ended = damage, True
                 break
@@ -150,17 +150,16 @@ class Source:
             raise told
         return data
 
-    def _next_piece(self) -> bytes:
+    def _next_piece(self, wanted: int) -> bytes:
         packed, self._packed = self._packed, b""
         if not packed:
-            packed = self._from_disk()
+            packed = self._from_disk(wanted if self._make is None else _PIECE_BYTES)
         if self._make is None:
             self._ended = not packed
             return packed
         return self._unpack(packed, self._make)
 
-    def _from_disk(self) -> bytes:
-        size = _PIECE_BYTES if self._make is not None else 1 << 20
+    def _from_disk(self, size: int) -> bytes:
         try:
             return _read_some(self._stream, size)
         except OSError as error:

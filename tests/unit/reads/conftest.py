@@ -31,4 +31,5 @@ def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes so small that every carry between stretches, buckets and blocks happens in a small test."""
     monkeypatch.setattr(write_module, "_STRETCH_BYTES", 900)
     monkeypatch.setattr("virnuc_core.reads.spool._HELD_BYTES", 200)
+    monkeypatch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
     monkeypatch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 300})

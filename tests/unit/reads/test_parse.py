@@ -6,6 +6,7 @@ import gzip
 import io
 import random
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,14 @@ from virnuc_core.reads.pieces import Piece, Reading, read
 from .conftest import WriteReads
 
 Pairs = list[tuple[str, str]]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_draws() -> Iterator[None]:
+    """Files come in so few bytes at a time that `block_bytes` bounds the blocks of small files too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 16)
+        yield
 
 
 def reads_of(*files: str, log: ParseLog | None = None, block_bytes: int = 1 << 20) -> Pairs:

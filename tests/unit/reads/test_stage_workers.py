@@ -77,6 +77,22 @@ def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: 
     assert ("broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early") in said.pop()
 
 
+@pytest.mark.usefixtures("small_stretches")
+def test_pieces_that_were_laid_and_dropped_last_of_all_leave_no_trace(write: WriteReads, tmp_path: Path) -> None:
+    """A record whose quality looks like records, and which is left out itself: other workers have laid them by then."""
+    quality = "".join(f"@q{i:03}\nACGT\n+\nIIII\n" for i in range(200))
+    half = (len(quality) - quality.count("\n")) // 2
+    bases = f"AC!T{'A' * (half - 4)}\n{'C' * half}\n"
+    files = (write(fastq(made_up_reads(20)), "a.fq"), write(f"@long\n{bases}+\n{quality}", "b.fq"))
+    made = set()
+    for workers in (1, 3):
+        out = tmp_path / str(workers) / "orfs.h5"
+        summary = stage(StageSpec(reads=files, model_length=100, workers=workers, on_error="skip"), out)
+        assert (summary.counts.n_reads, summary.skipped_records) == (20, 1)
+        made.add(digest(out))
+    assert len(made) == 1
+
+
 CHILD = """
 import sys, time
 from pathlib import Path
