@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -115,7 +116,12 @@ def two_files(write: WriteReads, reads: str) -> str:
 
 
 def members_of(pid: int) -> list[psutil.Process]:
-    return [child for child in psutil.Process(pid).children() if "crew_member" in " ".join(child.cmdline())]
+    found = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.NoSuchProcess):  # a short-lived one of some import, gone by now
+            if "crew_member" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.mark.parametrize("moment", ["StoreWriter.finish", "Layout.of", "_create"])
