@@ -134,9 +134,7 @@ class MeasureSettings(ComputeSettings, ReadingSettings):
 class ValidateSettings(MeasureSettings):
     """Does this machine, with these weights, meet the profile?"""
 
-    fail_on_criteria: bool = Field(
-        True, description="a criterion missed, or a reviewer's no, fails the flow run"
-    )
+    fail_on_criteria: bool = Field(True, description="a criterion missed, or a reviewer's no, fails the flow run")
     approval: bool = Field(False, description="pause after the report until a reviewer has answered")
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
 

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, TrainSettings
+from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, ReadingSettings, TrainSettings
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.weights import check_models
 from virnuc_core.engine.devices import Device, resolve
@@ -18,6 +18,7 @@ from virnuc_core.inbox import Ledger
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.remote import is_remote
 from virnuc_core.reads.sources import find_inputs
+from virnuc_core.results import check_readable_twice
 from virnuc_core.training import read_truth
 
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
@@ -27,9 +28,10 @@ LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows af
 def check(settings: ComputeSettings, *, reads: Sequence[str], models: Path, out: Path, base: EngineSpec) -> None:
     """Refuse at once what could only fail later; nothing is written.
 
-    Errors: `InputError` for reads that are not there, are no reads, or hold none, for an inbox that is no folder and a
-    table of origins that cannot be used; `WeightsError` for what the headers of the weights tell; `DeviceError`;
-    `ConfigError` for settings that cannot run on these devices or an output that cannot be written.
+    Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, for an
+    inbox that is no folder and a table of origins that cannot be used; `WeightsError` for what the headers of the
+    weights tell; `DeviceError`; `ConfigError` for settings that cannot run on these devices or an output that cannot be
+    written.
     """
     local = tuple(name for name in reads if not is_remote(name))
     if local:
@@ -38,6 +40,8 @@ def check(settings: ComputeSettings, *, reads: Sequence[str], models: Path, out:
             settings.on_error if isinstance(settings, ReadingSettings) else "stop",
             alone=len(local) == len(reads),
         )
+    if local and isinstance(settings, PredictSettings) and settings.write_viral:
+        check_readable_twice(local)
     if isinstance(settings, InboxSettings):
         Ledger(settings.inbox, settings.out)
     if isinstance(settings, TrainSettings):

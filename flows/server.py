@@ -31,7 +31,7 @@ def attended(command: Sequence[str]) -> list[str]:
     if list(command[:2]) != [sys.executable, "-m"]:
         logger.warning("the embedded server is started in a way unknown here; it may outlive a killed run")
         return list(command)
-    return [sys.executable, "-m", ATTENDED, str(os.getpid()), *command[2:]]
+    return [sys.executable, "-P", "-m", ATTENDED, str(os.getpid()), *command[2:]]
 
 
 def keep_server_ours() -> None:

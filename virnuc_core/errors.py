@@ -67,5 +67,12 @@ class WorkerError(VirnucError):
         super().__init__(problem)
 
 
+class SpentInputError(VirnucError):
+    """Staging failed in a way that another try might mend, but its reads came through a pipe and are gone."""
+
+    def __init__(self, problem: str, *, hint: str) -> None:
+        super().__init__(f"{problem}; {hint}")
+
+
 class RunMismatchError(ConfigError):
     """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""

@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from virnuc_core.decimals import shortest
 from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
-from virnuc_core.reads.sources import STDIN, find_inputs
+from virnuc_core.reads.sources import STDIN, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL, OrfStore
 from virnuc_core.rundir import RunDir, whole_file
 
@@ -246,6 +246,14 @@ class ViralReads:
     threshold: float
 
 
+def check_readable_twice(reads: Sequence[str]) -> None:
+    """Refuse to pick viral reads from what is gone once it was read. Errors: `InputError`."""
+    for name in find_inputs(tuple(reads)).files:
+        if not can_be_read_twice(name):
+            what = "standard input" if name == STDIN else name
+            raise InputError(f"{what} cannot be read twice", hint="put the reads into a file to get the viral ones")
+
+
 def write_viral(
     run: RunDir, store: OrfStore, reads: Sequence[str], *, threshold: float = THRESHOLD, on_error: OnError = "stop"
 ) -> ViralReads:
@@ -253,10 +261,9 @@ def write_viral(
 
     FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
     input gives the same bytes. `reads` and `on_error` are those the store was made from. Errors: `InputError` when
-    the input is not what was staged, or was standard input.
+    the input is not what was staged, or came through a pipe.
     """
-    if STDIN in reads:
-        raise InputError("standard input cannot be read twice", hint="put the reads into a file to get the viral ones")
+    check_readable_twice(reads)
     wanted = _viral_scores(run, store) >= threshold
     read = 0
     with ExitStack() as stack:

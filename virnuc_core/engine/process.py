@@ -128,7 +128,8 @@ def spawn(
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid())],
+            # -P: no module of the folder people stand in
+            [sys.executable, "-P", "-m", module, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -138,18 +138,24 @@ class _Member:
     def submit(self, job: Job[T]) -> Future[T]:
         """Have a job done after those submitted before. The answer raises `WorkerError` when the process fails."""
         if self._process is None:
-            self._process = self._start()
+            self._start()
         answer: Future[T] = Future()
         self._submitted += 1
         self._jobs.put((pickle.dumps(job, pickle.HIGHEST_PROTOCOL), answer))
         return answer
 
-    def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "virnuc_core.reads.crew_member", str(self._folder), str(self._worker)]
+    def _start(self) -> None:
+        # -P: no module of the folder people stand in; a session of its own: Ctrl-C is its caller's affair
+        command = [sys.executable, "-P", "-m", "virnuc_core.reads.crew_member", str(self._folder), str(self._worker)]
         try:
-            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        except OSError as error:
+            self._process = process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+            self._attend(process)
+        except (OSError, RuntimeError) as error:  # a thread that cannot be started is a RuntimeError
             raise WorkerError(f"a staging worker process could not be started: {error}") from error
+
+    def _attend(self, process: subprocess.Popen[bytes]) -> None:
         if hasattr(fcntl, "F_SETPIPE_SZ"):
             with suppress(OSError):  # more than this user may have
                 fcntl.fcntl(cast(IO[bytes], process.stdin), fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
@@ -157,7 +163,6 @@ class _Member:
             thread = threading.Thread(target=work, args=(process,), name=f"crew {self._worker}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        return process
 
     def _send(self, process: subprocess.Popen[bytes]) -> None:
         stdin = cast(IO[bytes], process.stdin)
@@ -192,7 +197,9 @@ class _Member:
         for thread in self._threads:
             thread.join()
         self._process.wait()
-        cast(IO[bytes], self._process.stdout).close()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(OSError):  # what was not written is of no use to anybody
+                cast(IO[bytes], pipe).close()
 
 
 def _answer_of(process: subprocess.Popen[bytes]) -> Any:
@@ -211,14 +218,16 @@ def _answer_of(process: subprocess.Popen[bytes]) -> Any:
     raise WorkerError(f"a staging worker process failed: {problem}", worker_traceback=trace)
 
 
-def serve(jobs: IO[bytes], answers: IO[bytes], draft: Draft) -> None:
-    """A member's loop: jobs in, answers out, until there are no more or nobody listens."""
+def serve(jobs: IO[bytes], answers: IO[bytes], open_draft: Callable[[], Draft]) -> None:
+    """A member's loop: jobs in, answers out, until there are no more or nobody listens. The first opens the draft."""
+    draft: Draft | None = None
     while True:
         try:
             job: Job[Any] = pickle.load(jobs)
         except (EOFError, pickle.UnpicklingError):  # the caller is gone, perhaps within a word
             return
         try:
+            draft = draft or open_draft()
             answer = (False, job.run(draft))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is told where it can be understood
             problem = error if isinstance(error, OSError) else f"{type(error).__name__}: {error}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 from pathlib import Path
 
@@ -10,6 +9,4 @@ from virnuc_core.reads.crew import serve
 from virnuc_core.reads.draft import Draft
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller decides; when it stops, our input ends
-    with Draft(Path(sys.argv[1]), int(sys.argv[2])) as draft:
-        serve(sys.stdin.buffer, sys.stdout.buffer, draft)
+    serve(sys.stdin.buffer, sys.stdout.buffer, lambda: Draft(Path(sys.argv[1]), int(sys.argv[2])))

@@ -24,6 +24,7 @@ from virnuc_core.reads.sources import Source
 
 OnError = Literal["stop", "skip"]
 
+_MOST_HELD_BYTES: Final = 64_000_000  # of pieces under way: few whole chromosomes at a time
 BLOCK_BYTES: Final = 1_000_000  # of one batch, unpacked; a few such arrays fit the second-level cache
 
 
@@ -172,9 +173,12 @@ class _Passage(Generic[A]):
             self._waiting.append(_Sent(pieces, None, None))
             yield from self._settle(self._ahead)
 
+    def _held_bytes(self) -> int:
+        return sum(len(sent.piece.data) for sent in self._waiting if sent.piece is not None)
+
     def _settle(self, left: int) -> Iterator[A]:
-        """Answers of the oldest pieces, until no more than `left` are waited for."""
-        while len(self._waiting) > left:
+        """Answers of the oldest pieces, until no more than `left` are waited for, nor many bytes."""
+        while len(self._waiting) > left or (left and self._held_bytes() > _MOST_HELD_BYTES):
             sent = self._waiting.popleft()
             if sent.piece is None or sent.pending is None:
                 assert sent.pieces.damage is not None

@@ -68,6 +68,8 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
     if n < 1:
         raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
     with _read_twice(source, out.parent) as files:
+        if any(out.resolve() == Path(name).resolve() for name in files):
+            raise ConfigError(f"{out}: is what is drawn from; choose another name")
         lengths = _count_lengths(files, out)
         bins = _bins(lengths)
         quotas = _quotas(np.array([part.before for part in bins]), n)

@@ -177,12 +177,26 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
         except ValueError as error:
             taken = lines.since
             at_the_cut = rest.damage is not None and not _skip_blank(lines)
+            if (whole := _four_lines(taken, start)) is not None:  # what is broken stands behind it, without a header
+                yield whole
+                lines.back(taken[4:])
+                continue
             lines.back(taken[1:])
             # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
             if _find_record(lines) or not at_the_cut:
                 broken(_explain(error, source.name, start, taken[0]))
     if rest.damage is not None:
         broken(rest.damage)
+
+
+def _four_lines(lines: list[str], start: int) -> Record | None:
+    """The record that the first four lines are, if they are one and other lines follow."""
+    if len(lines) < 5 or not lines[0].startswith("@") or not lines[2].startswith("+"):
+        return None
+    title, bases, again, quality = (line.rstrip() for line in (lines[0][1:], lines[1], lines[2][1:], lines[3]))
+    if len(bases) != len(quality) or again not in ("", title) or set(bases.upper()) - set(LETTERS):
+        return None
+    return Record(_id(title), _bytes(bases), start, _bytes(f"@{title}\n{bases}\n+\n{quality}\n"))
 
 
 def _skip_blank(lines: _Lines) -> bool:

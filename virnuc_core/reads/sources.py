@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import importlib
 import lzma
+import stat
 import sys
 import zlib
 from collections.abc import Callable
@@ -26,6 +27,11 @@ class Inputs:
 
     files: tuple[str, ...]  # paths, or "-" for standard input
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
+
+
+def can_be_read_twice(name: str) -> bool:
+    """Whether an input is a file: what comes through a pipe is gone once it was read."""
+    return name != STDIN and stat.S_ISREG(Path(name).stat().st_mode)
 
 
 class DamagedInput(InputError):  # noqa: N818  # named for what the caller has in hand

@@ -8,7 +8,6 @@ import logging
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -22,13 +21,13 @@ import psutil
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
-from virnuc_core.errors import ConfigError, InputError, RunMismatchError
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
 from virnuc_core.reads.batch import ReadBatch
 from virnuc_core.reads.crew import Crew
 from virnuc_core.reads.lay import Laid, Lay, Look, Seen, to_send
 from virnuc_core.reads.parse import OnError, ParseLog, Skipped, in_order
 from virnuc_core.reads.pieces import Piece
-from virnuc_core.reads.sources import STDIN, Inputs, find_inputs
+from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts
 from virnuc_core.reads.write import StoreWriter, fingerprint_for
 from virnuc_core.rundir import whole_file, write_text_whole
@@ -161,10 +160,24 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
 
     The store appears whole or not at all. Skipped records are listed in `skipped.tsv` beside it.
     Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
-    when `out` holds other reads and may not be replaced.
+    when `out` holds other reads and may not be replaced; `SpentInputError` for what another try might mend, where reads
+    came through a pipe.
     """
-    clock = _Clock(spec.workers)
     inputs = find_inputs(spec.reads)
+    try:
+        return _stage(spec, inputs, out, may_replace)
+    except (WorkerError, MemoryError, OSError) as error:
+        spent = [name for name in inputs.files if not can_be_read_twice(name)]
+        if not spent:
+            raise
+        raise SpentInputError(
+            f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone",
+            hint="send it again, or put it into a file",
+        ) from error
+
+
+def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> StageSummary:
+    clock = _Clock(spec.workers)
     try:
         with (
             _scratch(out) as folder,
@@ -257,7 +270,7 @@ def _write(
         writer.add(laid)
         clock.add(laid)
     count = next(numbers)
-    if count == 0 and not all(_can_be_read_twice(name) for name in inputs.files):
+    if count == 0 and not all(can_be_read_twice(name) for name in inputs.files):
         raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
     before = time.perf_counter()
     writer.finish(out, count)
@@ -266,7 +279,7 @@ def _write(
 
 def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: _SkipLog, crew: Crew) -> bool:
     """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
-    if not out.is_file() or not all(_can_be_read_twice(name) for name in inputs.files):
+    if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
         return False
     try:
         store = OrfStore.open(out)
@@ -282,10 +295,6 @@ def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: _SkipLog, crew:
     for seen in in_order(inputs.files, log.log, look, ahead=crew.ahead):
         fingerprint.add(seen.leaves)
     return fingerprint.hexdigest() == store.fingerprint
-
-
-def _can_be_read_twice(name: str) -> bool:
-    return name != STDIN and stat.S_ISREG(Path(name).stat().st_mode)
 
 
 class _SkipLog:

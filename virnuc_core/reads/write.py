@@ -224,8 +224,8 @@ def _flushing(path: Path) -> Iterator[None]:
                 os.fsync(file.fileno())
 
     with ThreadPoolExecutor(1, "flush") as thread:
-        flushed = thread.submit(flush)
         try:
+            flushed = thread.submit(flush)
             yield
         finally:
             done.set()

@@ -510,3 +510,33 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
         batches = list(parse((str(real_data / entry["file"]),)))
         assert sum(len(batch) for batch in batches) == int(entry["records"]), entry["file"]
         assert sum(len(batch.bases) for batch in batches) == int(entry["bases"]), entry["file"]
+
+
+@pytest.mark.parametrize("before", ["", "@w\nACGT\nACGT\n+\nIIII\nIIII\n"])
+def test_a_record_without_header_takes_no_good_one_along(write: WriteReads, before: str) -> None:
+    """Whether the file went through Biopython by then or not."""
+    good, bad = "@good\nACGTACGT\n+\nIIIIIIII\n", "bad_no_at\nACGTACGT\n+\nIIIIIIII\n"
+    listed: list[Skipped] = []
+    found = reads_of(write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", listed.append))
+    assert [name for name, _ in found][-2:] == ["good", "next"]
+    assert [skipped.line for skipped in listed] == [before.count("\n") + 5]
+
+
+def test_few_large_records_wait_at_a_time(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virnuc_core.reads.parse._MOST_HELD_BYTES", 1_000)
+    asked: list[int] = []
+
+    @dataclass
+    class Later:
+        item: Piece | ReadBatch
+
+        def __post_init__(self) -> None:
+            asked.append(1)
+            assert len(asked) <= 4, "two of 400 bytes may wait, the third makes the first be awaited"
+
+        def result(self) -> Reading:
+            asked.pop()
+            return read(self.item)
+
+    path = write("".join(f">r{i}\n{'A' * 400}\n" for i in range(50)))
+    assert sum(len(answer.batch) for answer in in_order((path,), ParseLog(), Later, ahead=40, block_bytes=400)) == 50

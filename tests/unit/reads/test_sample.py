@@ -136,3 +136,11 @@ def test_lengths_of_long_reads_stay_close(real_data: Path, tmp_path: Path) -> No
     summary = sample(str(real_data / "reads" / "nanopore_flu_BC01.fastq.gz"), 200, tmp_path / "out.fastq.gz", seed=3)
     assert (summary.reads_before, summary.reads_after) == (1000, 200)
     assert summary.distance < 0.03  # a draw without bins has about 0.06 on 200 reads
+
+
+def test_a_sample_never_replaces_what_it_is_drawn_from(tmp_path: Path) -> None:
+    path = tmp_path / "reads.fa"
+    path.write_text(">a\nACGT\n>b\nACGTA\n")
+    with pytest.raises(ConfigError, match="is what is drawn from"):
+        sample(str(path), 1, tmp_path / "." / "reads.fa")
+    assert path.read_text().count(">") == 2

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -17,7 +18,8 @@ from types import ModuleType
 import psutil
 import pytest
 
-from virnuc_core.errors import InputError, WorkerError
+from tasks.retries import can_help
+from virnuc_core.errors import InputError, SpentInputError, WorkerError
 from virnuc_core.reads import crew as crew_module
 from virnuc_core.reads.crew import Crew
 from virnuc_core.reads.stage import StageSpec, stage
@@ -168,17 +170,62 @@ def test_members_end_when_their_caller_is_killed(write: WriteReads, tmp_path: Pa
 def test_a_member_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = crew_module._Member._start
 
-    def start_and_kill(self: crew_module._Member) -> subprocess.Popen[bytes]:
-        process = start(self)
-        process.kill()
-        process.wait()
-        return process
+    def start_and_kill(self: crew_module._Member) -> None:
+        start(self)
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
 
     monkeypatch.setattr(crew_module._Member, "_start", start_and_kill)
     with pytest.raises(WorkerError, match=r"worker process ended \(exit code -9\)"):
         stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), workers=2), tmp_path / "orfs.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]
     assert psutil.Process().children() == []
+
+
+def test_a_member_that_dies_spends_what_came_through_a_pipe(tmp_path: Path) -> None:
+    """Another try would begin in the middle of the reads: it must not be made, and the message says so."""
+    fifo = tmp_path / "reads.fq"
+    os.mkfifo(fifo)
+    (tmp_path / "text").write_text(fastq(made_up_reads(3_000)))
+    feeder = subprocess.Popen([sys.executable, "-c", FEEDER, str(tmp_path / "text"), str(fifo)])
+    killer = threading.Thread(target=kill_first_member)
+    killer.start()
+    try:
+        with pytest.raises(SpentInputError, match=r"worker process ended .* what came from .*reads.fq is gone"):
+            stage(StageSpec(reads=(str(fifo),), workers=2), tmp_path / "orfs.h5")
+    finally:
+        killer.join()
+        feeder.kill()
+        feeder.wait()
+    assert not can_help(SpentInputError("gone", hint="again"))
+    assert not (tmp_path / "orfs.h5").exists()
+
+
+FEEDER = """
+import sys
+text = open(sys.argv[1]).read()
+with open(sys.argv[2], "w") as fifo:
+    for _ in range(1000):
+        fifo.write(text)
+"""
+
+
+def kill_first_member() -> None:
+    for _ in range(2000):
+        for member in members_of(os.getpid()):
+            member.kill()
+            return
+        time.sleep(0.01)
+
+
+def test_members_import_nothing_from_the_folder_people_stand_in(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write("raise SystemExit(3)", "numpy.py")
+    monkeypatch.chdir(tmp_path)
+    made = stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), workers=2), tmp_path / "orfs.h5")
+    assert made.counts.n_reads == 2
 
 
 @pytest.fixture
