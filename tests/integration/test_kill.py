@@ -69,7 +69,8 @@ def test_an_attended_program_keeps_its_arguments_its_signals_and_its_exit_code(t
         "time.sleep(60)\n"
     )
     command = attended([sys.executable, "-m", "program", "--port", "1"])
-    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as program:
+    found = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    with subprocess.Popen(command, env=found, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
         assert program.stdout.readline() == "['--port', '1']\n"
         program.terminate()
@@ -89,7 +90,9 @@ def test_an_attended_program_ends_after_its_parent_though_the_starting_thread_wa
         "print(child.pid, child.poll(), flush=True)\n"
         "time.sleep(60)\n"
     )
-    parent = subprocess.Popen([sys.executable, "parent.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    found = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    parent = subprocess.Popen(command, env=found, stdout=subprocess.PIPE, text=True)
     try:
         assert parent.stdout is not None
         pid, code = parent.stdout.readline().split()
