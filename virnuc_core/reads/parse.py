@@ -202,12 +202,18 @@ class _Passage(Generic[A]):
                 sent.pending.result()  # dropped: these lines are no records of their own
                 rest.append(sent.piece.data)
         waiting: deque[Pending[A]] = deque()
-        for batch in self._slow_batches(pieces, piece, b"".join(rest), taken.next_line):
-            waiting.append(self._work(batch))
-            while len(waiting) > self._ahead:
-                yield waiting.popleft().result()
-        while waiting:
+        trouble: InputError | None = None
+        try:
+            for batch in self._slow_batches(pieces, piece, b"".join(rest), taken.next_line):
+                waiting.append(self._work(batch))
+                while len(waiting) > self._ahead:
+                    yield waiting.popleft().result()
+        except InputError as error:
+            trouble = error
+        while waiting:  # what stands before the trouble comes before it
             yield waiting.popleft().result()
+        if trouble is not None:
+            raise trouble
 
     def _slow_batches(self, pieces: Pieces, piece: Piece, data: bytes, line: int) -> Iterator[ReadBatch]:
         iterate = iterate_fastq if piece.form == "fastq" else iterate_fasta

@@ -177,9 +177,10 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
         except ValueError as error:
             taken = lines.since
             at_the_cut = rest.damage is not None and not _skip_blank(lines)
-            if (whole := _four_lines(taken, start)) is not None:  # what is broken stands behind it, without a header
-                yield whole
-                lines.back(taken[4:])
+            if (whole := _complete(taken, start)) is not None:  # what is broken stands behind it, without a header
+                record, ends = whole
+                yield record
+                lines.back(taken[ends:])
                 continue
             lines.back(taken[1:])
             # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
@@ -189,14 +190,24 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
         broken(rest.damage)
 
 
-def _four_lines(lines: list[str], start: int) -> Record | None:
-    """The record that the first four lines are, if they are one and other lines follow."""
-    if len(lines) < 5 or not lines[0].startswith("@") or not lines[2].startswith("+"):
+def _complete(lines: list[str], start: int) -> tuple[Record, int] | None:
+    """The record that `lines` begin with and how many lines it has, if it is a good one and other lines follow."""
+    plus = next((i for i, line in enumerate(lines) if i and line.startswith("+")), len(lines))
+    if plus == len(lines) or not lines[0].startswith("@"):
         return None
-    title, bases, again, quality = (line.rstrip() for line in (lines[0][1:], lines[1], lines[2][1:], lines[3]))
-    if len(bases) != len(quality) or again not in ("", title) or set(bases.upper()) - set(LETTERS):
+    title, again = lines[0][1:].rstrip(), lines[plus][1:].rstrip()
+    bases = "".join(line.rstrip() for line in lines[1:plus])
+    ends, letters = plus + 1, 0
+    while ends < len(lines) and letters < len(bases):
+        letters += len(lines[ends].rstrip())
+        ends += 1
+    swallowed = any(line.startswith("@") for line in lines[plus + 2 : ends])  # too few quality letters, and a header
+    if letters != len(bases) or swallowed or ends == len(lines):
         return None
-    return Record(_id(title), _bytes(bases), start, _bytes(f"@{title}\n{bases}\n+\n{quality}\n"))
+    if again not in ("", title) or set(bases.upper()) - set(LETTERS):
+        return None
+    quality = "".join(line.rstrip() for line in lines[plus + 1 : ends])
+    return Record(_id(title), _bytes(bases), start, _bytes(f"@{title}\n{bases}\n+\n{quality}\n")), ends
 
 
 def _skip_blank(lines: _Lines) -> bool:

@@ -351,6 +351,7 @@ broken_texts = st.text(alphabet="@>+;ACGTNE \n\r\t!I\u00a0", max_size=200)
 
 @settings(max_examples=200)
 @given(st.lists(st.one_of(fasta_texts(), fastq_texts(), broken_texts), min_size=1, max_size=4), st.integers(1, 200))
+@example([">\r>\r@"], 1)
 def test_reading_ahead_makes_no_difference(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], block_bytes: int
 ) -> None:
@@ -513,13 +514,14 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
 
 
 @pytest.mark.parametrize("before", ["", "@w\nACGT\nACGT\n+\nIIII\nIIII\n"])
-def test_a_record_without_header_takes_no_good_one_along(write: WriteReads, before: str) -> None:
-    """Whether the file went through Biopython by then or not."""
-    good, bad = "@good\nACGTACGT\n+\nIIIIIIII\n", "bad_no_at\nACGTACGT\n+\nIIIIIIII\n"
+@pytest.mark.parametrize("good", ["@good\nACGTACGT\n+\nIIIIIIII\n", "@good\nACGT\nACGT\n+good\nIII\nIIIII\n"])
+def test_a_record_without_header_takes_no_good_one_along(write: WriteReads, before: str, good: str) -> None:
+    """Whether the file went through Biopython by then or not, and whether the good one is wrapped or not."""
+    bad = "bad_no_at\nACGTACGT\n+\nIIIIIIII\n"
     listed: list[Skipped] = []
     found = reads_of(write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", listed.append))
     assert [name for name, _ in found][-2:] == ["good", "next"]
-    assert [skipped.line for skipped in listed] == [before.count("\n") + 5]
+    assert [skipped.line for skipped in listed] == [(before + good).count("\n") + 1]
 
 
 def test_few_large_records_wait_at_a_time(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:

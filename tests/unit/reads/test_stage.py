@@ -8,7 +8,9 @@ import random
 import re
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import h5py
 import numpy as np
@@ -250,9 +252,6 @@ def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monk
     assert list((tmp_path / "run").iterdir()) == []
 
 
-# ids
-
-
 def test_what_the_disk_says_once_while_the_store_is_written_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +265,23 @@ def test_what_the_disk_says_once_while_the_store_is_written_is_not_lost(
     (tmp_path / "store").touch()
     with pytest.raises(OSError, match="Input/output error"), write_module._flushing(tmp_path / "store"):
         assert said.wait(10)
+
+
+def test_an_interrupt_as_the_flush_begins_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting for the thread's start is where the interpreter looks for signals."""
+
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, *job: Any, **words: Any) -> Any:
+            super().submit(*job, **words)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(write_module, "ThreadPoolExecutor", Interrupted)
+    (tmp_path / "store").touch()
+    with pytest.raises(KeyboardInterrupt), write_module._flushing(tmp_path / "store"):
+        pass
+
+
+# ids
 
 
 def test_reads_that_share_an_id_are_kept_apart(write: WriteReads, tmp_path: Path) -> None:

@@ -253,6 +253,14 @@ def test_a_job_that_fails_elsewhere_brings_its_traceback(
     assert psutil.Process().children() == []
 
 
+def test_a_draft_that_cannot_be_opened_elsewhere_is_told_like_one_here(tmp_path: Path, jobs: ModuleType) -> None:
+    (tmp_path / "sheets.1").mkdir()
+    with Crew(tmp_path, 2) as crew:
+        crew.submit(jobs.Pid())
+        with pytest.raises(IsADirectoryError):
+            crew.submit(jobs.Pid()).result()
+
+
 def test_a_job_that_fails_here_is_told_in_its_turn(tmp_path: Path, jobs: ModuleType) -> None:
     with Crew(tmp_path, 1) as crew:
         failed = crew.submit(jobs.Fails(OSError(errno.ENOSPC, "No space left")))
