@@ -288,7 +288,7 @@ def weights(models: Path | None, *, hashed: bool) -> Iterator[Finding]:
     if models is None:
         yield Finding("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
         return
-    from virnuc_core.encoders.weights import check_models, fingerprint
+    from virnuc_core.encoders.checkpoint import check_models, fingerprint
 
     try:
         check_models(models)

@@ -87,7 +87,7 @@ def together(found: Sequence[tuple[Device, NDArray[np.float32]]]) -> Iterator[Fi
 
 
 def _prepare(folder: Path) -> Small:
-    from virnuc_core.encoders.weights import init_random
+    from virnuc_core.encoders.checkpoint import init_random
 
     models, store = folder / "models", folder / "orfs.h5"
     init_random(models, model_length=LENGTH, seed=SEED)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
+from virnuc_core.report.build import RUN_PREFIX
 from virnuc_core.rundir import RunDir
-from virnuc_core.validation.gather import RUN_PREFIX
 
 NOTHING: Final = "; nothing had to be computed"
 

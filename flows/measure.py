@@ -7,8 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from flows import preflight
+from flows.crash_detection import announce
 from flows.parameters import MeasureSettings
-from flows.presence import announce
 from tasks.baseline import baseline
 from tasks.ceiling import ceiling
 from tasks.compare import BASELINE, compare
@@ -20,10 +20,10 @@ from tasks.stage import stage
 from virnuc_core.config import Devices, Profile
 from virnuc_core.pipeline import model_length, read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.report.build import RUN_PREFIX
+from virnuc_core.report.model import Report
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.flops import ModelFlops
-from virnuc_core.validation.gather import RUN_PREFIX
-from virnuc_core.validation.records import Report
 
 HISTORY = "virnuc-history.jsonl"
 

@@ -47,8 +47,8 @@ def _parser(action: str) -> Parser:
 
 
 def _init_random(words: Sequence[str]) -> int:
-    from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES
-    from virnuc_core.encoders.weights import STORAGE, init_random
+    from virnuc_core.encoders.checkpoint import STORAGE, init_random
+    from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 
     parser = _parser("init-random")
     parser.add_argument("out", metavar="DIR", type=Path, help="models directory to write")
@@ -87,8 +87,8 @@ def _model_length(word: str) -> int:
 
 
 def _convert(words: Sequence[str]) -> int:
+    from virnuc_core.encoders.checkpoint import STORAGE
     from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
-    from virnuc_core.encoders.weights import STORAGE
 
     parser = _parser("convert")
     parser.add_argument("out", metavar="DIR", type=Path, help="models directory to write")
@@ -114,8 +114,8 @@ def _convert(words: Sequence[str]) -> int:
 
 
 def _fetch(words: Sequence[str]) -> int:
+    from virnuc_core.encoders.checkpoint import STORAGE
     from virnuc_core.encoders.fetch import fetch
-    from virnuc_core.encoders.weights import STORAGE
 
     parser = _parser("fetch")
     parser.add_argument("out", metavar="DIR", type=Path, help="models directory to write")

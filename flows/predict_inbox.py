@@ -11,11 +11,11 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 
 from flows import preflight
+from flows.crash_detection import announce
 from flows.forms import takes
 from flows.names import from_parameters
 from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
-from flows.presence import announce
 from flows.running import watch_for_cancellation
 from tasks.artifacts import cell, publish_table
 from tasks.guard import no_orphans
@@ -23,7 +23,7 @@ from tasks.logs import core_logs
 from tasks.states import done
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import InputError
-from virnuc_core.inbox import Fate, Ledger, Row, RowFate
+from virnuc_core.measure.inbox import Fate, Ledger, Row, RowFate
 from virnuc_core.pipeline import RunSummary
 from virnuc_core.provenance import now
 

@@ -10,16 +10,16 @@ from typing import Final
 
 from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, ReadingSettings, TrainSettings
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.weights import check_models
+from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.spec import resolve_engine
+from virnuc_core.engine.messages import resolve_engine
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.inbox import Ledger
+from virnuc_core.measure.inbox import Ledger
+from virnuc_core.measure.train import read_truth
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.remote import is_remote
 from virnuc_core.reads.sources import find_inputs
 from virnuc_core.results import check_readable_twice
-from virnuc_core.training import read_truth
 
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only

@@ -15,7 +15,7 @@ from tasks.logs import core_logs
 from tasks.states import done
 from tasks.tables import stage_rows
 from tasks.trace import Traces, counted, describe, mark_rows, operation_rows, trace, write_profile
-from virnuc_core.engine.spec import TraceSpec
+from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.rundir import RunDir, write_text_whole
 
 MEBIBYTE = 1 << 20

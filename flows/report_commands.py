@@ -15,8 +15,8 @@ from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import RunDir
 
 if TYPE_CHECKING:
-    from virnuc_core.validation.records import LabelAgreement
-    from virnuc_core.validation.regression import HistoryEntry
+    from virnuc_core.report.model import LabelAgreement
+    from virnuc_core.report.regression import HistoryEntry
 
 
 def compare(words: Sequence[str]) -> int:
@@ -35,8 +35,8 @@ def compare(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.tolerance < 0 or not 0 <= arguments.minimum <= 1:
         raise ConfigError("--tolerance must not be negative, --minimum lies between 0 and 1")
-    from virnuc_core.validation.compare import compare as hold
-    from virnuc_core.validation.compare import meets
+    from virnuc_core.report.compare import compare as hold
+    from virnuc_core.report.compare import meets
 
     found = hold(
         arguments.a, arguments.b, tolerance=arguments.tolerance, mode=arguments.mode, subset_of_a=arguments.subset
@@ -74,7 +74,7 @@ def report(words: Sequence[str]) -> int:
     )
     arguments = parser.parse_args(words)
     from virnuc_core.config import load_profile
-    from virnuc_core.validation.report import rerender, write_report
+    from virnuc_core.report.render import rerender, write_report
 
     if arguments.profile is None:
         rerender(arguments.dir)
@@ -89,7 +89,7 @@ def verify(words: Sequence[str]) -> int:
     parser = command_parser("verify", "Recompute every number of a report from raw files, and name what differs.")
     parser.add_argument("dir", metavar="DIR", type=Path, help="directory of the validation")
     arguments = parser.parse_args(words)
-    from virnuc_core.validation.verify import report_lines, verify_report
+    from virnuc_core.report.verify import report_lines, verify_report
 
     found = verify_report(arguments.dir)
     sys.stdout.write("\n".join(report_lines(found)) + "\n")
@@ -111,8 +111,8 @@ def overhead(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.pairs < 1 or arguments.shards < 1:
         raise ConfigError("--pairs and --shards are 1 or more")
-    from virnuc_core.overhead import OverheadSpec, measure_again
-    from virnuc_core.validation.extras import overhead_text
+    from virnuc_core.measure.overhead import OverheadSpec, measure_again
+    from virnuc_core.report.sections import overhead_text
 
     report = measure_again(
         arguments.dir,
@@ -137,7 +137,7 @@ def rescore(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if not 0 <= arguments.threshold <= 1:
         raise ConfigError("--threshold lies between 0 and 1")
-    from virnuc_core.rescore import rescore as score
+    from virnuc_core.measure.rescore import rescore as score
 
     summary = score(RunDir(arguments.run), arguments.head, RunDir(arguments.out), threshold=arguments.threshold)
     results = summary.results
@@ -152,7 +152,7 @@ def history(words: Sequence[str]) -> int:
     parser.add_argument("--profile", help="only runs of this profile")
     parser.add_argument("--chart", metavar="PATH", type=Path, help="also draw the newest series of like runs, as SVG")
     arguments = parser.parse_args(words)
-    from virnuc_core.validation.regression import check, read_history
+    from virnuc_core.report.regression import check, read_history
 
     if not arguments.file.is_file():
         raise InputError("no such file", file=arguments.file, hint="a validation writes it beside its directory")
@@ -180,9 +180,9 @@ def history(words: Sequence[str]) -> int:
 
 def _draw(kept: Sequence[HistoryEntry], path: Path) -> int:
     """The trend of the newest run and those like it; 1 when there are not two of them."""
+    from virnuc_core.report.charts import history as chart
+    from virnuc_core.report.regression import points
     from virnuc_core.rundir import write_text_whole
-    from virnuc_core.validation.plots import history as chart
-    from virnuc_core.validation.regression import points
 
     drawing = chart(points(kept, kept[-1])) if kept else None
     if drawing is None:

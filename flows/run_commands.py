@@ -82,7 +82,7 @@ def validate(words: Sequence[str]) -> int:
     sys.stdout.write(f"\n{state.message}\nReport: {folder / 'report.html'}\n")
     ui_hint(state.state_details.flow_run_id)
     from tasks.states import REJECTED
-    from virnuc_core.validation.report import read_report
+    from virnuc_core.report.render import read_report
 
     missed = state.name == REJECTED or read_report(folder / "report.json").failed
     return CRITERION_FAILED if missed else 0

@@ -17,7 +17,7 @@ from tasks.logs import core_logs
 from tasks.states import done
 from tasks.tables import percent, with_unit
 from virnuc_core.config import load_profile
-from virnuc_core.validation.records import Report
+from virnuc_core.report.model import Report
 
 
 def _run_name() -> str:

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from prefect.server.api import server
 
-ATTENDED: Final = "flows.attended"
+ATTENDED: Final = "flows.die_with_parent"
 logger = logging.getLogger(__name__)
 
 

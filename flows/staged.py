@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Final
 
 from flows import preflight
+from flows.crash_detection import announce
 from flows.names import sample_of
 from flows.parameters import PredictSettings, ProfileSettings, TrainSettings
-from flows.presence import announce
 from flows.running import watch_for_cancellation
 from tasks.embed import embed
 from tasks.guard import device_slots
 from tasks.stage import stage
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.standby import Standby
+from virnuc_core.engine.prewarm import Standby
 from virnuc_core.pipeline import RunSummary, model_length, read_summary, stand_by
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.results import THRESHOLD

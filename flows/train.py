@@ -14,7 +14,7 @@ from tasks.logs import core_logs
 from tasks.states import done
 from tasks.train import describe, install_head
 from tasks.train import train as fit
-from virnuc_core.training import TrainSpec, TrainSummary
+from virnuc_core.measure.train import TrainSpec, TrainSummary
 
 
 def _run_name() -> str:

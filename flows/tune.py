@@ -10,10 +10,10 @@ from prefect import flow, runtime
 from prefect.client.schemas.objects import State
 
 from flows import preflight
+from flows.crash_detection import announce
 from flows.forms import takes
 from flows.names import from_parameters, sample_of
 from flows.parameters import SWEPT, TuneSettings
-from flows.presence import announce
 from flows.running import watch_for_cancellation
 from tasks.artifacts import publish_table
 from tasks.guard import no_orphans
@@ -23,7 +23,7 @@ from tasks.states import done
 from tasks.sweep import Entry, candidates, drop_slower_half, in_the_running, recommend
 from tasks.tune import Bench, measure, trial_rows, write_settings, write_sweep
 from virnuc_core.config import EngineSpec, load_profile
-from virnuc_core.engine.spec import resolve_engine
+from virnuc_core.engine.messages import resolve_engine
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.stage import StageSpec

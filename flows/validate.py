@@ -23,9 +23,9 @@ from tasks.report import approval_form, emit_outcome
 from tasks.states import REJECTED, done, not_met
 from tasks.tables import met_sentence
 from virnuc_core.config import load_profile
+from virnuc_core.report.model import Report
+from virnuc_core.report.render import rerender
 from virnuc_core.rundir import RunDir
-from virnuc_core.validation.records import Report
-from virnuc_core.validation.report import rerender
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.engine.ceiling import measure_ceilings
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.spec import resolve_engine
+from virnuc_core.engine.messages import resolve_engine
+from virnuc_core.measure.ceiling import measure_ceilings
 from virnuc_core.telemetry.flops import ModelFlops
 
 

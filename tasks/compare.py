@@ -13,12 +13,12 @@ from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
 from tasks.tables import comparison_rows, percent
+from virnuc_core.report.bitwise import bitwise, cosines
+from virnuc_core.report.build import write_comparisons
+from virnuc_core.report.compare import compare as hold
+from virnuc_core.report.model import Comparison
+from virnuc_core.report.verify import dna_width
 from virnuc_core.rundir import RunDir
-from virnuc_core.validation.compare import compare as hold
-from virnuc_core.validation.exact import bitwise, cosines
-from virnuc_core.validation.gather import write_comparisons
-from virnuc_core.validation.records import Comparison
-from virnuc_core.validation.verify import dna_width
 
 BASELINE = "baseline"
 

@@ -19,7 +19,7 @@ from tasks.states import done
 from tasks.tables import stage_rows
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.standby import Standby
+from virnuc_core.engine.prewarm import Standby
 from virnuc_core.errors import WorkerError
 from virnuc_core.pipeline import RunSummary, Watch, classify, read_summary
 from virnuc_core.reads.stage import StageSummary

@@ -18,8 +18,8 @@ from tasks.states import done
 from tasks.tables import overhead_rows, overhead_sentence
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.overhead import measure_overhead
-from virnuc_core.validation.overhead import OverheadFile
+from virnuc_core.measure.overhead import measure_overhead
+from virnuc_core.report.overhead import OverheadFile
 
 
 @task(name="commits", task_run_name="commits of {label} on {devices}", cache_policy=NO_CACHE, **POLICY)

@@ -28,13 +28,13 @@ from tasks.states import done
 from tasks.tables import account_rows, criteria_rows, met_sentence, scaling_rows
 from virnuc_core import provenance
 from virnuc_core.config import Profile
-from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.reads.stage import StageSummary
+from virnuc_core.report.model import Criterion, Report
+from virnuc_core.report.render import write_report
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.validation.records import Criterion, Report
-from virnuc_core.validation.report import write_report
 
 
 @task(name="report", task_run_name="report {label}", cache_policy=NO_CACHE, **POLICY)

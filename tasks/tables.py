@@ -8,9 +8,9 @@ from typing import Final
 
 from tasks.artifacts import cell, verdict_cell
 from virnuc_core.pipeline import RunSummary
+from virnuc_core.report.model import Comparison, Criterion, Report
+from virnuc_core.report.overhead import OverheadFile
 from virnuc_core.telemetry.records import STAGES
-from virnuc_core.validation.overhead import OverheadFile
-from virnuc_core.validation.records import Comparison, Criterion, Report
 
 Rows = list[dict[str, str]]
 

@@ -23,8 +23,8 @@ from tasks.tables import Rows, percent
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.locks import run_lock
+from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.engine.pool import Pool
-from virnuc_core.engine.spec import TraceSpec
 from virnuc_core.engine.tracing import WAIT, Operation, TraceTable, read_table, table_path
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import job_spec, prepare, workers

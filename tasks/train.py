@@ -13,9 +13,9 @@ from prefect.client.schemas.objects import State
 from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
+from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.training import TrainSpec, TrainSummary, train_head
 
 
 @task(name="train", task_run_name="train {label}", cache_policy=NO_CACHE, **POLICY)

@@ -27,11 +27,11 @@ from tasks.sweep import Candidate, Entry, Recommendation, Trial
 from tasks.tables import Rows, percent, with_unit
 from virnuc_core import provenance
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.locks import lock_device, run_lock
-from virnuc_core.engine.spec import resolve_engine
+from virnuc_core.engine.messages import resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.pipeline import EmbeddingMeasured, Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.store import OrfStore

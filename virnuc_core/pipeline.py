@@ -19,13 +19,11 @@ from typing import Any, Final
 
 from virnuc_core import provenance
 from virnuc_core.config import Devices, EngineSpec, RunSpec
-from virnuc_core.encoders.weights import fingerprint, open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
-from virnuc_core.engine.ceiling import model_flops
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.locks import run_lock
-from virnuc_core.engine.pool import Pool, PoolSummary
-from virnuc_core.engine.spec import (
+from virnuc_core.engine.messages import (
     Fingerprints,
     JobSpec,
     WorkerSpec,
@@ -33,8 +31,10 @@ from virnuc_core.engine.spec import (
     resolve_engine,
     result_settings,
 )
-from virnuc_core.engine.standby import Standby
+from virnuc_core.engine.pool import Pool, PoolSummary
+from virnuc_core.engine.prewarm import Standby
 from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.measure.ceiling import model_flops
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral

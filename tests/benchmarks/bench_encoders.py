@@ -32,14 +32,14 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import choose_backend
 from virnuc_core.encoders.ceiling import AHEAD, linear_pass, products
+from virnuc_core.encoders.checkpoint import RandomTensors
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.graphs import Graphed
+from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.packed import Encoder, PackedBatch
 from virnuc_core.encoders.precision import Resolved, resolve_precision
-from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.tuning import Tuning
-from virnuc_core.encoders.weights import RandomTensors
 from virnuc_core.errors import VirnucError
 
 SCHEMA_VERSION = 1

@@ -25,12 +25,12 @@ from typing import Any
 import torch
 
 from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.encoders.checkpoint import init_random
 from virnuc_core.encoders.load import load_dnabert_s, load_esm2
 from virnuc_core.encoders.packed import PackedBatch
-from virnuc_core.encoders.weights import init_random
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import Loader, Ready
-from virnuc_core.engine.spec import Order, resolve_engine
+from virnuc_core.engine.messages import Order, resolve_engine
 from virnuc_core.pipeline import Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage

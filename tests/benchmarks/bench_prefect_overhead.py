@@ -43,9 +43,9 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     from virnuc_core.engine.devices import resolve
     from virnuc_core.pipeline import classify, model_length, stage_reads
     from virnuc_core.reads.stage import StageSpec
+    from virnuc_core.report.build import write_comparisons
+    from virnuc_core.report.render import write_report
     from virnuc_core.rundir import RunDir
-    from virnuc_core.validation.gather import write_comparisons
-    from virnuc_core.validation.report import write_report
 
     started = time.perf_counter()
     from tasks.compare import comparisons
@@ -135,7 +135,7 @@ def once(way: str, given: argparse.Namespace, out: Path, environments: dict[str,
 
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each way, once per pair, after one unmeasured round that fills caches and makes databases."""
-    from virnuc_core.encoders.weights import init_random
+    from virnuc_core.encoders.checkpoint import init_random
     from virnuc_core.reads.simulate import SimulateSpec, simulate
 
     given.scratch.mkdir(parents=True, exist_ok=True)

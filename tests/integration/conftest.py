@@ -18,7 +18,7 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 
-from virnuc_core.encoders.weights import init_random
+from virnuc_core.encoders.checkpoint import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 

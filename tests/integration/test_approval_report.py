@@ -9,7 +9,7 @@ import pytest
 
 from flows import gate
 from flows.validate import validate
-from virnuc_core.validation.verify import verify_report
+from virnuc_core.report.verify import verify_report
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 

@@ -19,11 +19,11 @@ from flows.predict_inbox import predict_inbox
 from flows.train import train
 from flows.validate import validate
 from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.inbox import Ledger
+from virnuc_core.measure.inbox import Ledger
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
-from virnuc_core.validation.verify import verify_report
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
@@ -173,7 +173,7 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
 
 
 def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
-    from virnuc_core.encoders.weights import init_random
+    from virnuc_core.encoders.checkpoint import init_random
 
     folder = tmp_path / "models"
     init_random(folder)

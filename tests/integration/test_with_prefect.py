@@ -26,8 +26,8 @@ from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Running
 
 from flows.approve_command import approve
+from flows.crash_detection import BEGAN, PLACE, PROCESS, announce, place
 from flows.gate import ask
-from flows.presence import BEGAN, PLACE, PROCESS, announce, place
 from tasks.approval import Approval, form
 from tasks.artifacts import publish_markdown, publish_table
 from tasks.guard import device_slots, slot_name

@@ -9,7 +9,7 @@ from pathlib import Path
 from virnuc_core import provenance
 from virnuc_core.baseline.run import BaselineSummary
 from virnuc_core.config import BaselineSpec
-from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 

@@ -19,7 +19,7 @@ from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, 
 from virnuc_core.baseline.scaling import Growth, Subset, scale_phase, scale_stage
 from virnuc_core.baseline.worker import WorkerSpec
 from virnuc_core.config import BaselineName, BaselineSpec, Devices
-from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.locks import run_lock
 from virnuc_core.engine.process import generation

@@ -13,8 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.checkpoint import STORAGE, Part, Storage
 from virnuc_core.encoders.layouts import dnabert_tensors, esm2_tensors, head_tensors
-from virnuc_core.encoders.shapes import (
+from virnuc_core.encoders.model_config import (
     DnabertShape,
     Esm2Shape,
     HeadShape,
@@ -23,7 +24,7 @@ from virnuc_core.encoders.shapes import (
     read_esm2_shape,
     write_shape,
 )
-from virnuc_core.encoders.store import (
+from virnuc_core.encoders.tensor_files import (
     DictSource,
     SafetensorsSource,
     Source,
@@ -34,7 +35,6 @@ from virnuc_core.encoders.store import (
 )
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.encoders.unpickle import read_head
-from virnuc_core.encoders.weights import STORAGE, Part, Storage
 from virnuc_core.errors import ConfigError, WeightsError
 
 DNABERT_WIDTH: Final = 768

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import Attend, Backend, Layers, Rows, alibi_slopes, bind, rows_to_launch
 from virnuc_core.encoders.compiling import compile_block
+from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, make_dense
 from virnuc_core.encoders.segments import mean_of
-from virnuc_core.encoders.shapes import DnabertShape
-from virnuc_core.encoders.store import Readable
+from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.encoders.tuning import PLAIN, Tuning
 
 

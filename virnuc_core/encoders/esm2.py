@@ -10,11 +10,11 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import Attend, Backend, Layers, Rows, bind, rotary_tables, rows_to_launch
 from virnuc_core.encoders.compiling import compile_block
+from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, make_dense
 from virnuc_core.encoders.segments import mean_of, positions
-from virnuc_core.encoders.shapes import Esm2Shape
-from virnuc_core.encoders.store import Readable
+from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.encoders.tuning import PLAIN, Tuning
 
 PAD_ID: Final = 1

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from virnuc_core.encoders.checkpoint import Storage
 from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
-from virnuc_core.encoders.weights import Storage
 from virnuc_core.errors import WeightsError
 
 ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")

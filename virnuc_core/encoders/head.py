@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.shapes import HeadShape
-from virnuc_core.encoders.store import Readable
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.errors import WeightsError
 
 OTHERS: Final = 0

@@ -7,8 +7,8 @@ from typing import Final
 
 import torch
 
-from virnuc_core.encoders.shapes import DnabertShape, Esm2Shape, HeadShape
-from virnuc_core.encoders.store import DictSource, Rule, Source, Stored, Tensors
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.tensor_files import DictSource, Rule, Source, Stored, Tensors
 
 
 def _rule(theirs: str, ours: str, part: int = 0, of: int = 1) -> Rule:

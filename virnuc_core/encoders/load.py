@@ -9,13 +9,13 @@ import torch
 
 from virnuc_core.config import Attention, EngineSpec, Precision
 from virnuc_core.encoders.attention import choose_backend
+from virnuc_core.encoders.checkpoint import check_tokenizer, open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.head import Head, place_head
 from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.encoders.tuning import GATED_COLUMNS, PLAIN, Tuning, measured_best
-from virnuc_core.encoders.weights import check_tokenizer, open_dnabert, open_esm2, open_head
 from virnuc_core.errors import DeviceError
 
 

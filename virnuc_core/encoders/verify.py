@@ -10,12 +10,12 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, RANDOM_ORIGIN, Shape
 from virnuc_core.encoders.packed import Encoder, PackedBatch, Tokenizer
-from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, RANDOM_ORIGIN, Shape
-from virnuc_core.encoders.store import Tensors
+from virnuc_core.encoders.tensor_files import Tensors
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-from virnuc_core.encoders.weights import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.errors import WeightsError
 
 Verdict = Literal["pass", "fail", "not run"]

@@ -24,8 +24,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.packed import PackedBatch, Tokenizer
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.engine.messages import Order
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
-from virnuc_core.engine.spec import Order
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.telemetry.records import Encoder

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core import errors
+from virnuc_core.engine.messages import JobSpec, Order, WorkerSpec
+from virnuc_core.engine.poison_rows import Search
+from virnuc_core.engine.prewarm import Standby, start_worker
 from virnuc_core.engine.process import Child, end_children, generation
 from virnuc_core.engine.shards import Plan
-from virnuc_core.engine.spec import JobSpec, Order, WorkerSpec
-from virnuc_core.engine.standby import Standby, start_worker
-from virnuc_core.engine.suspects import Search
 from virnuc_core.telemetry.records import BatchRecord, ShardDone
 
 log = logging.getLogger(__name__)

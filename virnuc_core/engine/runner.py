@@ -13,8 +13,8 @@ from torch import Tensor
 from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.packed import Encoder
 from virnuc_core.engine.loader import Failure, Finished, Ready, ShardEnd, ShardStart, Source, packed
+from virnuc_core.engine.messages import Order
 from virnuc_core.engine.shards import ShardResult
-from virnuc_core.engine.spec import Order
 from virnuc_core.telemetry.records import BatchRecord
 
 

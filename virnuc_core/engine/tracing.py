@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.loader import Item, Ready, ShardEnd, ShardStart, Source
-from virnuc_core.engine.spec import TraceSpec
+from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.rundir import whole_file, write_text_whole
 
 SCHEMA_VERSION: Final = 1

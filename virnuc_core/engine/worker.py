@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from virnuc_core.engine.messages import JobSpec, Order, WorkerSpec
 from virnuc_core.engine.process import Parent
-from virnuc_core.engine.spec import JobSpec, Order, WorkerSpec
 
 if TYPE_CHECKING:
     from virnuc_core.engine.runner import Runner
@@ -134,7 +134,7 @@ class Worker:
 
     def _usual_length(self) -> int:
         """Tokens of a full chunk's row, for as long as the reads are not known."""
-        from virnuc_core.encoders.weights import open_head
+        from virnuc_core.encoders.checkpoint import open_head
 
         return open_head(Path(self.spec.models))[0].model_length // 3 + 2
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.encoders.weights import init_random
+from virnuc_core.encoders.checkpoint import init_random
 
 
 @pytest.fixture(scope="session")

@@ -18,14 +18,14 @@ from torch import Tensor
 from virnuc_core.encoders import kernels, product_kernels
 from virnuc_core.encoders.attention import Rows, alibi_slopes, bind, reference, rotary_tables
 from virnuc_core.encoders.attention_kernels import fused_attention
+from virnuc_core.encoders.checkpoint import RandomTensors
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.layouts import inv_freq
+from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.encoders.precision import FP8, quantise_rows
 from virnuc_core.encoders.segments import positions, segment_mean
-from virnuc_core.encoders.shapes import Esm2Shape
 from virnuc_core.encoders.tuning import Tuning
-from virnuc_core.encoders.weights import RandomTensors
 
 LENGTHS = (1, 52, 0, 67, 130, 2)
 SLOTS = sum(LENGTHS) + 70  # the tail is longer than a block

@@ -15,8 +15,8 @@ from virnuc_core.encoders.attention import alibi_slopes
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.layouts import dnabert_tensors
 from virnuc_core.encoders.load import load_dnabert_s
-from virnuc_core.encoders.shapes import DnabertShape
-from virnuc_core.encoders.store import DictSource
+from virnuc_core.encoders.model_config import DnabertShape
+from virnuc_core.encoders.tensor_files import DictSource
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed

@@ -14,8 +14,8 @@ import torch
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.layouts import esm2_tensors
 from virnuc_core.encoders.load import load_esm2
-from virnuc_core.encoders.shapes import Esm2Shape
-from virnuc_core.encoders.store import DictSource
+from virnuc_core.encoders.model_config import Esm2Shape
+from virnuc_core.encoders.tensor_files import DictSource
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
 from .encoder_batches import packed, proteins

@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.checkpoint import RandomTensors
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.graphs import Graphed
 from virnuc_core.encoders.load import load_dnabert_s, load_esm2
+from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.packed import Encoder, PackedBatch
 from virnuc_core.encoders.precision import Resolved
-from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.encoders.tuning import Tuning
-from virnuc_core.encoders.weights import RandomTensors
 from virnuc_core.errors import ConfigError
 
 from .encoder_batches import dnas, packed, proteins

@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from virnuc_core.encoders import fetch as fetching
 from virnuc_core.encoders import verify as verifying
+from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.encoders.fetch import fetch
-from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES
+from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.encoders.verify import ANCHORS, judge, verify
-from virnuc_core.encoders.weights import fingerprint
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")

@@ -14,11 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from virnuc_core.encoders.checkpoint import (
+    RandomTensors,
+    check_models,
+    fingerprint,
+    init_random,
+    open_esm2,
+    write_random,
+)
 from virnuc_core.encoders.layouts import esm2_tensors
 from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
-from virnuc_core.encoders.shapes import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
-from virnuc_core.encoders.store import DictSource, Rule, Tensors, write_tensors
-from virnuc_core.encoders.weights import RandomTensors, check_models, fingerprint, init_random, open_esm2, write_random
+from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
+from virnuc_core.encoders.tensor_files import DictSource, Rule, Tensors, write_tensors
 from virnuc_core.errors import ConfigError, WeightsError
 
 CPU = torch.device("cpu")
@@ -96,7 +103,7 @@ def test_a_taken_directory_and_unknown_sizes_are_refused(models: Path, tmp_path:
 
 
 def test_a_random_tensor_of_many_pieces_has_the_asked_spread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("virnuc_core.encoders.weights.DRAWN_AT_ONCE", 1000)
+    monkeypatch.setattr("virnuc_core.encoders.checkpoint.DRAWN_AT_ONCE", 1000)
     shape = Esm2Shape(layers=1, width=64, heads=2, ffn_width=256)
     write_random(tmp_path / "esm2", shape, 1, torch.float32)
     _, tensors = open_esm2(tmp_path)

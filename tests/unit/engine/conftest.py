@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.encoders.weights import init_random
+from virnuc_core.encoders.checkpoint import init_random
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 
 

@@ -11,7 +11,7 @@ from tasks.baseline import start_over
 from virnuc_core.baseline.record import record
 from virnuc_core.baseline.run import BaselineSummary
 from virnuc_core.config import BaselineSpec
-from virnuc_core.encoders.weights import fingerprint, init_random
+from virnuc_core.encoders.checkpoint import fingerprint, init_random
 from virnuc_core.engine.devices import Device
 from virnuc_core.provenance import read_record
 from virnuc_core.reads.simulate import SimulateSpec, simulate

@@ -9,7 +9,7 @@ import pytest
 
 from flows.cli import main
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
-from virnuc_core.encoders.weights import fingerprint
+from virnuc_core.encoders.checkpoint import fingerprint
 
 
 @pytest.mark.parametrize(("words", "length"), [((), DEFAULT_MODEL_LENGTH), (("--head", "300"), 300)])

@@ -12,8 +12,7 @@ from tasks.report import shares_of_time
 from tasks.tables import comparison_rows, criteria_rows, fate_rows, met_sentence, scaling_rows, stage_rows, with_unit
 from virnuc_core.config import Target
 from virnuc_core.pipeline import RunSummary
-from virnuc_core.telemetry.records import STAGES
-from virnuc_core.validation.records import (
+from virnuc_core.report.model import (
     BitwiseEquality,
     Comparison,
     Criterion,
@@ -23,6 +22,7 @@ from virnuc_core.validation.records import (
     ScalingFigure,
     StageFigure,
 )
+from virnuc_core.telemetry.records import STAGES
 
 
 def summary(**changes: Any) -> RunSummary:

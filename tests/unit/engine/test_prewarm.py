@@ -1,0 +1,101 @@
+"""Workers that wait for a job: they are the ones that do it, or they are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from virnuc_core.config import Devices, RunSpec
+from virnuc_core.engine.prewarm import Standby
+from virnuc_core.errors import InputError
+from virnuc_core.pipeline import classify, predict, stand_by
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.rundir import RunDir
+
+from .test_runs import SMALL, go, no_children, result_bytes
+
+ONE = Devices.parse("cpu:1")
+
+
+@pytest.fixture
+def standby(tiny_models: Path) -> Iterator[Standby]:
+    made = stand_by(tiny_models, ONE, SMALL)
+    yield made
+    made.close()
+    assert no_children()
+
+
+def only_child() -> int:
+    (child,) = psutil.Process().children()
+    return child.pid
+
+
+def test_the_worker_that_waited_does_the_job(
+    standby: Standby, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    pid = only_child()
+    deadline = time.monotonic() + 60
+    while psutil.Process(pid).memory_info().rss < 250 << 20 and time.monotonic() < deadline:  # torch is in
+        time.sleep(0.1)
+    time.sleep(1)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, standby=standby)
+    assert [worker["pid"] for worker in summary.workers] == [pid]
+    assert summary.workers[0]["waited_s"] > 0
+    go(tmp_path / "plain", staged, tiny_models, ONE)
+    assert result_bytes(tmp_path / "run") == result_bytes(tmp_path / "plain")
+    assert [log.name for log in (tmp_path / "run" / "logs").iterdir()] == [f"worker-{summary.workers[0]['device']}.log"]
+
+
+def test_a_worker_that_died_while_it_waited_is_replaced(
+    standby: Standby, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    pid = only_child()
+    os.kill(pid, signal.SIGKILL)
+    psutil.Process(pid).wait(10)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, standby=standby)
+    assert summary.workers[0]["pid"] != pid
+    assert summary.restarts == 0  # no work was lost
+
+
+def test_a_worker_started_with_other_settings_is_not_used(
+    standby: Standby, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    pid = only_child()
+    other = SMALL.model_copy(update={"token_budget": 2048})
+    summary = classify(
+        RunDir(tmp_path / "run"),
+        staged[1],
+        store=staged[0],
+        models=tiny_models,
+        devices=ONE,
+        engine=other,
+        standby=standby,
+    )
+    assert summary.workers[0]["pid"] != pid
+
+
+def test_reads_that_cannot_be_staged_leave_no_worker_and_no_folder(tmp_path: Path, tiny_models: Path) -> None:
+    broken = tmp_path / "broken.fastq"
+    broken.write_text("@r1\nACGT\n+\nIII\n")
+    with pytest.raises(InputError, match=r"broken\.fastq"):
+        predict(RunSpec(reads=(str(broken),), models=tiny_models, out=tmp_path / "out", devices="cpu:1", engine=SMALL))
+    assert no_children()
+    assert not (tmp_path / "out").exists()
+
+
+def test_folders_of_killed_processes_are_swept(
+    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "virnuc-standby-999999999-abc").mkdir()
+    mine = tmp_path / f"virnuc-standby-{os.getpid()}-abc"
+    mine.mkdir()
+    made = stand_by(tiny_models, ONE, SMALL)
+    made.close()
+    assert list(tmp_path.iterdir()) == [mine]

@@ -1,0 +1,132 @@
+"""The ledger of an inbox: content decides, fates are final, overlapping runs never work on the same content."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.measure.inbox import Fate, Ledger
+
+OLD = 1_700_000_000
+
+
+def put(folder: Path, name: str, text: str, age: int = 0) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    os.utime(path, (OLD - age, OLD - age))
+    return path
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    (tmp_path / "inbox").mkdir()
+    return Ledger(tmp_path / "inbox", tmp_path / "out")
+
+
+def fates(ledger: Ledger, **options: float) -> dict[str, str]:
+    return {row.file: row.fate for row in ledger.scan(settle_s=options.pop("settle_s", 60), **options)}
+
+
+def predicted(ledger: Ledger, file: str) -> Fate:
+    row = next(row for row in ledger.scan(settle_s=0) if row.file == file)
+    fate = Fate(row.sha256, "predicted", file, f"runs/{row.sha256[:16]}", "2026-01-01T00:00:00+00:00", 10, 3)
+    ledger.record(fate)
+    return fate
+
+
+def test_new_files_wait_oldest_first(ledger: Ledger) -> None:
+    put(ledger.inbox, "b.fa", ">b\nA\n", age=10)
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    assert list(fates(ledger).items()) == [("b.fa", "waiting"), ("a.fa", "waiting")]
+
+
+def test_a_file_that_may_still_be_arriving_is_not_read(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    rows = ledger.scan(settle_s=60, now_s=OLD + 59)
+    assert [(row.fate, row.sha256) for row in rows] == [("arriving", "")]
+    assert [row.fate for row in ledger.scan(settle_s=60, now_s=OLD + 61)] == ["waiting"]
+
+
+def test_hidden_and_partial_files_are_left_alone(ledger: Ledger) -> None:
+    for name in (".hidden.fa", "up.fa.part", ".tmp/x.fa", "y.tmp"):
+        put(ledger.inbox, name, ">a\nA\n")
+    assert fates(ledger) == {}
+
+
+def test_of_files_with_one_content_only_the_oldest_is_predicted(ledger: Ledger) -> None:
+    put(ledger.inbox, "second.fa", ">a\nA\n")
+    put(ledger.inbox, "sub/first.fa", ">a\nA\n", age=5)
+    assert fates(ledger) == {"sub/first.fa": "waiting", "second.fa": "duplicate"}
+
+
+def test_a_renamed_file_is_not_predicted_again_and_a_new_content_under_an_old_name_is(ledger: Ledger) -> None:
+    path = put(ledger.inbox, "a.fa", ">a\nA\n")
+    predicted(ledger, "a.fa")
+    assert fates(ledger) == {"a.fa": "predicted"}
+    path.rename(ledger.inbox / "b.fa")
+    assert fates(ledger) == {"b.fa": "duplicate"}
+    put(ledger.inbox, "a.fa", ">a\nC\n")
+    assert fates(ledger)["a.fa"] == "waiting"
+
+
+def test_the_table_tells_each_files_fate_and_remembers_files_that_are_gone(ledger: Ledger) -> None:
+    path = put(ledger.inbox, "a\tb.fa", ">a\nA\n")
+    predicted(ledger, "a\tb.fa")
+    ledger.write_table(ledger.scan(settle_s=0))
+    row = ledger.read_table()[0]
+    assert (row.file, row.fate, row.reads, row.viral) == ("a\tb.fa", "predicted", "10", "3")
+    path.unlink()
+    ledger.write_table(ledger.scan(settle_s=0))
+    assert [(row.file, row.fate) for row in ledger.read_table()] == [("a\tb.fa", "gone")]
+
+
+def test_an_unchanged_file_is_not_hashed_again(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    ledger.write_table(ledger.scan(settle_s=0))
+    before = ledger.read_table()[0].sha256
+
+    def never(_: Path) -> str:
+        raise AssertionError("hashed again")
+
+    monkeypatch.setattr("virnuc_core.measure.inbox._digest", never)
+    assert [row.sha256 for row in ledger.scan(settle_s=0)] == [before]
+    put(ledger.inbox, "a.fa", ">a\nAA\n")
+    with pytest.raises(AssertionError):
+        ledger.scan(settle_s=0)
+
+
+def test_only_one_run_holds_a_content(ledger: Ledger) -> None:
+    other = Ledger(ledger.inbox, ledger.out)
+    with ledger.claim("aa") as mine, other.claim("aa") as theirs, other.claim("bb") as another:
+        assert (mine, theirs, another) == (True, False, True)
+    with other.claim("aa") as now_mine:
+        assert now_mine
+
+
+def test_the_table_of_an_overlapping_run_shows_the_fate_found_meanwhile(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    rows = ledger.scan(settle_s=0)
+    predicted(Ledger(ledger.inbox, ledger.out), "a.fa")
+    ledger.write_table(rows)
+    assert ledger.read_table()[0].fate == "predicted"
+
+
+def test_a_fate_file_that_cannot_be_read_is_named(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    fate = predicted(ledger, "a.fa")
+    (ledger.out / "fates" / f"{fate.sha256}.json").write_text("{}")
+    with pytest.raises(ConfigError, match=fate.sha256):
+        ledger.scan(settle_s=0)
+
+
+def test_folders_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        Ledger(tmp_path / "absent", tmp_path / "out")
+    (tmp_path / "inbox").mkdir()
+    for out in ("inbox", "inbox/results"):
+        with pytest.raises(ConfigError, match="inside the inbox"):
+            Ledger(tmp_path / "inbox", tmp_path / out)

@@ -1,0 +1,165 @@
+"""Stored embeddings scored again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from virnuc_core import provenance
+from virnuc_core.encoders.checkpoint import fingerprint, init_random, write_random
+from virnuc_core.encoders.load import load_head
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.engine import shards
+from virnuc_core.errors import ConfigError, ShardError, WeightsError
+from virnuc_core.measure.rescore import rescore
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.results import write_results
+from virnuc_core.rundir import RunDir
+
+FILES = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
+
+
+def new_models(folder: Path, seed: int, model_length: int = 500) -> Path:
+    init_random(folder, esm2="tiny", dnabert_s="tiny", model_length=model_length, seed=seed)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_models(tmp_path_factory.mktemp("models"), seed=1)
+
+
+@pytest.fixture
+def run(tmp_path: Path, models: Path) -> RunDir:
+    """A finished run with random embeddings, one of its sequences failed."""
+    run = RunDir(tmp_path / "run")
+    made = simulate(SimulateSpec(reads=300, genome_length=3_000, seed=2), tmp_path / "reads.fasta")
+    stage(StageSpec(reads=(str(made.reads_file),)), run.store)
+    store = OrfStore.open(run.store)
+    prints = fingerprint(models)
+    record = provenance.new_record(
+        spec={},
+        model_length=500,
+        fingerprints={"reads": store.fingerprint, "head": prints.head},
+        resolved={},
+        devices=(),
+        store="orfs.h5",
+        widths={"dna": 64, "protein": 64},
+    )
+    provenance.write_record(run, record)
+    plan = shards.Plan((*range(0, store.n_uniques, 53), store.n_uniques), "made")
+    shards.write_plan(run, plan)
+    rng = np.random.default_rng(0)
+    head = load_head(models, torch.device("cpu"))
+    embeddings = rng.normal(size=(store.n_uniques, head.dna_width + head.protein_width)).astype(np.float32)
+    embeddings[7] = np.nan
+    scores = head.scores(torch.from_numpy(embeddings)).numpy()
+    for shard in range(len(plan)):
+        lo, hi = plan.range(shard)
+        shards.commit(run, plan, shard, shards.ShardResult(embeddings[lo:hi], scores[lo:hi]))
+    write_results(run, store, *shards.read_scores(run))
+    return run
+
+
+def content(run: RunDir) -> list[bytes]:
+    return [(run.root / name).read_bytes() for name in FILES]
+
+
+def test_the_same_head_gives_the_same_bytes(tmp_path: Path, run: RunDir, models: Path) -> None:
+    out = RunDir(tmp_path / "again")
+    summary = rescore(run, models, out)
+    assert content(out) == content(run)
+    assert summary.results.rows_failed > 0, "the failed sequence stays failed"
+    assert summary.head == fingerprint(models).head
+
+
+def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
+    other = new_models(tmp_path / "other", seed=9)
+    before = content(run)
+    out = RunDir(tmp_path / "new")
+    summary = rescore(run, other, out)
+    assert content(run) == before, "the run itself is left alone"
+    assert content(out) != before
+    store, plan = OrfStore.open(run.store), shards.read_plan(run)
+    embeddings = np.concatenate([result.embeddings for _, result in shards.results(run, plan)])
+    scores = load_head(other, torch.device("cpu")).scores(torch.from_numpy(embeddings)).numpy()
+    lines = [line.split("\t") for line in (out.root / FILES[0]).read_text().splitlines()[1:]]
+    unique = store.row_unique[:]
+    kept = unique[~np.isnan(scores[unique, 0])]
+    assert np.array_equal(np.array([np.float32(line[3]) for line in lines]), scores[kept, 1])
+    written = json.loads((out.root / "rescore.json").read_text())
+    assert written["schema_version"] == 1
+    assert written["head"] == summary.head == fingerprint(other).head
+    assert written["results"]["reads"] == 300
+
+
+def test_the_threshold_alone_moves_reads_only(tmp_path: Path, run: RunDir) -> None:
+    low, high = RunDir(tmp_path / "low"), RunDir(tmp_path / "high")
+    few = rescore(run, None, high, threshold=0.9)
+    many = rescore(run, None, low, threshold=0.1)
+    assert few.results.viral < many.results.viral
+    assert content(low)[:2] == content(high)[:2] == content(run)[:2]
+
+
+def test_what_does_not_fit_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
+    with pytest.raises(ConfigError, match="length 300"):
+        rescore(run, new_models(tmp_path / "short", seed=1, model_length=300), RunDir(tmp_path / "out"))
+    wide = tmp_path / "wide"
+    init_random(wide, esm2="t6_8M", dnabert_s="tiny", model_length=500)
+    with pytest.raises(ConfigError, match="other encoders"):
+        rescore(run, wide, RunDir(tmp_path / "out"))
+    with pytest.raises(ConfigError, match="the run itself"):
+        rescore(run, models, run)
+    with pytest.raises(ConfigError, match="not a run directory"):
+        rescore(RunDir(tmp_path / "nothing"), models, RunDir(tmp_path / "out"))
+    with pytest.raises(WeightsError):
+        rescore(run, tmp_path / "nothing", RunDir(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unfinished_or_damaged_run_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
+    plan = shards.read_plan(run)
+    path = shards.shard_path(run, 1)
+    kept = path.read_bytes()
+    path.unlink()
+    with pytest.raises(ConfigError, match=f"1 of {len(plan)} shards"):
+        rescore(run, models, RunDir(tmp_path / "out"))
+    damaged = bytearray(kept)
+    damaged[len(kept) // 2] ^= 0xFF
+    path.write_bytes(bytes(damaged))
+    with pytest.raises(ShardError, match="00001"):
+        rescore(run, models, RunDir(tmp_path / "out"))
+
+
+def test_another_store_in_its_place_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
+    made = simulate(SimulateSpec(reads=20, genome_length=3_000, seed=3), tmp_path / "others.fasta")
+    shutil.rmtree(run.store, ignore_errors=True)
+    run.store.unlink(missing_ok=True)
+    stage(StageSpec(reads=(str(made.reads_file),)), run.store)
+    with pytest.raises(ConfigError, match="other reads"):
+        rescore(run, models, RunDir(tmp_path / "out"))
+
+
+def test_a_head_of_other_widths_is_refused_whatever_its_sum(tmp_path: Path, run: RunDir, models: Path) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(models, odd)
+    shutil.rmtree(odd / "head")
+    write_random(odd / "head", HeadShape(model_length=500, dna_width=60, protein_width=68), 1, torch.float32)
+    with pytest.raises(ConfigError, match=r"60 \(DNA\) \+ 68 \(protein\), the run has 64 \+ 64"):
+        rescore(run, odd, RunDir(tmp_path / "out"))
+
+
+def test_a_heads_own_folder_will_do(tmp_path: Path, run: RunDir, models: Path) -> None:
+    shutil.copytree(models / "head", tmp_path / "new")
+    summary = rescore(run, tmp_path / "new", RunDir(tmp_path / "out"))
+    assert content(RunDir(tmp_path / "out")) == content(run)
+    assert summary.head == fingerprint(models).head
+    with pytest.raises(WeightsError, match="no head here"):
+        rescore(run, tmp_path, RunDir(tmp_path / "other"))

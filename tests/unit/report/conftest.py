@@ -1,0 +1,30 @@
+"""A finished validation, made once and copied for each test that changes it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.config import Profile
+from virnuc_core.report.render import write_report
+
+from .validate_directory import build
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
+    """A validate directory on two GPUs with its report; not to be changed."""
+    out = tmp_path_factory.mktemp("validate") / "out"
+    profile = build(out)
+    write_report(out, profile, history=tmp_path_factory.mktemp("history") / "history.jsonl")
+    return out, profile
+
+
+@pytest.fixture
+def copied(finished: tuple[Path, Profile], tmp_path: Path) -> tuple[Path, Profile]:
+    """The same, to be changed."""
+    out = tmp_path / "out"
+    shutil.copytree(finished[0], out)
+    return out, finished[1]

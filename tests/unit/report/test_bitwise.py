@@ -1,0 +1,100 @@
+"""Bytes and embeddings of two runs: one flipped bit is found, and nothing compared is no equality."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from virnuc_core.errors import RunMismatchError
+from virnuc_core.report.bitwise import bitwise, cosines
+
+from .validate_directory import edit_json
+
+
+def test_equal_runs_are_identical(finished: tuple[Path, object]) -> None:
+    out = finished[0]
+    found = bitwise(out / "devices-1", out / "devices-2")
+    assert found.identical
+    assert (found.files_compared, found.shards_compared, found.differing) == (4, 2, ())
+
+
+def test_one_flipped_bit_in_a_shard_is_found(copied: tuple[Path, object]) -> None:
+    out = copied[0]
+    with h5py.File(out / "devices-2" / "shards" / "00001.h5", "r+") as file:
+        values = file["embeddings"][:]
+        values.view(np.uint32)[3, 4] ^= 1
+        file["embeddings"][...] = values
+    found = bitwise(out / "devices-1", out / "devices-2")
+    assert not found.identical
+    assert found.differing == ("shards/00001.h5: embeddings differs",)
+
+
+def test_zero_and_minus_zero_are_not_the_same_bits(copied: tuple[Path, object]) -> None:
+    out = copied[0]
+    for name, zero in (("devices-1", 0.0), ("devices-2", -0.0)):
+        with h5py.File(out / name / "shards" / "00000.h5", "r+") as file:
+            file["scores"][0, 0] = zero
+    assert not bitwise(out / "devices-1", out / "devices-2").identical
+
+
+@pytest.mark.parametrize("name", ["prediction_results.txt", "reads.tsv"])
+def test_a_changed_result_file_is_named(copied: tuple[Path, object], name: str) -> None:
+    path = copied[0] / "devices-2" / name
+    path.write_bytes(path.read_bytes().replace(b"read1", b"reaD1", 1))
+    assert bitwise(copied[0] / "devices-1", copied[0] / "devices-2").differing == (name,)
+
+
+def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object]) -> None:
+    shards = copied[0] / "devices-2" / "shards"
+    (shards / "00000.h5").unlink()
+    (shards / "00001.h5").write_bytes(b"no")
+    found = bitwise(copied[0] / "devices-1", copied[0] / "devices-2")
+    assert found.differing[0] == "shards/00000.h5 is in one run only"
+    assert "shards/00001.h5: cannot be read" in found.differing[1]
+
+
+def test_runs_without_shards_are_not_identical(copied: tuple[Path, object]) -> None:
+    out = copied[0]
+    for name in ("devices-1", "devices-2"):
+        for path in (out / name / "shards").iterdir():
+            path.unlink()
+    found = bitwise(out / "devices-1", out / "devices-2")
+    assert not found.identical
+    assert found.differing == ("no shard to compare",)
+
+
+def test_unlike_runs_are_refused(copied: tuple[Path, object]) -> None:
+    edit_json(copied[0] / "devices-2" / "run.json", lambda body: body.update(model_length=300))
+    with pytest.raises(RunMismatchError):
+        bitwise(copied[0] / "devices-1", copied[0] / "devices-2")
+
+
+def test_cosines_of_each_encoder(copied: tuple[Path, object]) -> None:
+    out = copied[0]
+    with h5py.File(out / "devices-2" / "embeddings.h5", "r+") as file:
+        values = file["embeddings"][:]
+        values[0, 4:] *= -1  # the ESM-2 part of one row is turned round
+        values[1, :4] *= 2  # length does not matter
+        file["embeddings"][...] = values
+    found = {stats.part: stats for stats in cosines(out / "devices-1", out / "devices-2", dna_width=4)}
+    assert found["ESM-2"].minimum == pytest.approx(-1)
+    assert found["DNABERT-S"].minimum == pytest.approx(1)
+    assert found["ESM-2"].p1 > 0.9
+    assert found["joined"].n == len(values)
+
+
+def test_rows_that_failed_are_left_out(copied: tuple[Path, object]) -> None:
+    out = copied[0]
+    with h5py.File(out / "devices-2" / "embeddings.h5", "r+") as file:
+        rows = len(file["embeddings"])
+        file["embeddings"][2] = np.nan
+    (joined,) = cosines(out / "devices-1", out / "devices-2")
+    assert joined.n == rows - 1
+
+
+def test_no_embeddings_no_cosine(copied: tuple[Path, object]) -> None:
+    (copied[0] / "devices-2" / "embeddings.h5").unlink()
+    assert cosines(copied[0] / "devices-1", copied[0] / "devices-2") == ()

@@ -1,0 +1,77 @@
+"""Parts of a validation that were made from other reads, weights or lengths are not held against each other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from virnuc_core.config import Profile
+from virnuc_core.report.build import gather
+from virnuc_core.report.model import Criterion, Report
+
+from .validate_directory import edit_json
+
+PAIRS = {"baseline": {"speedup", "consensus"}, "devices-2": {"speedup", "consensus", "scaling", "same_bytes"}}
+
+
+def by_id(report: Report) -> dict[str, Criterion]:
+    return {criterion.id: criterion for criterion in (*report.criteria, *report.checks)}
+
+
+def print_of(part: str, to: str) -> Any:
+    return lambda body: body["fingerprints"].update({part: to})
+
+
+CHANGES = {
+    "reads": (print_of("reads", "beef" * 16), "reads (5eed5eed and beefbeef)"),
+    "esm2": (print_of("esm2", "beef" * 16), "esm2 (e5e2e5e2 and beefbeef)"),
+    "dnabert_s": (print_of("dnabert_s", "beef" * 16), "dnabert_s (d9a5d9a5 and beefbeef)"),
+    "head": (print_of("head", "beef" * 16), "head (4ead4ead and beefbeef)"),
+    "model length": (lambda body: body.update(model_length=300), "model length (500 and 300)"),
+}
+
+
+@pytest.mark.parametrize("part", PAIRS)
+@pytest.mark.parametrize("field", CHANGES)
+def test_what_differs_is_named_and_nothing_is_compared(copied: tuple[Path, Profile], part: str, field: str) -> None:
+    out, profile = copied
+    before = by_id(gather(out, profile))
+    assert all(before[name].verdict == "pass" or name == "scaling" for name in PAIRS["devices-2"])
+    change, said = CHANGES[field]
+    edit_json(out / part / "run.json", change)
+    report = gather(out, profile)
+    after = by_id(report)
+    for name in PAIRS[part]:
+        assert after[name].verdict == "not run"
+        assert after[name].value is None
+        assert all(value in after[name].reason for value in said.strip(")").split(" (")[1].split(" and ")), name
+        assert field in after[name].reason
+        assert part in after[name].reason
+    others = before.keys() - PAIRS[part]
+    assert {name: after[name].verdict for name in others} == {name: before[name].verdict for name in others}
+    assert not any({one.a, one.b} == {"baseline", "devices-2"} for one in report.comparisons)
+    assert len(report.scaling) == (part == "baseline")
+    assert any(line.startswith("Not compared: ") and field in line for line in report.warnings)
+
+
+def test_several_fields_are_all_named(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    edit_json(out / "baseline" / "run.json", lambda b: b.update(model_length=300, fingerprints={"reads": "x" * 64}))
+    reason = by_id(gather(out, profile))["speedup"].reason
+    assert reason == "baseline and devices-2 differ in reads (xxxxxxxx and 5eed5eed), model length (300 and 500)"
+
+
+def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    (out / "baseline" / "run.json").unlink()
+    verdicts = by_id(gather(out, profile))
+    for name in PAIRS["baseline"]:
+        assert verdicts[name].verdict == "not run"
+        assert verdicts[name].reason == "baseline/run.json does not tell reads, esm2, dnabert_s, head, model length"
+    assert verdicts["same_bytes"].verdict == "pass"
+
+
+def test_like_parts_give_no_warning(finished: tuple[Path, Profile]) -> None:
+    assert not any("Not compared" in line for line in gather(*finished).warnings)

@@ -1,0 +1,255 @@
+"""Results joined by id: whatever the order, the columns, the ids on one side only; and never apples with pears."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.report.compare import agreement, compare, derive_consensus, load_consensus, load_frames, meets
+
+FRAMES_HEAD = "Sequence_ID\tPrediction\tscore1\tscore2\n"
+Row = tuple[str, float]  # id and score of virus
+
+
+def frames(path: Path, rows: list[Row]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [f"{name}\t{'virus' if s > 1 - s else 'others'}\t{1 - s!r}\t{s!r}\n" for name, s in rows]
+    path.write_text(FRAMES_HEAD + "".join(lines), encoding="utf-8")
+    return path
+
+
+def consensus2(path: Path, rows: list[tuple[str, bool]]) -> Path:
+    path.write_text("Modified_ID\tIs_Virus\n" + "".join(f"{n}\t{v}\n" for n, v in rows), encoding="utf-8")
+    return path
+
+
+def run_dir(folder: Path, rows: list[Row], **record: object) -> Path:
+    frames(folder / "prediction_results.txt", rows)
+    if record:
+        (folder / "run.json").write_text(json.dumps(record), encoding="utf-8")
+    return folder
+
+
+ROWS: list[Row] = [("r1_chunk_1F1", 0.9), ("r1_chunk_1R2", 0.2), ("r2_chunk_1F3", 0.4), ("r3_chunk_1F1", 0.7)]
+
+
+def test_order_does_not_matter(tmp_path: Path) -> None:
+    shuffled = ROWS[:]
+    random.Random(3).shuffle(shuffled)
+    found = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shuffled))
+    assert found.frames is not None
+    assert (found.frames.agreement, found.frames.agreeing, found.frames.in_both) == (1.0, 4, 4)
+    assert found.frames.score is not None
+    assert found.frames.score.max == 0
+    assert meets(found, 1.0)
+
+
+def test_ids_of_one_side_are_disagreements(tmp_path: Path) -> None:
+    found = compare(
+        frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", [*ROWS[:2], ("r9_chunk_1F1", 0.5)]), mode="frame"
+    ).frames
+    assert found is not None
+    assert (found.in_both, found.only_in_a, found.only_in_b) == (2, 2, 1)
+    assert found.agreement == pytest.approx(2 / 5)
+    assert "r9_chunk_1F1: only in b" in found.examples
+
+
+def test_labels_that_differ_are_named(tmp_path: Path) -> None:
+    changed = [*ROWS[:3], ("r3_chunk_1F1", 0.45)]
+    found = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", changed))
+    assert found.frames is not None
+    assert found.frames.examples == ("r3_chunk_1F1: virus / others",)
+    assert found.frames.score is not None
+    assert found.frames.score.max == pytest.approx(0.25)
+    assert found.frames.score.share_within_tolerance == 0.75
+    assert not found.frames.score.allclose
+    assert found.consensus is not None
+    assert found.consensus.agreement == pytest.approx(2 / 3)
+    assert not meets(found, 0.99)
+
+
+def test_the_strict_score_test_is_a_thousandth(tmp_path: Path) -> None:
+    for shift, close in ((0.0009, True), (0.01, False)):
+        shifted = [(name, score + shift) for name, score in ROWS]
+        found = compare(frames(tmp_path / "a.txt", ROWS), frames(tmp_path / "b.txt", shifted)).frames
+        assert found is not None
+        assert found.score is not None
+        assert found.score.allclose is close
+
+
+def test_vanilla_and_successor_files_are_read_alike(tmp_path: Path) -> None:
+    two = consensus2(tmp_path / "two.csv", [("r2_chunk_1", False), ("r1_chunk_1", True)])
+    four = tmp_path / "four.csv"
+    four.write_text(
+        "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nr1_chunk_1\tTrue\t0.1\t0.9\nr2_chunk_1\tFalse\t0.6\t0.4\n",
+        encoding="utf-8",
+    )
+    found = compare(two, four, mode="consensus").consensus
+    assert found is not None
+    assert found.agreement == 1.0
+    assert found.score is None, "two columns have no scores"
+    assert compare(four, four).consensus.score.max == 0  # type: ignore[union-attr]
+
+
+def test_a_consensus_file_against_a_run_directory(tmp_path: Path) -> None:
+    two = consensus2(tmp_path / "two.csv", [("r1_chunk_1", True), ("r2_chunk_1", False), ("r3_chunk_1", True)])
+    found = compare(two, run_dir(tmp_path / "run", ROWS))
+    assert found.frames is None
+    assert found.consensus is not None
+    assert found.consensus.agreement == 1.0
+
+
+def test_shortest_and_widened_scores_are_the_same(tmp_path: Path) -> None:
+    value = np.float32(0.12100612)
+    a, b = tmp_path / "a.txt", tmp_path / "b.txt"
+    a.write_text(f"{FRAMES_HEAD}x_chunk_1F1\tothers\t{1 - value!s}\t{value!s}\n", encoding="utf-8")
+    b.write_text(f"{FRAMES_HEAD}x_chunk_1F1\tothers\t{float(1 - value)!r}\t{float(value)!r}\n", encoding="utf-8")
+    found = compare(a, b).frames
+    assert found is not None
+    assert found.score is not None
+    assert found.score.max < 1e-8
+
+
+def test_a_tie_of_the_chunk_is_a_virus(tmp_path: Path) -> None:
+    votes = derive_consensus(load_frames(frames(tmp_path / "a.txt", [("x_chunk_1F1", 0.5), ("y_chunk_1F1", 0.49)])))
+    assert votes["id"].tolist() == ["x_chunk_1", "y_chunk_1"]
+    assert votes["virus"].tolist() == [True, False]
+
+
+def test_ids_that_look_like_nothing_stay_ids(tmp_path: Path) -> None:
+    rows = [("NA", 0.9), ("nan", 0.1), ("#N/A", 0.8), ('"q', 0.3), ("id with spaces", 0.3)]
+    loaded = load_frames(frames(tmp_path / "a.txt", rows))
+    assert loaded["id"].tolist() == [name for name, _ in rows]
+
+
+def test_ids_that_stand_twice_are_joined_one_to_one(tmp_path: Path) -> None:
+    twice = [("x_chunk_1F1", 0.9), ("x_chunk_1F1", 0.1), ("y_chunk_1F1", 0.9)]
+    found = compare(frames(tmp_path / "a.txt", twice), frames(tmp_path / "b.txt", twice[::-1][:2]), mode="frame").frames
+    assert found is not None
+    assert (found.in_both, found.only_in_a, found.only_in_b) == (2, 1, 0)
+
+
+@given(
+    st.dictionaries(st.text("abc", min_size=1, max_size=3), st.booleans(), max_size=12),
+    st.dictionaries(st.text("abc", min_size=1, max_size=3), st.booleans(), max_size=12),
+)
+def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bool]) -> None:
+    import pandas as pd
+
+    left, right = (pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())}) for d in (a, b))
+    found = agreement(left, right, 0.01)
+    every = a.keys() | b.keys()
+    same = sum(a.get(name) == b.get(name) for name in every)
+    assert found.total == len(every)
+    assert found.agreeing == same
+    assert found.agreement == (same / len(every) if every else None)
+
+
+def test_two_empty_results_agree_on_nothing(tmp_path: Path) -> None:
+    found = compare(frames(tmp_path / "a.txt", []), frames(tmp_path / "b.txt", []))
+    assert found.frames is not None
+    assert found.frames.agreement is None
+    assert not meets(found, 0.0)
+
+
+def test_a_subset_is_compared_over_its_reads_only(tmp_path: Path) -> None:
+    part = [("r1_chunk_1F1", 0.9), ("r1_chunk_1R2", 0.2)]
+    small, whole = run_dir(tmp_path / "small", part), run_dir(tmp_path / "whole", ROWS)
+    found = compare(small, whole, subset_of_a=True)
+    assert found.subset_reads == 1
+    assert found.frames is not None
+    assert (found.frames.total, found.frames.agreement) == (2, 1.0)
+    assert found.consensus is not None
+    assert found.consensus.total == 1
+
+
+def test_a_row_missing_within_the_subset_still_counts(tmp_path: Path) -> None:
+    small, whole = run_dir(tmp_path / "small", ROWS[:1]), run_dir(tmp_path / "whole", ROWS)
+    found = compare(small, whole, subset_of_a=True).frames
+    assert found is not None
+    assert (found.only_in_b, found.agreement) == (1, 0.5)
+
+
+def test_the_reads_table_says_what_the_subset_is(tmp_path: Path) -> None:
+    small, whole = run_dir(tmp_path / "small", ROWS[:2]), run_dir(tmp_path / "whole", ROWS)
+    (small / "reads.tsv").write_text("id\tlength\nr1\t100\nr3\t100\n", encoding="utf-8")
+    found = compare(small, whole, subset_of_a=True).frames
+    assert found is not None
+    assert found.only_in_b == 1, "r3 was to be done and has no row"
+
+
+RECORD = {"model_length": 500, "fingerprints": {"head": "h" * 64, "reads": "r" * 64}}
+
+
+@pytest.mark.parametrize(
+    ("other", "word"),
+    [
+        ({**RECORD, "model_length": 300}, "model length"),
+        ({**RECORD, "fingerprints": {"head": "x" * 64, "reads": "r" * 64}}, "head"),
+        ({**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}, "reads"),
+    ],
+)
+def test_unlike_runs_are_refused_naming_what_differs(tmp_path: Path, other: dict, word: str) -> None:
+    a, b = run_dir(tmp_path / "a", ROWS, **RECORD), run_dir(tmp_path / "b", ROWS, **other)
+    with pytest.raises(RunMismatchError, match=f"different {word}"):
+        compare(a, b)
+    with pytest.raises(RunMismatchError, match=f"different {word}"):
+        compare(a / "prediction_results.txt", b)
+
+
+def test_a_run_can_be_compared_with_a_file_of_unknown_origin(tmp_path: Path) -> None:
+    a = run_dir(tmp_path / "a", ROWS, **RECORD)
+    assert compare(a, frames(tmp_path / "b.txt", ROWS)).frames is not None
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ("", "neither Sequence_ID nor Modified_ID"),
+        ("a,b\n1,2\n", "neither Sequence_ID nor Modified_ID"),
+        ("Sequence_ID,Prediction,score1,score2\n", "neither"),
+        ("Sequence_ID\tPrediction\n", "no column score1, score2"),
+        (FRAMES_HEAD + "x\tvirus\tabc\t0.1\n", "not a table of results"),
+        (FRAMES_HEAD + "x\tmaybe\t0.9\t0.1\n", "label 'maybe'"),
+        ("Modified_ID\tIs_Virus\nx\tyes\n", "Is_Virus is 'yes'"),
+    ],
+)
+def test_what_is_no_result_is_named(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "x.txt"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=words):
+        compare(path, path)
+
+
+def test_a_missing_file_and_an_empty_folder(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read"):
+        compare(tmp_path / "none.txt", tmp_path / "none.txt")
+    with pytest.raises(InputError, match="neither prediction_results"):
+        compare(tmp_path, tmp_path)
+
+
+def test_nothing_in_common_is_said(tmp_path: Path) -> None:
+    two = consensus2(tmp_path / "two.csv", [("r1_chunk_1", True)])
+    with pytest.raises(InputError, match="no kind of result in common"):
+        compare(two, frames(tmp_path / "a.txt", ROWS), mode="frame")
+
+
+def test_a_score_that_is_no_number_is_near_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text(FRAMES_HEAD + "x_chunk_1F1\tothers\tnan\tnan\n", encoding="utf-8")
+    found = compare(path, path).frames
+    assert found is not None
+    assert found.score is None
+
+
+def test_consensus_scores_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.csv"
+    path.write_text("Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nx\tTrue\t0.25\t0.75\n", encoding="utf-8")
+    assert load_consensus(path)["score2"].tolist() == [0.75]

@@ -1,0 +1,261 @@
+"""The forms of the report: pure, complete, and nothing from a file or a user becomes markup."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.config import Profile, load_profile
+from virnuc_core.report.build import gather
+from virnuc_core.report.markdown import criteria_rows, render_markdown
+from virnuc_core.report.model import Report
+from virnuc_core.report.render import read_report, render, rerender, write_report
+
+from .validate_directory import Recipe, build, digest_of, edit_json
+
+EVIL = '<script>alert(1)</script>"><img src=x onerror=alert(2)>|`${7*7}`'
+
+
+class Page(HTMLParser):
+    """What a browser would see of the page."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+        self.problems: list[str] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if not self.open or self.open.pop() != tag:
+            self.problems.append(tag)
+
+
+@pytest.fixture(scope="module")
+def report(finished: tuple[Path, Profile]) -> Report:
+    return read_report(finished[0] / "report" / "report.json")
+
+
+def test_the_report_is_a_pure_function_of_its_data(finished: tuple[Path, Profile], report: Report) -> None:
+    forms = render(report)
+    assert forms == render(Report.model_validate_json(report.model_dump_json()))
+    for name, content in forms.items():
+        assert (finished[0] / "report" / name).read_text(encoding="utf-8") == content
+
+
+def test_gathering_twice_gives_the_same(finished: tuple[Path, Profile]) -> None:
+    assert gather(*finished) == gather(*finished)
+
+
+def test_rendering_again_needs_the_data_only(copied: tuple[Path, Profile]) -> None:
+    folder = copied[0] / "report"
+    before = digest_of(folder)
+    for path in folder.iterdir():
+        if path.name != "report.json":
+            path.unlink()
+    rerender(copied[0])
+    assert digest_of(folder) == before
+
+
+def test_the_page_is_whole_and_loads_nothing(report: Report) -> None:
+    text = render(report)["report.html"]
+    page = Page(text)
+    assert page.problems == []
+    assert page.open == []
+    names = {tag for tag, _ in page.tags}
+    assert not names & {"script", "link", "iframe", "object", "embed", "form"}
+    sources = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
+    assert len(sources) >= 7
+    assert all(source is not None and source.startswith("data:image/svg+xml;base64,") for source in sources)
+    assert not re.search(r"url\(|@import|https?://", text)
+    assert all(attributes.get("alt") for tag, attributes in page.tags if tag == "img")
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+
+
+def test_the_charts_are_drawings_without_scripts(report: Report) -> None:
+    for data in re.findall(r"base64,([A-Za-z0-9+/=]+)", render(report)["report.html"]):
+        svg = base64.b64decode(data).decode("utf-8")
+        assert svg.startswith("<?xml")
+        assert "<script" not in svg
+
+
+def test_every_figure_of_the_verdict_stands_on_every_form(report: Report) -> None:
+    forms = render(report)
+    for row in criteria_rows(report.criteria):
+        assert row["measured"] in forms["report.html"]
+        assert row["measured"] in forms["report.md"]
+    assert "6 of 7 CRITERIA MET" in forms["report.html"]
+
+
+def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
+    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(warnings=[EVIL, "two\nlines\x07"]))
+    edit_json(out / "comparison.json", lambda b: b["comparisons"][0]["frames"].update(examples=[EVIL]))
+    report = gather(out, profile.model_copy(update={"title": EVIL}))
+    forms = render(report)
+    page = Page(forms["report.html"])
+    assert page.problems == []
+    assert not {tag for tag, _ in page.tags} & {"script"}
+    assert not any("onerror" in attributes for _, attributes in page.tags)
+    outside_code = re.sub(r"^```$.*?^```$", "", forms["report.md"], flags=re.MULTILINE | re.DOTALL)
+    assert "<script" not in outside_code
+    assert "\x07" not in forms["report.html"]
+    drawn = "".join(base64.b64decode(d).decode() for d in re.findall(r"base64,([A-Za-z0-9+/=]+)", forms["report.html"]))
+    assert "<script>alert" not in drawn
+
+
+def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x"))
+    lines = render_markdown(gather(out, profile)).splitlines()
+    width = 0
+    for line in lines:
+        if not line.startswith("|"):
+            width = 0
+            continue
+        cells = len(re.findall(r"(?<!\\)\|", line))
+        assert width in (0, cells), line
+        width = cells
+
+
+def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
+    text = render_markdown(report)
+    assert text.startswith('---\nschema_version: 1\nprofile: "phase10-1m"\n')
+    assert "criteria_met: 6\ncriteria: 7\n" in text
+
+
+def test_benchmark_files_have_the_usual_headings_and_names(report: Report) -> None:
+    forms = render(report)
+    (markdown,) = [text for name, text in forms.items() if re.fullmatch(r"benchmark_\w+\.md", name)]
+    (data,) = [json.loads(text) for name, text in forms.items() if re.fullmatch(r"benchmark_\w+\.json", name)]
+    assert [line for line in markdown.splitlines() if line.startswith("## ")] == [
+        "## GPU Scaling",
+        "## GPU Utilization",
+        "## Throughput by Stage",
+        "## Efficiency and cost",
+    ]
+    for header in (
+        "| GPUs | Time (s) | Speedup | Efficiency |",
+        "| GPU | Avg Util % | Peak Mem (GB) |",
+        "| Stage | Seq/sec | Time (s) |",
+    ):
+        assert header in markdown
+    assert set(data["results"]["scaling"][1]) == {"num_gpus", "time_seconds", "speedup", "efficiency"}
+    assert set(data["results"]["throughput"]["ESM-2"]) == {
+        "stage",
+        "total_sequences",
+        "total_time_seconds",
+        "throughput_seq_per_sec",
+        "avg_time_per_sequence_ms",
+    }
+    assert data["metadata"]["gpu_count"] == 2
+    assert {"pytorch_version", "cuda_version", "driver_version", "git_commit", "profile", "seeds"} <= set(
+        data["metadata"]
+    )
+
+
+@pytest.mark.parametrize("name", ["ci-smoke", "phase10-1m", "production-6m"])
+def test_a_report_of_nothing_is_still_a_report(tmp_path: Path, name: str) -> None:
+    report = write_report(tmp_path, load_profile(name))
+    forms = render(report)
+    assert Page(forms["report.html"]).problems == []
+    assert "0 of 7 CRITERIA MET" in forms["report.md"]
+    assert read_report(tmp_path / "report" / "report.json") == report
+
+
+def test_zero_reads_and_zero_rows(tmp_path: Path) -> None:
+    profile = build(tmp_path)
+    for run in ("devices-1", "devices-2"):
+        edit_json(
+            tmp_path / run / "summary.json",
+            lambda b: b.update(n_reads=0, n_rows=0, n_chunks=0, n_uniques=0, wall_s=0.0, staging_s=0.0, fates={}),
+        )
+    report = write_report(tmp_path, profile)
+    assert {c.verdict for c in report.criteria if c.id != "consensus"} <= {"not run", "pass"}
+    assert {c.id for c in report.criteria if c.verdict == "pass"} <= {"consensus"}
+
+
+def test_limits_of_the_figures_are_said(tmp_path: Path) -> None:
+    profile = build(tmp_path, Recipe(reads=120)).model_copy(update={"min_reads": 10_000})
+    edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b["fates"].update(failed=2, others=0))
+    (tmp_path / "devices-2" / "reads.tsv").unlink()
+    report = gather(tmp_path, profile)
+    notes, warnings = "\n".join(report.notes), "\n".join(report.warnings)
+    for words in (
+        "Not evidence: 120 reads",
+        "Overhead-dominated",
+        "Projection, not a measurement: 6,000,000 reads",
+        "have no open frame",
+    ):
+        assert words in notes
+    for words in ("Reads are not all accounted for", "2 reads failed", "reads.tsv is missing"):
+        assert words in warnings
+
+
+def test_what_repeats_add_to_the_speedup_is_said(tmp_path: Path) -> None:
+    profile = build(tmp_path)
+    assert not any("Repeats" in note for note in gather(tmp_path, profile).notes), "no two frames are alike"
+    edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b.update(n_rows=1_000, n_uniques=800))
+    (said,) = (note for note in gather(tmp_path, profile).notes if "Repeats" in note)
+    assert "200 of 1,000 open frames (20.0 %)" in said
+    assert "1.25x of the speed-up" in said
+
+
+def test_cost_of_a_million_reads(tmp_path: Path) -> None:
+    profile = build(tmp_path).model_copy(update={"price_per_device_hour": 2.0})
+    run = gather(tmp_path, profile).run
+    assert run is not None
+    hours = 2 * 44 / 3600 / 300e-6
+    assert run.device_hours_per_million == pytest.approx(hours)
+    assert run.price_per_million == pytest.approx(2 * hours)
+    assert run.kwh_per_million is not None
+
+
+def test_reports_stay_small(report: Report) -> None:
+    forms = render(report)
+    assert len(forms["report.html"]) < 600_000
+    assert len(forms["report.json"]) < 200_000
+
+
+def test_the_performance_summary_has_its_sections(report: Report) -> None:
+    text = render_markdown(report)
+    for words in (
+        "Performance Validation Summary",
+        "Projected 6,000,000:",
+        "hours (projection)",
+        "Throughput (PERF-05):",
+        "Batches <80%:",
+        "P95 wait time:",
+        "GPU Utilization (PERF-02):",
+        "PERF-01 (time <30 min):",
+        "PERF-05 (packing >90%):",
+    ):
+        assert words in text
+
+
+def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> None:
+    profile = load_profile("phase6-scaling").model_copy(
+        update={"min_reads": 1, "scaling_bands": {"2": (1.6, 2.0), "4": (3.9, 4.0)}}
+    )
+    build(tmp_path, Recipe(devices=2, shards=16), profile)
+    build(tmp_path, Recipe(devices=4, shards=16), profile)
+    report = gather(tmp_path, profile)
+    assert [(f.num_gpus, c.verdict) for f, c in zip(report.scaling, report.scaling_criteria, strict=True)] == [
+        (2, "pass"),
+        (4, "fail"),
+    ]
+    scaling = render_markdown(report).split("## GPU Scaling")[1].split("##")[0]
+    assert "| &gt;=1.6x | [PASS] |" in scaling
+    assert "| &gt;=3.9x | [FAIL] |" in scaling

@@ -1,0 +1,184 @@
+"""History: like with like, worse in the metric's own direction, and old figures known as old."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from flows.report_commands import history as show_history
+from virnuc_core.config import Profile
+from virnuc_core.errors import InputError
+from virnuc_core.report.build import gather
+from virnuc_core.report.charts import history as history_chart
+from virnuc_core.report.regression import (
+    HistoryEntry,
+    append_history,
+    check,
+    entry_of,
+    points,
+    read_history,
+)
+from virnuc_core.report.render import write_report
+
+from .validate_directory import edit_json
+
+
+def entry(created: str = "2026-03-02", **changes: object) -> HistoryEntry:
+    values: dict[str, object] = {
+        "created": created,
+        "commit": "abc",
+        "profile": "h200-1m",
+        "devices": "2x NVIDIA H200",
+        "precision": "fp16",
+        "reads": "r",
+        "weights": "w",
+        "n_reads": 100,
+        "tokens_per_s": 1000.0,
+        "gpu_utilisation": 95.0,
+        "packing_efficiency": 98.0,
+        "total_s": 60.0,
+        "criteria_met": 7,
+    }
+    return HistoryEntry.model_validate(values | changes)
+
+
+OLD = entry("2026-03-01")
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdict"),
+    [
+        ({}, "pass"),
+        ({"tokens_per_s": 905.0}, "pass"),
+        ({"tokens_per_s": 895.0}, "fail"),
+        ({"tokens_per_s": 2000.0}, "pass"),
+        ({"total_s": 67.0}, "fail"),
+        ({"total_s": 30.0}, "pass"),
+        ({"gpu_utilisation": 80.0}, "fail"),
+        ({"packing_efficiency": 85.0}, "fail"),
+    ],
+)
+def test_ten_percent_worse_fails_in_each_metrics_own_direction(changes: dict[str, float], verdict: str) -> None:
+    found = check([OLD], entry(**changes))
+    assert found.verdict == verdict
+    if verdict == "fail":
+        assert next(iter(changes)) in found.reason
+
+
+@pytest.mark.parametrize("key", ["profile", "devices", "precision"])
+def test_another_series_is_not_compared(key: str) -> None:
+    found = check([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
+    assert found.verdict == "not run"
+    assert not found.stale
+
+
+@pytest.mark.parametrize("key", ["reads", "weights"])
+def test_other_reads_or_weights_make_the_baseline_stale(key: str) -> None:
+    found = check([entry("2026-03-01", **{key: "other"})], entry())
+    assert (found.verdict, found.stale) == ("not run", True)
+    assert "stale" in found.reason
+
+
+def test_the_newest_like_run_counts_and_staleness_is_said() -> None:
+    history = [entry("2026-01-01", total_s=10.0), OLD, entry("2026-03-01T12", weights="new")]
+    found = check(history, entry())
+    assert found.against_created == "2026-03-01"
+    assert found.verdict == "pass"
+    assert found.stale
+
+
+def test_a_later_run_is_not_an_earlier_one() -> None:
+    assert check([entry("2026-04-01")], entry()).verdict == "not run"
+
+
+def test_a_metric_missing_on_either_side_is_not_run() -> None:
+    found = check([entry("2026-03-01", gpu_utilisation=None)], entry(tokens_per_s=None))
+    verdicts = {metric.name: metric.verdict for metric in found.metrics}
+    assert verdicts["gpu_utilisation"] == verdicts["tokens_per_s"] == "not run"
+    assert found.verdict == "pass"
+    nothing = dict.fromkeys(("tokens_per_s", "gpu_utilisation", "packing_efficiency", "total_s"))
+    assert check([OLD], entry(**nothing)).verdict == "not run", "all of nothing is no pass"
+
+
+def test_history_is_lines_and_no_run_stands_twice(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "history.jsonl"
+    assert read_history(path) == ()
+    assert append_history(path, OLD)
+    assert append_history(path, entry())
+    assert not append_history(path, entry())
+    assert read_history(path) == (OLD, entry())
+
+
+def test_two_writers_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+
+    def write(who: int) -> None:
+        for number in range(20):
+            append_history(path, entry(f"2026-{who:02d}-{number:02d}"))
+
+    threads = [threading.Thread(target=write, args=(who,)) for who in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len({e.created for e in read_history(path)}) == 40
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "history.jsonl"
+    append_history(path, OLD)
+    with path.open("a", encoding="utf-8") as handle:
+        handle.write('{"created": 3}\n')
+    with pytest.raises(InputError, match=r"history\.jsonl:2"):
+        read_history(path)
+
+
+def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp_path: Path) -> None:
+    out, profile = copied
+    history = tmp_path / "history.jsonl"
+    first = entry_of(gather(out, profile))
+    assert first is not None
+    faster = first.model_copy(update={"created": "2026-02-01T00:00:00+00:00", "total_s": 20.0})
+    append_history(history, faster)
+    report = write_report(out, profile, history)
+    assert report.regression is not None
+    assert report.regression.verdict == "fail"
+    assert "total_s" in report.regression.reason
+    assert [point.total_s for point in report.history] == [20.0, 44.0]
+    assert len(read_history(history)) == 2
+
+
+def test_a_resumed_run_is_no_history(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
+    assert entry_of(gather(out, profile)) is None
+
+
+def test_the_trend_as_a_chart() -> None:
+    trend = points([OLD, entry("2026-02-01", commit="<script>")], entry())
+    assert [point.created for point in trend] == ["2026-02-01", "2026-03-01", "2026-03-02"]
+    drawn = history_chart(trend)
+    assert drawn is not None
+    assert drawn.startswith("<?xml")
+    assert "<script>" not in drawn
+    assert history_chart(trend[:1]) is None
+
+
+def test_the_command_shows_each_run_against_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "240")
+    history, chart = tmp_path / "history.jsonl", tmp_path / "trend.svg"
+    for one in (OLD, entry("2026-03-03", total_s=90.0, tokens_per_s=0.5 * (OLD.tokens_per_s or 0))):
+        append_history(history, one)
+    assert show_history([str(history), "--chart", str(chart)]) == 0
+    said = capsys.readouterr().out
+    assert "-50.0 %" in said
+    assert "fail: over 10 % worse in tokens_per_s" in said
+    assert chart.read_text(encoding="utf-8").startswith("<?xml")
+    lonely = tmp_path / "one.jsonl"
+    append_history(lonely, OLD)
+    assert show_history([str(lonely), "--chart", str(tmp_path / "none.svg")]) == 1
+    assert "no trend to draw" in capsys.readouterr().err

@@ -1,0 +1,89 @@
+"""Counts of a validation against its store: the slow count is the twin of the fast one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.baseline.files import choose_reads
+from virnuc_core.config import Profile
+from virnuc_core.errors import InputError
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.stored import baseline_tokens, count_store, open_beside, staging_tally
+from virnuc_core.report.verify import verify_report
+
+from .validate_directory import edit_json
+
+
+@pytest.fixture(scope="module")
+def staged(tmp_path_factory: pytest.TempPathFactory) -> StageSummary:
+    folder = tmp_path_factory.mktemp("staged")
+    simulate(SimulateSpec(reads=200, read_length=400, duplicate_share=0.2, seed=3), folder / "reads.fasta")
+    return stage(StageSpec(reads=(str(folder / "reads.fasta"),), model_length=150), folder / "orfs.h5")
+
+
+def test_the_store_is_counted_as_staging_counted_it(staged: StageSummary) -> None:
+    store = OrfStore.open(staged.store)
+    counted, said = count_store(store), staged.counts
+    assert (counted.n_reads, counted.n_chunks, counted.n_rows, counted.n_uniques) == (
+        said.n_reads,
+        said.n_chunks,
+        said.n_rows,
+        said.n_uniques,
+    )
+    assert counted.fingerprint == staged.fingerprint
+    tally = staging_tally(store)
+    assert tally["reads"] == said.n_reads
+    assert (tally["empty"], tally["duplicate_ids"]) == (said.n_empty, said.n_duplicate_ids)
+    assert (tally["ambiguous"], tally["short_for_model"]) == (said.n_ambiguous, said.n_short)
+    proteins = store.protein(0, counted.n_uniques)
+    assert counted.protein_tokens == sum(len(protein) + 2 for protein in proteins)
+    assert counted.row_tokens == sum(len(proteins[unique]) + 2 for unique in store.row_unique)
+    assert counted.row_tokens > counted.protein_tokens, "duplicates are rows of their own"
+
+
+def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(tmp_path: Path) -> None:
+    for mate, seed in ((1, 3), (2, 4)):
+        simulate(SimulateSpec(reads=90, read_length=400, seed=seed), tmp_path / f"r{mate}.fasta")
+    store = OrfStore.open(
+        stage(
+            StageSpec(reads=(str(tmp_path / "r1.fasta"), str(tmp_path / "r2.fasta")), model_length=150), tmp_path / "s"
+        ).store
+    )
+    assert store.counts.n_duplicate_ids == 90
+    drawn = set(choose_reads(store.n_reads, 60, 7).tolist())
+    rows = [row for row in range(store.n_rows) if store.row_read[row] in drawn]
+    names = store.row_ids(0, store.n_rows, original=True)
+    lines = [f"{names[row]}\tvirus\t0.1\t0.9" for row in rows]
+    predictions = tmp_path / "prediction_results.txt"
+    head = "Sequence_ID\tPrediction\tscore1\tscore2"
+    predictions.write_text("\n".join([head, *lines]) + "\n", encoding="utf-8")
+    proteins = store.protein(0, len(store.unique_row))
+    expected = sum(len(proteins[store.row_unique[row]]) + 2 for row in rows)
+    assert baseline_tokens(store, predictions, 60, 7) == expected
+    predictions.write_text("\n".join([head, *lines[1:]]) + "\n", encoding="utf-8")
+    with pytest.raises(InputError, match="not those of the reads the baseline drew"):
+        baseline_tokens(store, predictions, 60, 7)
+
+
+def test_without_a_store_there_is_nothing_to_open(tmp_path: Path) -> None:
+    assert open_beside(tmp_path) is None
+
+
+def test_runs_of_other_reads_than_the_store_holds_are_caught(
+    copied: tuple[Path, Profile], staged: StageSummary
+) -> None:
+    out, _ = copied
+    assert verify_report(out).ok
+    shutil.copyfile(staged.store, out / "orfs.h5")
+    said = "\n".join(verify_report(out).differences)
+    assert "devices-1/summary.json: n_reads: says 300, the raw files give 200" in said
+    assert "run.json: fingerprints: fingerprint" in said
+    edit_json(out / "devices-1" / "summary.json", lambda body: body.update(n_reads=200))
+    assert "devices-1/summary.json: n_rows" in "\n".join(verify_report(out).differences)
+    (out / "orfs.h5").write_bytes(b"x")
+    assert any("orfs.h5" in line for line in verify_report(out).differences)

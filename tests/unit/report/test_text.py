@@ -1,0 +1,151 @@
+"""The printed report: the layout of the published one, and figures that never look better than they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from virnuc_core.config import Target, load_profile
+from virnuc_core.report.build import gather, write_comparisons
+from virnuc_core.report.model import Comparison, LabelAgreement, Report
+from virnuc_core.report.text import duration, near, render_text
+from virnuc_core.telemetry.log import TelemetryLog
+from virnuc_core.telemetry.records import STAGES, BatchRecord, DeviceSample, ShardDone
+from virnuc_core.telemetry.tables import HostTable, SampleTable
+
+from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
+
+DATA = Path(__file__).resolve().parents[2] / "data"
+
+
+def published(out: Path) -> Report:
+    """The published measurements, laid down as the raw files of a validation, and gathered."""
+    numbers = json.loads((DATA / "report_rtx4090_published.json").read_text(encoding="utf-8"))
+    for place, count in enumerate((1, 2)):
+        _published_run(out / f"devices-{count}", numbers, place, count)
+    rows, chunks = numbers["n_rows"], numbers["n_chunks"]
+    frames = _agreement(rows, round(rows * (1 - numbers["frame_agreement"])))
+    consensus = _agreement(chunks, numbers["consensus_differing"])
+    write_comparisons(
+        out,
+        tuple(
+            Comparison(a="baseline", b=b, tolerance=0.01, frames=frames, consensus=consensus)
+            for b in ("devices-1", "devices-2")
+        ),
+    )
+    profile = load_profile("phase10-1m")
+    return gather(
+        out, profile.model_copy(update={"baseline": profile.baseline.model_copy(update={"source": "recorded"})})
+    )
+
+
+def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int) -> None:
+    stages = {name: seconds[place] for name, seconds in numbers["stages"].items()}
+    devices = [{"id": f"GPU-{i}", "name": numbers["device"], "kind": "cuda"} for i in range(count)]
+    write_json(folder / "run.json", {"devices": devices, "fingerprints": PRINTS, "model_length": 500})
+    summary = {"wall_s": sum(stages.values()), "staging_s": 0.0, "stages": stages, "n_reads": numbers["n_reads"]}
+    write_json(folder / "summary.json", {**summary, "n_rows": numbers["n_rows"], "n_chunks": numbers["n_chunks"]})
+    log = TelemetryLog(folder / "telemetry", [d["id"] for d in devices], origin_s=ORIGIN_S, started=STARTED)
+    slots = 1000
+    tokens = round(slots * numbers["packing_efficiency"])
+    for device in devices:
+        moments = [ORIGIN_S + index for index in range(20)]
+        batches = [BatchRecord(device["id"], "esm2", 0, 0, 9, tokens, slots, 0.1, s, s, 1e3) for s in moments]
+        counts = (180, 20 * tokens, 0)
+        log.add_shard(
+            ShardDone(device["id"], 0, *counts, moments[0], moments[-1], 0.0, 20.0, 0.0, 0.0, 0.0, tuple(batches))
+        )
+    samples = [
+        DeviceSample(ORIGIN_S + tick, device["id"], numbers["utilisation_percent"][i], None, None, None)
+        for i, device in enumerate(devices)
+        for tick in range(20)
+    ]
+    log.finish(SampleTable.of(samples), HostTable.of([]), (), n_reads=numbers["n_reads"], wall_s=summary["wall_s"])
+
+
+def _agreement(total: int, differing: int) -> LabelAgreement:
+    agreeing = total - differing
+    return LabelAgreement(
+        in_both=total,
+        only_in_a=0,
+        only_in_b=0,
+        agreeing=agreeing,
+        agreement=agreeing / total,
+        score=None,
+        examples=(),
+    )
+
+
+def test_the_published_numbers_give_the_golden_report(tmp_path: Path) -> None:
+    report = published(tmp_path)
+    assert render_text(report) == (DATA / "report_rtx4090.txt").read_text(encoding="utf-8")
+
+
+def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path: Path) -> None:
+    verdicts = {criterion.id: criterion.verdict for criterion in published(tmp_path).criteria}
+    assert verdicts == {
+        "one_device_time": "pass",
+        "two_device_time": "fail",
+        "scaling": "fail",
+        "speedup": "pass",
+        "consensus": "pass",
+        "gpu_utilisation": "fail",
+        "packing": "fail",
+    }
+
+
+def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -> None:
+    """With nothing measured at all, the sections, their order and the rulers are the same."""
+    golden = (DATA / "report_rtx4090.txt").read_text(encoding="utf-8").splitlines()
+    empty = render_text(gather(tmp_path, load_profile("phase10-1m"))).splitlines()
+    heads = [line for line in golden if line and not line.startswith((" ", "OVERALL", "PER-STAGE"))]
+    assert [line for line in empty if line in heads] == heads
+    assert sum("[NOT RUN]" in line for line in empty) == 8  # scaling and its efficiency are one criterion
+    assert "OVERALL: 0 of 7 CRITERIA MET" in empty
+    assert "[PASS]" not in "\n".join(empty)
+
+
+def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
+    profile = build(tmp_path, Recipe(shards=2, reads=30))
+    lines = render_text(gather(tmp_path, profile)).splitlines()
+    stages = [line for line in lines if line.startswith("  Stage ")]
+    assert [line.split(": ")[1].split(" .")[0] for line in stages] == list(STAGES)
+    assert all(line.index("..  ") > 30 for line in stages)
+    assert sum("0s (fused)" in line for line in stages) == 3
+
+
+def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
+    report = published(tmp_path)
+    passing = tuple(c.model_copy(update={"verdict": "pass"}) for c in report.criteria)
+    assert "OVERALL: ALL CRITERIA MET" in render_text(report.model_copy(update={"criteria": passing}))
+    assert not report.model_copy(update={"criteria": ()}).all_met
+
+
+@pytest.mark.parametrize(
+    ("value", "op", "target", "shown"),
+    [
+        (89.96, ">", 90, "89.96"),
+        (90.04, ">", 90, "90.04"),
+        (90.0, ">=", 90, "90.0"),
+        (1.8999, ">=", 1.9, "1.8999"),
+        (93.2, ">", 90, "93.2"),
+        (98.999999999, ">=", 99, "98.999999999"),
+    ],
+)
+def test_a_figure_is_shown_on_its_own_side_of_the_target(value: float, op: str, target: float, shown: str) -> None:
+    assert near(value, 1, Target(op=op, value=target)) == shown
+
+
+@given(st.floats(0, 1e4), st.sampled_from(("<", "<=", ">", ">=")), st.integers(0, 100))
+def test_what_is_printed_meets_the_target_exactly_when_the_value_does(value: float, op: str, limit: int) -> None:
+    target = Target(op=op, value=limit)
+    assert target.met(float(near(value, 1, target))) == target.met(value)
+
+
+def test_durations_are_said_as_people_say_them() -> None:
+    assert [duration(s) for s in (3600, 1800, 36000, 45, 90.5)] == ["1 hour", "30 min", "10 hours", "45 s", "90.5 s"]

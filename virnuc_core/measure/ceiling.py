@@ -1,0 +1,127 @@
+"""What the linear layers sustain on each device, measured just before a run, by a process of its own on each.
+
+`python -m virnuc_core.measure.ceiling PARENT_PID`; in: a WorkerSpec. Out: `measured`, or `error`.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.messages import WorkerSpec
+from virnuc_core.engine.pool import NOT_TO_BE_RETRIED, as_raised
+from virnuc_core.engine.process import Child, Parent, end_children, generation, spawn
+from virnuc_core.errors import WorkerError
+from virnuc_core.telemetry.flops import ModelFlops, ceiling_tokens_per_s
+
+log = logging.getLogger(__name__)
+
+SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
+
+
+def model_flops(models: Path) -> ModelFlops:
+    """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
+    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
+    return ModelFlops(2.0 * esm2.linear_weights, 2.0 * dnabert_s.linear_weights)
+
+
+def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
+    """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none.
+
+    Errors: those that a worker would raise; `WorkerError` for others, and when a process ends without an answer.
+    """
+    plain = model_flops(models)
+    inbox: queue.Queue[Any] = queue.Queue()
+    born = generation()
+    children: list[Child] = []
+    found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
+    try:
+        for device in devices:
+            if device.kind == "cuda":
+                children.append(_start(models, device, engine, inbox, logs, born))
+        left = set(children)
+        while left:
+            child, message = inbox.get()
+            if child in left and message["event"] != "alive":
+                left.discard(child)
+                for encoder, rate in _answer(child, message).items():
+                    found[encoder][child.name] = rate
+    finally:
+        end_children(children)
+    return ModelFlops(plain.esm2_per_token, plain.dnabert_s_per_token, found["esm2"], found["dnabert_s"])
+
+
+def _start(models: Path, device: Device, engine: EngineSpec, inbox: queue.Queue[Any], logs: Path, born: int) -> Child:
+    return spawn(
+        "virnuc_core.measure.ceiling",
+        WorkerSpec(str(models.resolve()), device, engine).to_json(),
+        name=device.id,
+        inbox=inbox,
+        log=logs / f"ceiling-{device.id}.log",
+        born=born,
+        environment=device.environment(),
+    )
+
+
+def _answer(child: Child, message: Mapping[str, Any]) -> dict[str, float]:
+    """Tokens/s by encoder; none from a GPU whose memory does not hold the budgets, which the runs will halve."""
+    if message["event"] == "measured":
+        return {encoder: message[encoder] for encoder in SECONDS}
+    if message["event"] == "error":
+        kind, text = str(message["kind"]), str(message["message"])
+        if kind == "OutOfMemoryError":
+            log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", child.name)
+            return {}
+        if kind in NOT_TO_BE_RETRIED:
+            raise as_raised(kind, text)
+        raise WorkerError(f"{child.name}: {text}", worker_traceback=message["traceback"])
+    raise WorkerError(f"{child.name}: no ceiling was measured; it said: {child.last_words() or 'nothing'}")
+
+
+def _measure(spec: WorkerSpec) -> dict[str, float | None]:
+    """Tokens/s of each encoder's linear layers on this process's GPU.
+
+    Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
+    """
+    import torch
+
+    from virnuc_core.encoders.ceiling import linear_pass, sustained_passes
+    from virnuc_core.encoders.load import load_all
+    from virnuc_core.engine.runner import Runner
+
+    device, engine = torch.device("cuda:0"), spec.engine
+    esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
+    budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
+    Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.model_length // 3 + 2)
+    found: dict[str, float | None] = {}
+    for name, weights in (("esm2", esm2.weights), ("dnabert_s", dnabert_s.weights)):
+        passes, elapsed_s = sustained_passes(linear_pass(weights, budgets[name], device), SECONDS[name])
+        found[name] = ceiling_tokens_per_s(budgets[name], passes, elapsed_s)
+    return found
+
+
+def main() -> None:
+    """Measure on one device and tell the parent."""
+    parent = Parent()
+    spec = WorkerSpec.from_json(parent.spec)
+    parent.listen()
+    try:
+        from virnuc_core.engine.locks import lock_device
+
+        handle = lock_device(spec.device.id, spec.engine.device_wait_s)  # kept open until this process ends
+        parent.send({"event": "measured", "lock": handle, **_measure(spec)})
+    except Exception as error:  # noqa: BLE001 - reaches the parent with its traceback
+        trace = "".join(traceback.format_exception(error))
+        kind = type(error).__name__
+        parent.send({"event": "error", "kind": kind, "message": str(error), "traceback": trace})
+
+
+if __name__ == "__main__":
+    main()

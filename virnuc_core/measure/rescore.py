@@ -1,0 +1,127 @@
+"""Stored embeddings scored again: another head, another threshold, no GPU, nothing embedded."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from virnuc_core.encoders.checkpoint import head_digest, open_head_folder
+from virnuc_core.encoders.head import Head, place_head
+from virnuc_core.engine import shards
+from virnuc_core.errors import ConfigError
+from virnuc_core.provenance import read_record
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.results import THRESHOLD, ResultSummary, write_results
+from virnuc_core.rundir import RunDir, write_text_whole
+
+SCHEMA_VERSION: Final = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RescoreSummary:
+    """What the new result files stand on; written to `rescore.json` beside them."""
+
+    schema_version: int
+    run: str  # the run whose embeddings were scored
+    reads: str  # fingerprint of its reads
+    head: str  # fingerprint of the head that scored
+    model_length: int
+    results: ResultSummary
+    elapsed_s: float
+
+    def to_json(self) -> str:
+        """As written to `rescore.json`."""
+        return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float = THRESHOLD) -> RescoreSummary:
+    """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
+
+    Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there;
+    `ConfigError` when the run is not finished, when `out` is the run itself, or when the head was trained for another
+    model length or other widths; `ShardError` for a damaged shard.
+    """
+    started = time.perf_counter()
+    if out.root.resolve() == run.root.resolve():
+        raise ConfigError(f"{out.root} is the run itself; give the new results a directory of their own")
+    record = read_record(run)
+    store = OrfStore.open(run.root / record.store)
+    if store.fingerprint != record.fingerprints["reads"]:
+        raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
+    _check_finished(run)
+    if new_head is None:
+        scores, failed = shards.read_scores(run)
+        digest = record.fingerprints["head"]
+    else:
+        folder = new_head / "head" if (new_head / "head").is_dir() else new_head
+        shape, tensors = open_head_folder(folder)
+        head = Head(shape, place_head(tensors, torch.device("cpu")))
+        _check_fit(head, store, record.widths, folder)
+        scores, failed = head_scores(run, head, store.n_uniques)
+        digest = head_digest(folder)
+    results = write_results(out, store, scores, failed, threshold=threshold)
+    summary = RescoreSummary(
+        schema_version=SCHEMA_VERSION,
+        run=str(run.root.resolve()),
+        reads=store.fingerprint,
+        head=digest,
+        model_length=store.model_length,
+        results=results,
+        elapsed_s=time.perf_counter() - started,
+    )
+    write_text_whole(out.root / "rescore.json", summary.to_json())
+    return summary
+
+
+def head_scores(run: RunDir, head: Head, uniques: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Scores of every unique by `head`, float32 [n_uniques, 2], and which have no embedding, bool [n_uniques].
+
+    Errors: `ConfigError` when the embeddings are not as wide as the head's input.
+    """
+    scores = np.full((uniques, 2), np.nan, dtype=np.float32)
+    for lo, embeddings in _embeddings(run):
+        if embeddings.shape[1] != head.shape.width:
+            raise ConfigError(
+                f"{run.root}: embeddings have {embeddings.shape[1]} columns, the head takes {head.shape.width}; "
+                "it belongs to other encoders"
+            )
+        scores[lo : lo + len(embeddings)] = head.scores(torch.from_numpy(embeddings)).numpy()
+    failed: NDArray[np.bool_] = np.isnan(scores[:, 0])
+    return scores, failed
+
+
+def _embeddings(run: RunDir) -> Iterator[tuple[int, NDArray[np.float32]]]:
+    """Each shard's first unique and its embeddings, proven by their checksum."""
+    plan = shards.read_plan(run)
+    for shard, result in shards.results(run, plan):
+        yield plan.range(shard)[0], result.embeddings
+
+
+def _check_finished(run: RunDir) -> None:
+    plan = shards.read_plan(run)
+    missing = [shard for shard in range(len(plan)) if not shards.shard_path(run, shard).exists()]
+    if missing:
+        raise ConfigError(
+            f"{run.root}: {len(missing)} of {len(plan)} shards are not computed yet; finish the run first"
+        )
+
+
+def _check_fit(head: Head, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
+    if head.model_length != store.model_length:
+        raise ConfigError(
+            f"the head in {folder} is for length {head.model_length}, the run's reads were cut at {store.model_length}"
+        )
+    made_for, has = (head.dna_width, head.protein_width), (widths.get("dna"), widths.get("protein"))
+    if widths and made_for != has:
+        raise ConfigError(
+            f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "
+            f"the run has {has[0]} + {has[1]}; it belongs to other encoders"
+        )

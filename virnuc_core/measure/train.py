@@ -1,0 +1,377 @@
+"""Fit the head on labelled reads, from embeddings a run has stored. No genome is on two sides.
+
+The reads' genomes are dealt to three sides, each class by itself: one to learn from, one to say when to stop, one that
+is looked at once, for the numbers in the summary. Each side holds as many viral rows as others.
+"""
+
+from __future__ import annotations
+
+import copy
+import csv
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import Field
+from torch import Tensor, nn
+
+from virnuc_core.config import Spec
+from virnuc_core.encoders.model_config import HeadShape, read_dnabert_shape, read_esm2_shape, write_shape
+from virnuc_core.encoders.tensor_files import write_tensors
+from virnuc_core.engine import shards
+from virnuc_core.errors import InputError, ShardError
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir, whole_file
+
+log = logging.getLogger(__name__)
+
+CLASSES: Final = ("others", "virus")
+SIDES: Final = ("train", "validation", "test")
+TRUTH_COLUMNS: Final = ("read", "label", "genome")
+READ_IDS_AT_ONCE: Final = 65_536
+SHARED_FROM: Final = 100_000_000  # multiplications of one step from which several threads pay
+
+
+class TrainSpec(Spec):
+    """How the head is fitted. Optimiser and stopping rule are the original's, the batch and the step are larger."""
+
+    hidden: int = Field(512, ge=1)
+    learning_rate: float = Field(5e-3, gt=0)
+    momentum: float = Field(0.9, ge=0, lt=1)
+    batch_rows: int = Field(128, ge=2)
+    max_epochs: int = Field(200, ge=1)
+    patience: int = Field(5, ge=1, description="epochs without a lower validation loss before stopping")
+    step_epochs: int = Field(10, ge=1, description="the learning rate falls by `step_decay` after so many epochs")
+    step_decay: float = Field(0.85, gt=0, le=1)
+    dropout: float = Field(0.5, ge=0, lt=1)
+    validation_share: float = Field(0.1, gt=0, lt=0.5)
+    test_share: float = Field(0.1, gt=0, lt=0.5)
+    max_rows_per_class: int = Field(
+        25_000, ge=2, description="rows of a class on the learning side; the rest is left out"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What each read is known to be, in the order of the truth file."""
+
+    ids: tuple[str, ...]
+    label: NDArray[np.int64]  # [reads] index into CLASSES
+    genome: NDArray[np.int64]  # [reads] index into `genomes`
+    genomes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSummary:
+    """What was learnt, and how well it does on genomes it has never met."""
+
+    rows: dict[str, int]  # by side
+    genomes: dict[str, int]  # by side
+    epochs: int
+    best_epoch: int
+    validation_loss: float
+    test_accuracy: float
+    test_auc: float
+    elapsed_s: float
+    head: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """Rows of one side: where each row's embedding is, and its class."""
+
+    unique: NDArray[np.int64]
+    label: NDArray[np.int64]
+
+
+class _Mlp(nn.Module):
+    """The head while it learns; its tensors bear the names of the head file."""
+
+    def __init__(self, shape: HeadShape, dropout: float) -> None:
+        super().__init__()
+        self.hidden_layer = nn.Linear(shape.width, shape.hidden)
+        self.bn1 = nn.BatchNorm1d(shape.hidden, eps=shape.norm_eps)
+        self.dropout = nn.Dropout(dropout)
+        self.output_layer = nn.Linear(shape.hidden, len(CLASSES))
+        for layer in (self.hidden_layer, self.output_layer):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+    def forward(self, features: Tensor) -> Tensor:
+        out: Tensor = self.output_layer(self.dropout(torch.relu(self.bn1(self.hidden_layer(features)))))
+        return out
+
+
+def read_truth(path: Path) -> Truth:
+    """Read a TAB-separated truth file with the columns `read`, `label` (virus or others) and `genome`.
+
+    Errors: `InputError` names the line and what is wrong with it.
+    """
+    ids: list[str] = []
+    labels: list[int] = []
+    genomes: dict[str, int] = {}
+    genome: list[int] = []
+    try:
+        with path.open(encoding="utf-8", newline="") as handle:
+            table = csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
+            header = next(table, [])
+            missing = [name for name in TRUTH_COLUMNS if name not in header]
+            if missing:
+                raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
+            at = [header.index(name) for name in TRUTH_COLUMNS]
+            for number, line in enumerate(table, start=2):
+                if len(line) <= max(at) or line[at[1]] not in CLASSES:
+                    raise InputError("wanted read, label (virus or others) and genome", file=path, line=number)
+                ids.append(line[at[0]])
+                labels.append(CLASSES.index(line[at[1]]))
+                genome.append(genomes.setdefault(line[at[2]], len(genomes)))
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", file=path) from error
+    return Truth(tuple(ids), np.array(labels, dtype=np.int64), np.array(genome, dtype=np.int64), tuple(genomes))
+
+
+def split_genomes(
+    genome: NDArray[np.int64], label: NDArray[np.int64], spec: TrainSpec, rng: np.random.Generator
+) -> NDArray[np.int64]:
+    """Which side each row is on, [rows] index into `SIDES`; rows of one genome are on one side.
+
+    Within a class, genomes in random order fill the test side and then the validation side to their share; a genome far
+    larger than the share is passed over unless no other is left. Errors: `InputError` when a class has fewer than three
+    genomes, or a genome has both labels.
+    """
+    side = np.zeros(len(genome), dtype=np.int64)
+    for value, name in enumerate(CLASSES):
+        members, sizes = np.unique(genome[label == value], return_counts=True)
+        if np.isin(members, genome[label != value]).any():
+            raise InputError("a genome has reads of both labels; give the parts different genome names")
+        if len(members) < len(SIDES):
+            raise InputError(
+                f"{len(members)} genomes labelled {name} have open frames; three are needed: to learn, stop and test"
+            )
+        taken = np.zeros(len(members), dtype=bool)
+        for number, share in ((2, spec.test_share), (1, spec.validation_share)):
+            chosen = _deal(sizes, taken, share * float(sizes.sum()), rng, keep=number)
+            taken[chosen] = True
+            side[np.isin(genome, members[chosen])] = number
+    return side
+
+
+def _deal(
+    sizes: NDArray[np.int64], taken: NDArray[np.bool_], target: float, rng: np.random.Generator, *, keep: int
+) -> list[int]:
+    """Genomes that together hold about `target` rows, `keep` free ones left over; at least one."""
+    free = np.flatnonzero(~taken)
+    chosen: list[int] = []
+    held = 0
+    for index in rng.permutation(free).tolist():
+        if len(free) - len(chosen) <= keep or held >= target:
+            break
+        if held + sizes[index] <= 2 * target:
+            chosen.append(index)
+            held += int(sizes[index])
+    return chosen or [int(free[np.argmin(sizes[free])])]
+
+
+def choose_rows(
+    store: OrfStore, truth: Truth, spec: TrainSpec, rng: np.random.Generator
+) -> tuple[tuple[Example, ...], dict[str, int]]:
+    """The rows of each side, balanced, in random order; and the number of genomes of each side.
+
+    Errors: `InputError` names reads of the store that the truth file does not know.
+    """
+    read_truth_index = _match(store, truth)
+    index = read_truth_index[np.asarray(store.row_read)]
+    label, genome = truth.label[index], truth.genome[index]
+    side = split_genomes(genome, label, spec, rng)
+    unique = np.asarray(store.row_unique)
+    examples, genomes = [], {}
+    for number, name in enumerate(SIDES):
+        limit = spec.max_rows_per_class if number == 0 else max(2, spec.max_rows_per_class // 4)
+        rows = [rng.permutation(np.flatnonzero((side == number) & (label == value))) for value in (0, 1)]
+        count = min(limit, *map(len, rows))
+        chosen = rng.permutation(np.concatenate([part[:count] for part in rows]))
+        examples.append(Example(unique[chosen], label[chosen]))
+        genomes[name] = len(np.unique(genome[side == number]))
+    return tuple(examples), genomes
+
+
+def _match(store: OrfStore, truth: Truth) -> NDArray[np.int64]:
+    """For each read of the store its line of the truth file, [n_reads]."""
+    place = {name: number for number, name in enumerate(truth.ids)}
+    if len(place) != len(truth.ids):
+        raise InputError("the truth file names a read twice; ids must be unique")
+    found = np.empty(store.n_reads, dtype=np.int64)
+    for low in range(0, store.n_reads, READ_IDS_AT_ONCE):
+        names = store.read_ids(low, min(low + READ_IDS_AT_ONCE, store.n_reads))
+        found[low : low + len(names)] = [place.get(name, -1) for name in names]
+    unknown = np.flatnonzero(found < 0)
+    if len(unknown):
+        names = [store.read_ids(int(i), int(i) + 1)[0] for i in unknown[:3]]
+        raise InputError(f"{len(unknown)} reads have no line in the truth file, among them {', '.join(names)}")
+    return found
+
+
+def gather(run: RunDir, wanted: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+    """Embeddings of the wanted uniques, float32 [n, width] for each array, read shard by shard.
+
+    Errors: `ShardError` when a shard is missing, damaged, or a wanted sequence failed.
+    """
+    plan = shards.read_plan(run)
+    out: list[NDArray[np.float32]] | None = None
+    for shard, result in shards.results(run, plan):
+        lo, hi = plan.range(shard)
+        if out is None:
+            out = [np.full((len(w), result.embeddings.shape[1]), np.nan, dtype=np.float32) for w in wanted]
+        for target, uniques in zip(out, wanted, strict=True):
+            here = np.flatnonzero((uniques >= lo) & (uniques < hi))
+            target[here] = result.embeddings[uniques[here] - lo]
+    if out is None or not all(np.isfinite(part).all() for part in out):
+        raise ShardError(f"{run.root}: some of the sequences have no embedding; finish the run first")
+    return [torch.from_numpy(part) for part in out]
+
+
+def train_head(
+    run: RunDir,
+    store: OrfStore,
+    truth: Path,
+    out: Path,
+    *,
+    models: Path | None = None,
+    seed: int = 0,
+    spec: TrainSpec | None = None,
+) -> TrainSummary:
+    """Fit a head on the run's embeddings and write `out/head/config.json` and `out/head/model.safetensors`.
+
+    `models` (default `out`) is the models directory whose encoders made the embeddings; the head is bound to the
+    store's model length. The same run, truth, settings and seed give the same head on the same machine. Errors:
+    `InputError` for truth that does not fit the reads or has too few genomes; `ShardError` for missing embeddings.
+    """
+    started = time.perf_counter()
+    spec = spec or TrainSpec()
+    rng = np.random.default_rng(seed)
+    examples, genomes = choose_rows(store, read_truth(truth), spec, rng)
+    features = gather(run, [example.unique for example in examples])
+    labels = [torch.from_numpy(example.label) for example in examples]
+    shape = _shape(models or out, store.model_length, spec.hidden)
+    with torch.random.fork_rng(devices=[]), _few_threads(spec.batch_rows * shape.width * shape.hidden):
+        torch.manual_seed(seed)
+        network = _Mlp(shape, spec.dropout)
+        fit = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
+    virus = _virus_probability(network, features[2])
+    summary = TrainSummary(
+        rows={name: len(example.label) for name, example in zip(SIDES, examples, strict=True)},
+        genomes=genomes,
+        epochs=fit.epochs,
+        best_epoch=fit.best_epoch,
+        validation_loss=fit.loss,
+        test_accuracy=float(((virus > 0.5).long() == labels[2]).float().mean()),
+        test_auc=auc(virus.numpy(), examples[2].label),
+        elapsed_s=time.perf_counter() - started,
+        head=out / "head",
+    )
+    _write_head(network, shape, summary.head)
+    log.info(
+        "head: %d epochs, accuracy %.3f, AUC %.3f on unseen genomes",
+        fit.epochs,
+        summary.test_accuracy,
+        summary.test_auc,
+    )
+    return summary
+
+
+@contextmanager
+def _few_threads(products: int) -> Iterator[None]:
+    """One thread for steps so small that handing them round costs more than it saves (measured: three times slower)."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1 if products < SHARED_FROM else before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True)
+class _FitResult:
+    epochs: int
+    best_epoch: int
+    loss: float
+
+
+def _fit(network: _Mlp, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], spec: TrainSpec) -> _FitResult:
+    """Train until the validation loss stays up for `patience` epochs; the network is left with its best weights."""
+    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, spec.step_epochs, spec.step_decay)
+    best_loss, best_epoch, best = float("inf"), 0, copy.deepcopy(network.state_dict())
+    epoch = 0
+    for epoch in range(1, spec.max_epochs + 1):
+        _epoch(network, optimiser, *train, spec.batch_rows)
+        schedule.step()
+        loss = _loss(network, *validation)
+        if loss < best_loss:
+            best_loss, best_epoch, best = loss, epoch, copy.deepcopy(network.state_dict())
+        elif epoch - best_epoch >= spec.patience:
+            break
+    network.load_state_dict(best)
+    network.eval()
+    return _FitResult(epoch, best_epoch, best_loss)
+
+
+def _epoch(network: _Mlp, optimiser: torch.optim.SGD, features: Tensor, labels: Tensor, batch_rows: int) -> None:
+    network.train()
+    for batch in torch.randperm(len(features)).split(batch_rows):
+        if len(batch) < 2:
+            continue  # batch norm cannot learn from one row
+        optimiser.zero_grad()
+        nn.functional.cross_entropy(network(features[batch]), labels[batch]).backward()
+        optimiser.step()
+
+
+def _loss(network: _Mlp, features: Tensor, labels: Tensor) -> float:
+    network.eval()
+    with torch.inference_mode():
+        return float(nn.functional.cross_entropy(network(features), labels))
+
+
+def _virus_probability(network: _Mlp, features: Tensor) -> Tensor:
+    network.eval()
+    with torch.inference_mode():
+        virus: Tensor = torch.softmax(network(features), dim=-1)[:, 1]
+    return virus
+
+
+def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
+    """Chance that a viral row scores above one of the others, ties counted half.
+
+    >>> round(auc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])), 3)
+    0.875
+    """
+    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    rank = (np.cumsum(counts) - (counts - 1) / 2)[place]  # mean rank of equal scores
+    virus = int((label == 1).sum())
+    others = len(label) - virus
+    return float((rank[label == 1].sum() - virus * (virus + 1) / 2) / (virus * others))
+
+
+def _shape(models: Path, model_length: int, hidden: int) -> HeadShape:
+    return HeadShape(
+        model_length=model_length,
+        dna_width=read_dnabert_shape(models / "dnabert_s" / "config.json").width,
+        protein_width=read_esm2_shape(models / "esm2" / "config.json").width,
+        hidden=hidden,
+    )
+
+
+def _write_head(network: _Mlp, shape: HeadShape, folder: Path) -> None:
+    """Weights before sizes: a folder with a config has its weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = network.state_dict()
+    write_tensors(folder / "model.safetensors", shape.tensors(), torch.float32, lambda name: state[name])
+    with whole_file(folder / "config.json") as aside:
+        write_shape(shape, aside)

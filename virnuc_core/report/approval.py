@@ -1,0 +1,94 @@
+"""The reviewer's answer as the report shows it: from `report/approval.json`, which stands beside the figures."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, Literal, get_args
+
+from virnuc_core.report.files import RECORD, RawFolder, mapping, text
+from virnuc_core.report.model import ApprovalAnswer, ApprovalFigure, Report, RunFigure
+from virnuc_core.rundir import RunDir
+
+APPROVAL: Final = "approval.json"
+QUESTIONS: Final = {
+    "all_criteria_met": "Are all criteria met?",
+    "target_realistic": "If not: was the target realistic?",
+    "tuning_could_help": "If not: could tuning help?",
+    "code_fix_needed": "If not: is a code fix needed?",
+    "esm2_still_bottleneck": "Is ESM-2 still the bottleneck?",
+}
+Verdict = Literal["approved", "rejected", "pending"]
+WAITING: Final = ApprovalFigure(
+    verdict="pending", reviewer=None, when=None, note="", answers=(), of_earlier_run=False
+)  # asked for, not answered
+
+
+def approval_figure(raw: RawFolder, run: RunFigure | None) -> ApprovalFigure | None:
+    """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
+    folder = RunDir(raw.root).report
+    body = raw.json(folder.name, APPROVAL)
+    if not body:
+        return WAITING if mapping(raw.json(RECORD), "spec").get("approval") is True else None
+    verdict = text(body, "verdict")
+    if verdict not in get_args(Verdict):
+        raw.problems.append(f"{folder.name}/{APPROVAL} holds no verdict")
+        return None
+    when = text(body, "when")
+    return ApprovalFigure(
+        verdict=verdict,
+        reviewer=text(body, "reviewer"),
+        when=when,
+        note=text(body, "note") or "",
+        answers=tuple(
+            ApprovalAnswer(question=question, answer=text(body, name) or "not answered")
+            for name, question in QUESTIONS.items()
+        ),
+        of_earlier_run=_before(when, started_of(raw, run)),
+    )
+
+
+def started_of(raw: RawFolder, run: RunFigure | None) -> str | None:
+    """When the figures of a run were measured, as its telemetry says."""
+    if run is None or run.telemetry is None:
+        return None
+    found = raw.telemetry(run.name, Path(run.telemetry.file).name)
+    return None if found is None else found[1].started
+
+
+def _before(when: str | None, started: str | None) -> bool:
+    moments = [_moment(text) for text in (when, started)]
+    return moments[0] is not None and moments[1] is not None and moments[0] < moments[1]
+
+
+def _moment(written: str | None) -> datetime | None:
+    try:
+        moment = None if written is None else datetime.fromisoformat(written)
+    except ValueError:
+        return None
+    return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def answered(report: Report) -> bool:
+    """Whether the report shows a reviewer's answer."""
+    return report.approval is not None and report.approval.reviewer is not None
+
+
+def with_answer(out: Path, report: Report) -> Report:
+    """The report with the answer that lies beside it now, and nothing else changed; as it is when there is none."""
+    raw = RawFolder(out)
+    if not (RunDir(out).report / APPROVAL).is_file():
+        return report
+    approval = approval_figure(raw, report.run)
+    name = f"{RunDir(out).report.name}/{APPROVAL}"
+    others = [file for file in report.evidence if file.path != name]
+    own = [file for file in raw.evidence() if file.path == name]
+    evidence = tuple(sorted([*others, *own], key=lambda file: file.path))
+    return report.model_copy(update={"approval": approval, "evidence": evidence})
+
+
+def without_answer(report: Report) -> dict[str, Any]:
+    """A report's data as they were before anybody answered."""
+    body = report.model_dump(mode="json")
+    body["evidence"] = [file for file in body["evidence"] if Path(file["path"]).name != APPROVAL]
+    return body | {"approval": None if report.approval is None else WAITING.model_dump(mode="json")}
