@@ -7,7 +7,7 @@ from typing import Any, Final
 import pandas as pd
 
 from virnuc_core.report.files import RECORD, SUMMARY, RawFolder, count, mapping, texts
-from virnuc_core.report.model import Accounting, RunFigure
+from virnuc_core.report.model import Accounting, RunMetrics
 from virnuc_core.rundir import RunDir
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
@@ -18,7 +18,7 @@ SKIPPED: Final = ("skipped_records", "skipped", "n_skipped")
 IGNORED: Final = ("ignored_files", "ignored", "n_ignored")
 
 
-def accounting(raw: RawFolder, run: RunFigure | None) -> Accounting | None:
+def accounting(raw: RawFolder, run: RunMetrics | None) -> Accounting | None:
     """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
     if run is None:
         return None
@@ -63,7 +63,7 @@ def _flags(column: pd.Series[str]) -> dict[str, int]:
     return found
 
 
-def _staging(raw: RawFolder, run: RunFigure) -> list[dict[str, Any]]:
+def _staging(raw: RawFolder, run: RunMetrics) -> list[dict[str, Any]]:
     """What records say of reading the input, wherever they say it."""
     bodies = [raw.json(RECORD), raw.json(run.name, RECORD), raw.json(run.name, SUMMARY)]
     return [part for body in bodies for part in (mapping(body, "staging"), body) if part]
@@ -80,7 +80,7 @@ def _first(bodies: list[dict[str, Any]], names: tuple[str, ...]) -> int | None:
     return None
 
 
-def _skipped(raw: RawFolder, run: RunFigure) -> int | None:
+def _skipped(raw: RawFolder, run: RunMetrics) -> int | None:
     """Broken records left out: as recorded, else as listed; none where the first would have stopped the run."""
     recorded = _first(_staging(raw, run), SKIPPED)
     if recorded is not None:

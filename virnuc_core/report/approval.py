@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from virnuc_core.report.files import RECORD, RawFolder, mapping, text
-from virnuc_core.report.model import ApprovalAnswer, ApprovalFigure, Report, RunFigure
+from virnuc_core.report.model import ApprovalAnswer, ApprovalState, Report, RunMetrics
 from virnuc_core.rundir import RunDir
 
 APPROVAL: Final = "approval.json"
@@ -19,12 +19,12 @@ QUESTIONS: Final = {
     "esm2_still_bottleneck": "Is ESM-2 still the bottleneck?",
 }
 Verdict = Literal["approved", "rejected", "pending"]
-WAITING: Final = ApprovalFigure(
+WAITING: Final = ApprovalState(
     verdict="pending", reviewer=None, when=None, note="", answers=(), of_earlier_run=False
 )  # asked for, not answered
 
 
-def approval_figure(raw: RawFolder, run: RunFigure | None) -> ApprovalFigure | None:
+def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
     """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
     folder = RunDir(raw.root).report
     body = raw.json(folder.name, APPROVAL)
@@ -35,7 +35,7 @@ def approval_figure(raw: RawFolder, run: RunFigure | None) -> ApprovalFigure | N
         raw.problems.append(f"{folder.name}/{APPROVAL} holds no verdict")
         return None
     when = text(body, "when")
-    return ApprovalFigure(
+    return ApprovalState(
         verdict=verdict,
         reviewer=text(body, "reviewer"),
         when=when,
@@ -48,7 +48,7 @@ def approval_figure(raw: RawFolder, run: RunFigure | None) -> ApprovalFigure | N
     )
 
 
-def started_of(raw: RawFolder, run: RunFigure | None) -> str | None:
+def started_of(raw: RawFolder, run: RunMetrics | None) -> str | None:
     """When the figures of a run were measured, as its telemetry says."""
     if run is None or run.telemetry is None:
         return None
@@ -79,7 +79,7 @@ def with_answer(out: Path, report: Report) -> Report:
     raw = RawFolder(out)
     if not (RunDir(out).report / APPROVAL).is_file():
         return report
-    approval = approval_figure(raw, report.run)
+    approval = approval_state(raw, report.run)
     name = f"{RunDir(out).report.name}/{APPROVAL}"
     others = [file for file in report.evidence if file.path != name]
     own = [file for file in raw.evidence() if file.path == name]

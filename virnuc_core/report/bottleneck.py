@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Final
 
 from virnuc_core.report.metrics import stage_seconds
-from virnuc_core.report.model import Bottleneck, RunFigure, StageFinding, TelemetryFigure
+from virnuc_core.report.model import Bottleneck, RunMetrics, StageFinding, TelemetryMetrics
 
 TIME_SHARE: Final = 0.30
 BUSY_PERCENT: Final = 80.0
@@ -38,7 +38,7 @@ STAGE_ADVICE: Final = {
 }
 
 
-def findings(run: RunFigure | None) -> tuple[StageFinding, ...]:
+def findings(run: RunMetrics | None) -> tuple[StageFinding, ...]:
     """The stages the two rules point at, largest share first; no time or no total gives none."""
     found = []
     for stage in () if run is None else run.stages:
@@ -56,7 +56,7 @@ def findings(run: RunFigure | None) -> tuple[StageFinding, ...]:
     return tuple(sorted(found, key=lambda finding: -finding.share))
 
 
-def _utilisation(telemetry: TelemetryFigure | None, stage: str) -> float | None:
+def _utilisation(telemetry: TelemetryMetrics | None, stage: str) -> float | None:
     """Lowest device's utilisation while a GPU stage ran."""
     if telemetry is None or stage not in GPU_STAGES:
         return None
@@ -65,7 +65,7 @@ def _utilisation(telemetry: TelemetryFigure | None, stage: str) -> float | None:
     return min(known) if known and len(known) == len(values) else None
 
 
-def bottleneck(run: RunFigure | None) -> Bottleneck:
+def bottleneck(run: RunMetrics | None) -> Bottleneck:
     """The one class that costs most."""
     if run is None or not run.total_s:
         return Bottleneck(
@@ -98,7 +98,7 @@ def bottleneck(run: RunFigure | None) -> Bottleneck:
     )
 
 
-def _loader(run: RunFigure) -> Bottleneck | None:
+def _loader(run: RunMetrics) -> Bottleneck | None:
     telemetry = run.telemetry
     if telemetry is None or telemetry.queue is None or not run.total_s or not telemetry.embedding_s:
         return None
@@ -111,7 +111,7 @@ def _loader(run: RunFigure) -> Bottleneck | None:
     return Bottleneck(kind="loader", expected=False, stage=None, share=share, detail=detail, advice=LOADER_ADVICE)
 
 
-def _packing(run: RunFigure) -> Bottleneck | None:
+def _packing(run: RunMetrics) -> Bottleneck | None:
     telemetry = run.telemetry
     if telemetry is None or telemetry.packing_efficiency is None or telemetry.packing_efficiency > PACKING:
         return None
@@ -121,7 +121,7 @@ def _packing(run: RunFigure) -> Bottleneck | None:
     return Bottleneck(kind="packing", expected=False, stage=None, share=share, detail=detail, advice=PACKING_ADVICE)
 
 
-def _commit(run: RunFigure) -> Bottleneck | None:
+def _commit(run: RunMetrics) -> Bottleneck | None:
     """Commits run beside the next shard's compute: they can have cost no more than the time devices stood still."""
     telemetry = run.telemetry
     if telemetry is None or not telemetry.busy or not telemetry.embedding_s:
@@ -136,7 +136,7 @@ def _commit(run: RunFigure) -> Bottleneck | None:
     return Bottleneck(kind="commit I/O", expected=False, stage=None, share=share, detail=detail, advice=COMMIT_ADVICE)
 
 
-def _cpu_stage(run: RunFigure) -> Bottleneck | None:
+def _cpu_stage(run: RunMetrics) -> Bottleneck | None:
     slow = [stage for stage in run.stages if stage.name not in GPU_STAGES and stage.share]
     share = sum(stage.share or 0.0 for stage in slow)
     if share <= TIME_SHARE:

@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Profile
 from virnuc_core.report.accounting import accounting
-from virnuc_core.report.approval import approval_figure
+from virnuc_core.report.approval import approval_state
 from virnuc_core.report.bottleneck import bottleneck, findings
 from virnuc_core.report.caveats import notes, warnings_of
 from virnuc_core.report.chart_data import charts
 from virnuc_core.report.comparability import unlike_parts
 from virnuc_core.report.criteria import BASELINE, Measured, checks, scaling, seven
 from virnuc_core.report.files import RECORD, SUMMARY, RawFolder, count, mapping, text
-from virnuc_core.report.metrics import baseline_figure, run_figure, scaling_figure
+from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import (
     Comparison,
     ComparisonFile,
@@ -25,9 +25,9 @@ from virnuc_core.report.model import (
     Provenance,
     Regression,
     Report,
-    RunFigure,
+    RunMetrics,
 )
-from virnuc_core.report.overhead import overhead_figure
+from virnuc_core.report.overhead import overhead_metrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.rundir import write_text_whole
 
@@ -36,7 +36,7 @@ COMPARISON: Final = "comparison.json"
 REGRESSION: Final = "regression.json"
 
 
-def gather(out: Path, profile: Profile) -> Report:
+def build_report(out: Path, profile: Profile) -> Report:
     """Read what a validation left in `out` and judge it by `profile`.
 
     Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
@@ -44,7 +44,7 @@ def gather(out: Path, profile: Profile) -> Report:
     """
     raw = RawFolder(out)
     record = raw.json(RECORD)
-    runs = tuple(figure for name in run_names(out) if (figure := run_figure(raw, name, profile)) is not None)
+    runs = tuple(figure for name in run_names(out) if (figure := run_metrics(raw, name, profile)) is not None)
     single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
     many = next((run for run in reversed(runs) if run is not single), None)
     judged = many or single
@@ -52,17 +52,17 @@ def gather(out: Path, profile: Profile) -> Report:
     if profile.baseline.source == "measured" and (out / BASELINE / SUMMARY).is_file():
         parts.insert(0, BASELINE)
     unlike = unlike_parts(raw, parts)
-    baseline = unlike.baseline(baseline_figure(raw, profile, judged), _name(judged))
+    baseline = unlike.baseline(baseline_metrics(raw, profile, judged), _name(judged))
     comparisons = unlike.comparisons(read_comparisons(raw))
-    overhead = overhead_figure(raw)
-    scaled = None if unlike.between(_name(single), _name(many)) else scaling_figure(single, many)
+    overhead = overhead_metrics(raw)
+    scaled = None if unlike.between(_name(single), _name(many)) else scaling_metrics(single, many)
     measured = Measured(profile, single, many, baseline, scaled, comparisons, overhead)
     each = [
         replace(measured, many=run, scaling=found_scaling)
         for run in runs
         if unlike.between(_name(single), run.name) is None
         and run is not single
-        and (found_scaling := scaling_figure(single, run)) is not None
+        and (found_scaling := scaling_metrics(single, run)) is not None
     ]
     found = (
         None if judged is None else raw.telemetry(judged.name, raw.json(judged.name, "summary.json").get("telemetry"))
@@ -72,7 +72,7 @@ def gather(out: Path, profile: Profile) -> Report:
     criteria, further = (
         unlike.criteria(verdicts, _name(single), _name(many)) for verdicts in (seven(measured), checks(measured))
     )
-    accounts, approval = accounting(raw, judged), approval_figure(raw, judged)
+    accounts, approval = accounting(raw, judged), approval_state(raw, judged)
     provenance = _provenance(record, raw.json(judged.name, RECORD) if judged else {})
     return Report(
         profile=profile,
@@ -103,7 +103,7 @@ def gather(out: Path, profile: Profile) -> Report:
     )
 
 
-def _name(run: RunFigure | None) -> str | None:
+def _name(run: RunMetrics | None) -> str | None:
     return None if run is None else run.name
 
 

@@ -11,8 +11,8 @@ from virnuc_core.report.model import (
     Accounting,
     Charts,
     Regression,
-    RunFigure,
-    TelemetryFigure,
+    RunMetrics,
+    TelemetryMetrics,
 )
 
 OVERHEAD_DOMINATED: Final = 1_000  # reads; below, several devices are slower than one
@@ -56,7 +56,7 @@ def warnings_of(
     return (*found, *_input(accounts))
 
 
-def _course(run: RunFigure) -> list[str]:
+def _course(run: RunMetrics) -> list[str]:
     """How the run went."""
     facts = (
         (run.rows_set_aside, "rows set aside because they ended every worker (failed.tsv)"),
@@ -71,7 +71,7 @@ def _course(run: RunFigure) -> list[str]:
     return found + [f"{run.name}: {name} is missing." for name in run.missing_files]
 
 
-def _impossible(telemetry: TelemetryFigure) -> list[str]:
+def _impossible(telemetry: TelemetryMetrics) -> list[str]:
     return [
         f"{encoder.encoder} ran at {100 * share:.0f} % of the ceiling measured just before: the ceiling is too low."
         for encoder in telemetry.encoders
@@ -79,7 +79,7 @@ def _impossible(telemetry: TelemetryFigure) -> list[str]:
     ]
 
 
-def _fates(run: RunFigure | None, accounts: Accounting | None) -> list[str]:
+def _fates(run: RunMetrics | None, accounts: Accounting | None) -> list[str]:
     if run is None or run.n_reads is None or not run.fates:
         return []
     found = []
@@ -110,7 +110,7 @@ def _input(accounts: Accounting | None) -> list[str]:
     return [f"Input: {words}: {number:,}." for number, words in facts if number]
 
 
-def _size(run: RunFigure | None, profile: Profile) -> list[str]:
+def _size(run: RunMetrics | None, profile: Profile) -> list[str]:
     if run is None or run.n_reads is None:
         return []
     found = []
@@ -144,7 +144,7 @@ def _targets(measured: Measured) -> list[str]:
     return [f"Profile {measured.profile.name} asks for no performance: it proves correctness and plumbing only."]
 
 
-def _silent(run: RunFigure | None) -> list[str]:
+def _silent(run: RunMetrics | None) -> list[str]:
     silent = 0 if run is None else run.fates.get("no_open_frame", 0)
     if run is None or not run.n_reads or not silent:
         return []
@@ -152,7 +152,7 @@ def _silent(run: RunFigure | None) -> list[str]:
     return [f"{silent:,} of {run.n_reads:,} reads ({share:.1f} %) have no open frame and get no score."]
 
 
-def _repeats(run: RunFigure | None) -> list[str]:
+def _repeats(run: RunMetrics | None) -> list[str]:
     """How much of the speed-up is the input's: equal frames are embedded once, but not by a baseline."""
     if run is None or not run.n_rows or not run.n_uniques or run.n_uniques == run.n_rows:
         return []
@@ -164,7 +164,7 @@ def _repeats(run: RunFigure | None) -> list[str]:
     ]
 
 
-def _lengths(run: RunFigure | None, charts: Charts, model_length: int | None) -> list[str]:
+def _lengths(run: RunMetrics | None, charts: Charts, model_length: int | None) -> list[str]:
     histogram = charts.read_lengths
     if run is None or histogram is None or not sum(histogram.counts):
         return []

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.config import Profile
 from virnuc_core.report.files import RawFolder
-from virnuc_core.report.model import Bar, Charts, Histogram, Line, RunFigure
+from virnuc_core.report.model import Bar, Charts, Histogram, Line, RunMetrics
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.batches import device_busy, embedding_window, windows
 from virnuc_core.telemetry.clock import StageTime
@@ -28,7 +28,7 @@ LENGTH_BINS: Final = 30
 NO_CHARTS: Final = Charts(utilisation=(), cpu=None, gantt=(), read_lengths=None, scores=None, throughput=None)
 
 
-def charts(raw: RawFolder, run: RunFigure | None, measured: Telemetry | None, profile: Profile) -> Charts:
+def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, profile: Profile) -> Charts:
     """All series of the judged run; what was not measured is empty."""
     if run is None:
         return NO_CHARTS
@@ -84,7 +84,7 @@ def thin(x: NDArray[np.float64], y: NDArray[np.float64]) -> tuple[tuple[float, .
     return tuple(times), tuple(values)
 
 
-def _gantt(run: RunFigure, measured: Telemetry | None) -> tuple[Bar, ...]:
+def _gantt(run: RunMetrics, measured: Telemetry | None) -> tuple[Bar, ...]:
     """Every stage with seconds, encoders by device, in seconds since the run's start; staging was before it.
 
     A stage whose start was not measured stands where it must have been: staging ends as the run starts, results begin

@@ -16,10 +16,10 @@ from virnuc_core.report.model import (
     Histogram,
     HistoryPoint,
     Line,
-    QueueFigure,
+    QueueMetrics,
     Report,
-    RunFigure,
-    ScalingFigure,
+    RunMetrics,
+    ScalingMetrics,
 )
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def gantt(bars: tuple[Bar, ...]) -> str | None:
     return out[0]
 
 
-def one_after_the_other(run: RunFigure | None) -> tuple[Bar, ...]:
+def one_after_the_other(run: RunMetrics | None) -> tuple[Bar, ...]:
     """Stages of which only the seconds are known, laid end to end."""
     bars, start_s = [], 0.0
     for stage in () if run is None else run.stages:
@@ -182,7 +182,7 @@ def _bands(report: Report) -> tuple[tuple[int, float, float], ...]:
 
 
 @lru_cache(maxsize=REMEMBERED)
-def scaling(figures: tuple[ScalingFigure, ...], bands: tuple[tuple[int, float, float], ...]) -> str | None:
+def scaling(figures: tuple[ScalingMetrics, ...], bands: tuple[tuple[int, float, float], ...]) -> str | None:
     """Measured speed-up by number of devices, with the ideal and what people expect."""
     if not figures:
         return None
@@ -207,7 +207,7 @@ def scaling(figures: tuple[ScalingFigure, ...], bands: tuple[tuple[int, float, f
 
 
 @lru_cache(maxsize=REMEMBERED)
-def queue(found: QueueFigure | None) -> str | None:
+def queue(found: QueueMetrics | None) -> str | None:
     """Shares of the three queue states."""
     if found is None:
         return None

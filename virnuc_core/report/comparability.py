@@ -9,7 +9,7 @@ from typing import Final
 
 from virnuc_core.report.criteria import BASELINE
 from virnuc_core.report.files import RECORD, RawFolder, count, mapping, text
-from virnuc_core.report.model import BaselineFigure, Comparison, Criterion
+from virnuc_core.report.model import BaselineMetrics, Comparison, Criterion
 
 PRINTS: Final = ("reads", "esm2", "dnabert_s", "head")
 MODEL_LENGTH: Final = "model length"
@@ -26,7 +26,7 @@ class Unlike:
         """The reason against comparing the parts `a` and `b`."""
         return None if a is None or b is None else self.reasons.get(frozenset((a, b)))
 
-    def baseline(self, figure: BaselineFigure | None, run: str | None) -> BaselineFigure | None:
+    def baseline(self, figure: BaselineMetrics | None, run: str | None) -> BaselineMetrics | None:
         """The baseline's figure, marked as not to be used where it is unlike the judged run."""
         reason = self.between(BASELINE, run)
         if figure is None or reason is None:

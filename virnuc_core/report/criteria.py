@@ -13,13 +13,13 @@ from typing import Final, Literal
 from virnuc_core.config import Profile, Target
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
 from virnuc_core.report.model import (
-    BaselineFigure,
+    BaselineMetrics,
     Comparison,
     Criterion,
-    OverheadFigure,
-    RunFigure,
-    ScalingFigure,
-    TelemetryFigure,
+    OverheadMetrics,
+    RunMetrics,
+    ScalingMetrics,
+    TelemetryMetrics,
     Verdict,
 )
 
@@ -33,15 +33,15 @@ class Measured:
     """What the criteria judge."""
 
     profile: Profile
-    single: RunFigure | None
-    many: RunFigure | None  # the run with more than one device, if there is one
-    baseline: BaselineFigure | None
-    scaling: ScalingFigure | None
+    single: RunMetrics | None
+    many: RunMetrics | None  # the run with more than one device, if there is one
+    baseline: BaselineMetrics | None
+    scaling: ScalingMetrics | None
     comparisons: tuple[Comparison, ...]
-    overhead: OverheadFigure | None = None
+    overhead: OverheadMetrics | None = None
 
     @property
-    def judged(self) -> RunFigure | None:
+    def judged(self) -> RunMetrics | None:
         """The run the verdict is about: most devices first."""
         return self.many or self.single
 
@@ -57,7 +57,7 @@ class _Case:
     unit: Unit
     field: str  # of the profile's targets
     target: Target | None
-    run: RunFigure | None
+    run: RunMetrics | None
     samples_of: str
     raw: tuple[str, ...]
 
@@ -214,7 +214,7 @@ def _speedup(measured: Measured) -> Criterion:
     return _judge(case, value, samples, baseline_note(baseline))
 
 
-def baseline_note(baseline: BaselineFigure) -> str:
+def baseline_note(baseline: BaselineMetrics) -> str:
     """How the baseline's time is known, when it was not measured over all the reads."""
     if baseline.source == "recorded":
         return f"the baseline's time is recorded in the profile, for {baseline.label}"
@@ -226,7 +226,7 @@ def baseline_note(baseline: BaselineFigure) -> str:
     return ""
 
 
-def _same_kind(baseline: BaselineFigure, run: RunFigure) -> bool:
+def _same_kind(baseline: BaselineMetrics, run: RunMetrics) -> bool:
     """Whether the baseline ran on the run's kind of device; on fewer of them is a handicap of its own algorithm."""
     names = {short_name(device) for device in run.devices}
     return bool(names) and set(baseline.models) == names
@@ -390,7 +390,7 @@ def _spread(measured: Measured) -> Criterion:
         "devices",
         _telemetry_of(run),
     )
-    telemetry: TelemetryFigure | None = None if run is None else run.telemetry
+    telemetry: TelemetryMetrics | None = None if run is None else run.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
         return _not_run(case, "there was no run on more than one device, or its telemetry is missing")
     if len(telemetry.busy) < len(run.devices):
@@ -427,15 +427,15 @@ def _same_bytes(measured: Measured) -> Criterion:
     return _judge(case, 1.0 if equality.identical else 0.0, samples, "; ".join(equality.differing))
 
 
-def _summary_of(run: RunFigure | None) -> tuple[str, ...]:
+def _summary_of(run: RunMetrics | None) -> tuple[str, ...]:
     return () if run is None else (f"{run.name}/summary.json",)
 
 
-def _telemetry_of(run: RunFigure | None) -> tuple[str, ...]:
+def _telemetry_of(run: RunMetrics | None) -> tuple[str, ...]:
     return () if run is None or run.telemetry is None else (run.telemetry.file,)
 
 
-def _no_time(run: RunFigure) -> str | None:
+def _no_time(run: RunMetrics) -> str | None:
     if run.resumed:
         return f"{run.name} was resumed ({run.shards_reused or 0} shards are of an earlier run): its time is not whole"
     if run.stopped_at_limit:
@@ -443,7 +443,7 @@ def _no_time(run: RunFigure) -> str | None:
     return None if run.total_s else f"the time of {run.name} was not recorded"
 
 
-def _too_few_reads(run: RunFigure | None, profile: Profile) -> str | None:
+def _too_few_reads(run: RunMetrics | None, profile: Profile) -> str | None:
     if run is None or run.n_reads is None:
         return "the number of reads was not recorded"
     if run.n_reads < profile.min_reads:
@@ -458,7 +458,7 @@ def _no_evidence(case: _Case, profile: Profile) -> str | None:
     return _too_few_reads(case.run, profile) or _other_device(case.run, profile)
 
 
-def _other_device(run: RunFigure | None, profile: Profile) -> str | None:
+def _other_device(run: RunMetrics | None, profile: Profile) -> str | None:
     """Targets are meant for the devices the profile names, or for any GPU when it names none."""
     if run is None or not run.devices:
         return "the devices were not recorded"

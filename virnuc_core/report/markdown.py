@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-from virnuc_core.report.model import Comparison, Criterion, LabelAgreement, Report, RunFigure
+from virnuc_core.report.model import Comparison, Criterion, LabelAgreement, Report, RunMetrics
 from virnuc_core.report.sections import (
     ENCODER_TITLES,
     approval_text,
@@ -457,7 +457,7 @@ def scaling_results(report: Report) -> list[dict[str, Any]]:
     return found
 
 
-def stage_results(run: RunFigure | None) -> list[dict[str, Any]]:
+def stage_results(run: RunMetrics | None) -> list[dict[str, Any]]:
     """Throughput of each measured stage: reads for chunking and translation, rows after that."""
     found = []
     for stage in () if run is None else run.stages:

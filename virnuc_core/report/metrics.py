@@ -8,16 +8,16 @@ from typing import Any, Final, Literal
 from virnuc_core.config import Profile
 from virnuc_core.report.files import RECORD, SUMMARY, RawFolder, count, mapping, seconds, text, texts
 from virnuc_core.report.model import (
-    BaselineFigure,
-    BusyFigure,
+    BaselineMetrics,
+    BusyMetrics,
     DeviceInfo,
-    EncoderFigure,
-    QueueFigure,
-    RunFigure,
-    ScalingFigure,
-    StageFigure,
-    TelemetryFigure,
-    UtilisationFigure,
+    DeviceMetrics,
+    EncoderMetrics,
+    QueueMetrics,
+    RunMetrics,
+    ScalingMetrics,
+    StageMetrics,
+    TelemetryMetrics,
 )
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.batches import (
@@ -82,7 +82,7 @@ def read_devices(*bodies: dict[str, Any]) -> tuple[DeviceInfo, ...]:
     return ()
 
 
-def stage_figures(stages: dict[str, Any], total_s: float | None) -> tuple[StageFigure, ...]:
+def stage_metrics(stages: dict[str, Any], total_s: float | None) -> tuple[StageMetrics, ...]:
     """All nine stages, in order: `null` in `stages` is fused, absent is not measured."""
     found = []
     for name in STAGES:
@@ -91,11 +91,11 @@ def stage_figures(stages: dict[str, Any], total_s: float | None) -> tuple[StageF
         if spent is None:
             status = "fused" if name in stages and stages[name] is None else "not measured"
         share = spent / total_s if spent is not None and total_s else None
-        found.append(StageFigure(name=name, seconds=spent, share=share, status=status))
+        found.append(StageMetrics(name=name, seconds=spent, share=share, status=status))
     return tuple(found)
 
 
-def run_figure(raw: RawFolder, name: str, profile: Profile) -> RunFigure | None:
+def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
     """The figures of the run in folder `name`; `None` when it has neither summary nor record."""
     summary, record = raw.json(name, SUMMARY), raw.json(name, RECORD)
     if not summary and not record:
@@ -106,7 +106,7 @@ def run_figure(raw: RawFolder, name: str, profile: Profile) -> RunFigure | None:
     measured = raw.telemetry(name, summary.get("telemetry"))
     resolved = mapping(record, "resolved")
     precision = text(resolved, "precision")
-    telemetry = None if measured is None else telemetry_figure(*measured, devices, summary, precision, profile)
+    telemetry = None if measured is None else telemetry_metrics(*measured, devices, summary, precision, profile)
     n_reads, reused = count(summary, "n_reads"), count(summary, "shards_reused")
     resumed = bool(summary.get("resumed")) or bool(reused)
     cost = cost_per_million(
@@ -118,14 +118,14 @@ def run_figure(raw: RawFolder, name: str, profile: Profile) -> RunFigure | None:
     )
     reads_per_s = n_reads / total_s if n_reads and total_s and not resumed else None
     folder = RunDir(raw.root / name)
-    return RunFigure(
+    return RunMetrics(
         name=name,
         devices=devices,
         label=label(devices),
         total_s=total_s,
         wall_s=wall_s,
         staging_s=staging_s,
-        stages=stage_figures(mapping(summary, "stages"), total_s),
+        stages=stage_metrics(mapping(summary, "stages"), total_s),
         n_reads=n_reads,
         n_chunks=count(summary, "n_chunks"),
         n_rows=count(summary, "n_rows"),
@@ -152,24 +152,24 @@ def run_figure(raw: RawFolder, name: str, profile: Profile) -> RunFigure | None:
     )
 
 
-def telemetry_figure(
+def telemetry_metrics(
     file: str,
     measured: Telemetry,
     devices: Sequence[DeviceInfo],
     summary: dict[str, Any],
     precision: str | None,
     profile: Profile,
-) -> TelemetryFigure:
+) -> TelemetryMetrics:
     """What the batches, samples and shards of a telemetry file add up to."""
     whole = summarise(measured.batches)
     span = embedding_window(measured.batches)
     cut = windows(measured.batches, measured.samples, profile.window_s, measured.origin_s)
     busy = device_busy(measured.shards)
-    used = [utilisation_figure(measured, device.id) for device in devices]
+    used = [device_metrics(measured, device.id) for device in devices]
     energies = [figure.energy_kwh for figure in used]
     host = host_stats(measured.host)
     flops = ModelFlops.from_json(mapping(summary, "flops"))
-    return TelemetryFigure(
+    return TelemetryMetrics(
         file=file,
         batches=whole.batches,
         tokens=whole.tokens,
@@ -181,12 +181,12 @@ def telemetry_figure(
         steady_tokens_per_s=whole.steady_tokens_per_s,
         embedding_s=None if span is None else whole.span_s,
         encoders=tuple(
-            _encoder_figure(encoder, measured.batches, devices, flops, precision)
+            _encoder_metrics(encoder, measured.batches, devices, flops, precision)
             for encoder in by_encoder(measured.batches)
         ),
-        queue=_queue_figure(whole),
+        queue=_queue_metrics(whole),
         devices=tuple(used),
-        busy=tuple(BusyFigure(device=b.device, shards=b.shards, busy_s=b.busy_s, commit_s=b.commit_s) for b in busy),
+        busy=tuple(BusyMetrics(device=b.device, shards=b.shards, busy_s=b.busy_s, commit_s=b.commit_s) for b in busy),
         device_time_spread=device_time_spread(busy),
         cpu_percent_mean=host.cpu_percent_avg,
         rss_peak_bytes=host.rss_peak_bytes,
@@ -197,9 +197,9 @@ def telemetry_figure(
     )
 
 
-def _encoder_figure(
+def _encoder_metrics(
     name: str, batches: BatchTable, devices: Sequence[DeviceInfo], flops: ModelFlops, precision: str | None
-) -> EncoderFigure:
+) -> EncoderMetrics:
     encoder: Encoder = "dnabert_s" if name == "dnabert_s" else "esm2"
     table = batches.of_encoder(encoder)
     own = summarise(table)
@@ -207,7 +207,7 @@ def _encoder_figure(
     ceilings = flops.ceilings(encoder)
     # DNABERT-S stays at fp16 where ESM-2 runs at fp8
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision or ""
-    return EncoderFigure(
+    return EncoderMetrics(
         encoder=encoder,
         batches=own.batches,
         rows=own.rows,
@@ -235,10 +235,10 @@ def _work(table: BatchTable, devices: Sequence[DeviceInfo]) -> list[EncoderWork]
     return found
 
 
-def _queue_figure(summary: BatchSummary) -> QueueFigure | None:
+def _queue_metrics(summary: BatchSummary) -> QueueMetrics | None:
     if summary.queue is None:
         return None
-    return QueueFigure(
+    return QueueMetrics(
         mean_wait_ms=summary.avg_wait_ms or 0.0,
         p95_wait_ms=summary.p95_wait_ms or 0.0,
         max_wait_ms=summary.max_wait_ms or 0.0,
@@ -249,13 +249,13 @@ def _queue_figure(summary: BatchSummary) -> QueueFigure | None:
     )
 
 
-def utilisation_figure(measured: Telemetry, device: str) -> UtilisationFigure:
+def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
     """One device's samples, cut to the time each encoder ran on it."""
     own = measured.batches.of_device(device)
     esm2 = device_stats(measured.samples, device, embedding_window(own.of_encoder("esm2")) or NEVER)
     dnabert_s = device_stats(measured.samples, device, embedding_window(own.of_encoder("dnabert_s")) or NEVER)
     both = device_stats(measured.samples, device, embedding_window(own) or NEVER)
-    return UtilisationFigure(
+    return DeviceMetrics(
         device=device,
         esm2_percent=esm2.gpu_util_avg,
         esm2_samples=esm2.sample_count,
@@ -276,7 +276,7 @@ def utilisation_figure(measured: Telemetry, device: str) -> UtilisationFigure:
 NEVER: Final = (1.0, 0.0)  # a window that holds no sample
 
 
-def baseline_figure(raw: RawFolder, profile: Profile, run: RunFigure | None) -> BaselineFigure | None:
+def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -> BaselineMetrics | None:
     """The baseline's time: measured, scaled by tokens from a subset, or recorded for the very same devices.
 
     It holds no staging: the baseline reads the rows from the store, which is in its favour.
@@ -284,7 +284,7 @@ def baseline_figure(raw: RawFolder, profile: Profile, run: RunFigure | None) -> 
     spec = profile.baseline
     summary = raw.json("baseline", SUMMARY)
     if spec.source == "recorded":
-        return _recorded_baseline(profile, run, stage_figures(mapping(summary, "stages"), None))
+        return _recorded_baseline(profile, run, stage_metrics(mapping(summary, "stages"), None))
     if not summary:
         return None
     devices = read_devices(summary, raw.json("baseline", RECORD))
@@ -299,7 +299,7 @@ def baseline_figure(raw: RawFolder, profile: Profile, run: RunFigure | None) -> 
         if spent is None or not tokens or not total_tokens or tokens > total_tokens:
             spent, problem = None, "the baseline ran on a subset, but what it stands for is not recorded"
     name = text(summary, "name") or spec.name
-    return BaselineFigure(
+    return BaselineMetrics(
         name=name,
         label=label(devices),
         devices=len(devices) or None,
@@ -310,12 +310,12 @@ def baseline_figure(raw: RawFolder, profile: Profile, run: RunFigure | None) -> 
         subset_reads=count(subset, "reads"),
         subset_tokens=tokens,
         total_tokens=total_tokens,
-        stages=stage_figures(mapping(summary, "stages"), spent),
+        stages=stage_metrics(mapping(summary, "stages"), spent),
         problem=problem,
     )
 
 
-def _recorded_baseline(profile: Profile, run: RunFigure | None, stages: tuple[StageFigure, ...]) -> BaselineFigure:
+def _recorded_baseline(profile: Profile, run: RunMetrics | None, stages: tuple[StageMetrics, ...]) -> BaselineMetrics:
     """The time a profile records, usable only where the devices are those it was recorded on."""
     spec = profile.baseline
     problem = None
@@ -328,7 +328,7 @@ def _recorded_baseline(profile: Profile, run: RunFigure | None, stages: tuple[St
         problem = f"the recorded time is of {recorded}, this run was on {run.label}"
     elif profile.target_reads is None or (run.n_reads or 0) < profile.target_reads:
         problem = f"the recorded time is of {profile.target_reads or 'unknown'} reads, this run had {run.n_reads}"
-    return BaselineFigure(
+    return BaselineMetrics(
         name=spec.name,
         label=f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}",
         devices=spec.recorded_devices,
@@ -344,7 +344,7 @@ def _recorded_baseline(profile: Profile, run: RunFigure | None, stages: tuple[St
     )
 
 
-def scaling_figure(single: RunFigure | None, many: RunFigure | None) -> ScalingFigure | None:
+def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> ScalingMetrics | None:
     """One device against N; `None` when a time is missing, a run was resumed, or the work was not the same."""
     if single is None or many is None or single.name == many.name or len(many.devices) < 2:
         return None
@@ -353,7 +353,7 @@ def scaling_figure(single: RunFigure | None, many: RunFigure | None) -> ScalingF
     if (single.n_reads, single.n_rows) != (many.n_reads, many.n_rows):
         return None
     speedup = single.total_s / many.total_s
-    return ScalingFigure(
+    return ScalingMetrics(
         num_gpus=len(many.devices),
         time_seconds=many.total_s,
         speedup=speedup,
@@ -364,11 +364,11 @@ def scaling_figure(single: RunFigure | None, many: RunFigure | None) -> ScalingF
     )
 
 
-def _stage_ratio(single: RunFigure, many: RunFigure, stage: str) -> float | None:
+def _stage_ratio(single: RunMetrics, many: RunMetrics, stage: str) -> float | None:
     one, other = (stage_seconds(run, stage) for run in (single, many))
     return one / other if one is not None and other else None
 
 
-def stage_seconds(run: RunFigure, stage: str) -> float | None:
+def stage_seconds(run: RunMetrics, stage: str) -> float | None:
     """Seconds of a stage; `None` when fused or not measured."""
     return next((figure.seconds for figure in run.stages if figure.name == stage), None)

@@ -105,7 +105,7 @@ class ComparisonFile(Record):
 # --- figures of a run ------------------------------------------------------------------------------------------------
 
 
-class StageFigure(Record):
+class StageMetrics(Record):
     """One of the nine stages."""
 
     name: str
@@ -114,7 +114,7 @@ class StageFigure(Record):
     status: Literal["measured", "fused", "not measured"]
 
 
-class UtilisationFigure(Record):
+class DeviceMetrics(Record):
     """One device's utilisation while an encoder ran: from its first batch launched to its last finished."""
 
     device: str
@@ -133,7 +133,7 @@ class UtilisationFigure(Record):
     energy_kwh: float | None
 
 
-class EncoderFigure(Record):
+class EncoderMetrics(Record):
     """One encoder's batches added up."""
 
     encoder: Literal["dnabert_s", "esm2"]
@@ -149,7 +149,7 @@ class EncoderFigure(Record):
     mfu_of_datasheet: float | None
 
 
-class QueueFigure(Record):
+class QueueMetrics(Record):
     """Waits of the launch loop and queue states."""
 
     mean_wait_ms: float
@@ -161,7 +161,7 @@ class QueueFigure(Record):
     waiting_over_1ms: float
 
 
-class BusyFigure(Record):
+class BusyMetrics(Record):
     """What one device did."""
 
     device: str
@@ -170,7 +170,7 @@ class BusyFigure(Record):
     commit_s: float
 
 
-class TelemetryFigure(Record):
+class TelemetryMetrics(Record):
     """What the telemetry file of a run says."""
 
     file: str
@@ -183,10 +183,10 @@ class TelemetryFigure(Record):
     tokens_per_s: float | None
     steady_tokens_per_s: float | None
     embedding_s: float | None
-    encoders: tuple[EncoderFigure, ...]
-    queue: QueueFigure | None
-    devices: tuple[UtilisationFigure, ...]
-    busy: tuple[BusyFigure, ...]
+    encoders: tuple[EncoderMetrics, ...]
+    queue: QueueMetrics | None
+    devices: tuple[DeviceMetrics, ...]
+    busy: tuple[BusyMetrics, ...]
     device_time_spread: float | None
     cpu_percent_mean: float | None
     rss_peak_bytes: float | None
@@ -196,7 +196,7 @@ class TelemetryFigure(Record):
     alarms: tuple[str, ...]
 
 
-class RunFigure(Record):
+class RunMetrics(Record):
     """One run of the validation: one device, or N."""
 
     name: str
@@ -205,7 +205,7 @@ class RunFigure(Record):
     total_s: float | None
     wall_s: float | None
     staging_s: float | None
-    stages: tuple[StageFigure, ...]
+    stages: tuple[StageMetrics, ...]
     n_reads: int | None
     n_chunks: int | None
     n_rows: int | None
@@ -223,7 +223,7 @@ class RunFigure(Record):
     attention: str | None
     warnings: tuple[str, ...]
     missing_files: tuple[str, ...]
-    telemetry: TelemetryFigure | None
+    telemetry: TelemetryMetrics | None
     reads_per_s: float | None
     hours_projected: float | None  # for the profile's projection_reads; a projection, never a measurement
     device_hours_per_million: float | None
@@ -231,7 +231,7 @@ class RunFigure(Record):
     price_per_million: float | None
 
 
-class BaselineFigure(Record):
+class BaselineMetrics(Record):
     """What the run is compared with, and how its time is known."""
 
     name: str
@@ -244,11 +244,11 @@ class BaselineFigure(Record):
     subset_reads: int | None
     subset_tokens: int | None
     total_tokens: int | None
-    stages: tuple[StageFigure, ...]
+    stages: tuple[StageMetrics, ...]
     problem: str | None = None  # why it cannot be used
 
 
-class ScalingFigure(Record):
+class ScalingMetrics(Record):
     """One device against N on the same work."""
 
     num_gpus: int
@@ -260,7 +260,7 @@ class ScalingFigure(Record):
     super_linear: bool
 
 
-class OverheadFigure(Record):
+class OverheadMetrics(Record):
     """What commits cost, from pairs of runs with and without them. Shares of 1; below 0 is noise."""
 
     pairs: int
@@ -291,7 +291,7 @@ class ApprovalAnswer(Record):
     answer: str
 
 
-class ApprovalFigure(Record):
+class ApprovalState(Record):
     """What the reviewer said."""
 
     verdict: Literal["approved", "rejected", "pending"]
@@ -442,11 +442,11 @@ class Report(Record):
     schema_version: int = SCHEMA_VERSION
     profile: Profile
     provenance: Provenance
-    run: RunFigure | None  # the run with most devices: the one judged
-    single: RunFigure | None  # the one-device run
-    runs: tuple[RunFigure, ...]
-    baseline: BaselineFigure | None
-    scaling: tuple[ScalingFigure, ...]
+    run: RunMetrics | None  # the run with most devices: the one judged
+    single: RunMetrics | None  # the one-device run
+    runs: tuple[RunMetrics, ...]
+    baseline: BaselineMetrics | None
+    scaling: tuple[ScalingMetrics, ...]
     scaling_criteria: tuple[Criterion, ...]  # one for each of `scaling`
     comparisons: tuple[Comparison, ...]
     criteria: tuple[Criterion, ...]  # the seven
@@ -456,9 +456,9 @@ class Report(Record):
     regression: Regression | None
     history: tuple[HistoryPoint, ...]
     charts: Charts
-    overhead: OverheadFigure | None
+    overhead: OverheadMetrics | None
     accounting: Accounting | None
-    approval: ApprovalFigure | None  # None: none was asked for
+    approval: ApprovalState | None  # None: none was asked for
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     evidence: tuple[RawFile, ...]

@@ -14,7 +14,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from virnuc_core.report.files import RECORD, RawFolder, mapping
-from virnuc_core.report.model import OverheadFigure, Record
+from virnuc_core.report.model import OverheadMetrics, Record
 from virnuc_core.rundir import write_text_whole
 from virnuc_core.telemetry.batches import committed_tokens_per_s
 
@@ -74,7 +74,7 @@ def read_overhead(raw: RawFolder) -> OverheadFile | None:
         return None
 
 
-def overhead_figure(raw: RawFolder) -> OverheadFigure | None:
+def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
     """1 − tokens/s with commits ÷ tokens/s without: the median over the pairs, with least and most."""
     found = read_overhead(raw)
     if found is None:
@@ -86,7 +86,7 @@ def overhead_figure(raw: RawFolder) -> OverheadFigure | None:
         problem = f"{len(shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"
     elif shortest_s < MIN_SECONDS:
         problem = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
-    return OverheadFigure(
+    return OverheadMetrics(
         pairs=len(shares),
         median=statistics.median(shares) if shares else None,
         least=min(shares, default=None),

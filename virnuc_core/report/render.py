@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
 from virnuc_core.report.approval import with_answer
-from virnuc_core.report.build import REGRESSION, gather
+from virnuc_core.report.build import REGRESSION, build_report
 from virnuc_core.report.html import render_html
 from virnuc_core.report.markdown import render_benchmark_json, render_benchmark_markdown, render_markdown
 from virnuc_core.report.model import Report
@@ -56,13 +56,13 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
 
     With `history`, the run is first held against the earlier runs in that file, and added to it.
     """
-    report = gather(out, profile)
+    report = build_report(out, profile)
     if history is not None and (entry := entry_of(report)) is not None:
         earlier = [old for old in read_history(history) if old.place() == entry.place() and old.created < entry.created]
         compared = RegressionFile(entry=entry, history=tuple(earlier[-KEPT_HISTORY:]))
         write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
         append_history(history, entry)
-        report = gather(out, profile)
+        report = build_report(out, profile)
     folder = RunDir(out).report
     for name, content in render(report).items():
         write_text_whole(folder / name, content)

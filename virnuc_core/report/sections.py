@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from virnuc_core.report.model import Accounting, ApprovalFigure, OverheadFigure, Report, RunFigure
+from virnuc_core.report.model import Accounting, ApprovalState, OverheadMetrics, Report, RunMetrics
 from virnuc_core.report.text import RULE
 from virnuc_core.telemetry.records import Encoder
 
@@ -53,7 +53,7 @@ def facts(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def efficiency(run: RunFigure | None) -> list[tuple[str, str]]:
+def efficiency(run: RunMetrics | None) -> list[tuple[str, str]]:
     """MFU of each encoder, against the ceiling measured on the same device and against its data sheet."""
     telemetry = None if run is None else run.telemetry
     found = {encoder.encoder: encoder for encoder in (telemetry.encoders if telemetry else ())}
@@ -68,7 +68,7 @@ def efficiency(run: RunFigure | None) -> list[tuple[str, str]]:
     return lines
 
 
-def hours_title(run: RunFigure | None) -> str:
+def hours_title(run: RunMetrics | None) -> str:
     """`GPU-hours` or, where no GPU ran, `Core-hours`."""
     return "Core-hours" if run is not None and run.devices and run.devices[0].kind == "cpu" else "GPU-hours"
 
@@ -86,7 +86,7 @@ def cost(report: Report) -> list[tuple[str, str]]:
     ]
 
 
-def overhead_text(found: OverheadFigure | None) -> str:
+def overhead_text(found: OverheadMetrics | None) -> str:
     """`1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
     if found is None or found.median is None or found.least is None or found.most is None:
         return NOT_RUN if found is None or not found.problem else f"{NOT_RUN} ({found.problem})"
@@ -121,7 +121,7 @@ def software(versions: Mapping[str, str]) -> str:
     return ", ".join((versions.get("driver") or "none", cuda or "none", versions.get("torch") or "unknown"))
 
 
-def approval_text(found: ApprovalFigure | None) -> str:
+def approval_text(found: ApprovalState | None) -> str:
     """`approved by R. Reviewer, 2026-03-01T12:00:00+00:00`."""
     if found is None:
         return "not asked for"

@@ -7,7 +7,7 @@ from typing import Final
 from virnuc_core.config import Target
 from virnuc_core.report.criteria import BASELINE
 from virnuc_core.report.metrics import BASELINE_TITLES
-from virnuc_core.report.model import Criterion, Report, RunFigure, StageFigure
+from virnuc_core.report.model import Criterion, Report, RunMetrics, StageMetrics
 from virnuc_core.telemetry.clock import clock_text
 
 RULE: Final = "=" * 80
@@ -122,7 +122,7 @@ def _stages(report: Report) -> list[str]:
     return lines
 
 
-def stage_text(stage: StageFigure) -> str:
+def stage_text(stage: StageMetrics) -> str:
     """`502s (15.7%)`, `0s (fused)` or `n/a (not measured)`."""
     if stage.seconds is None:
         return "0s (fused)" if stage.status == "fused" else f"{UNKNOWN} (not measured)"
@@ -235,6 +235,6 @@ def model_only(label: str) -> str:
     return label.replace("RTX ", "").replace("GTX ", "")
 
 
-def overview_runs(report: Report) -> tuple[RunFigure, ...]:
+def overview_runs(report: Report) -> tuple[RunMetrics, ...]:
     """The runs, fewest devices first."""
     return tuple(sorted(report.runs, key=lambda run: len(run.devices)))

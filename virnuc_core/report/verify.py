@@ -20,7 +20,7 @@ from virnuc_core.config import Profile, load_profile, profile_names
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.approval import answered, without_answer
 from virnuc_core.report.bitwise import bitwise, cosines
-from virnuc_core.report.build import REGRESSION, gather, read_comparisons, run_names
+from virnuc_core.report.build import REGRESSION, build_report, read_comparisons, run_names
 from virnuc_core.report.compare import (
     Mode,
     agreement,
@@ -101,7 +101,7 @@ def verify_report(out: Path) -> Verification:
     found = Verification()
     report = read_report(folder / REPORT_JSON)
     _profile(found, out, report.profile)
-    again = _as_answered(found, report, gather(out, report.profile))
+    again = _as_answered(found, report, build_report(out, report.profile))
     found.same("", report.model_dump(mode="json"), again.model_dump(mode="json"))
     _forms(found, folder, again)
     _regression(found, out, again)

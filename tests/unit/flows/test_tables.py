@@ -18,9 +18,9 @@ from virnuc_core.report.model import (
     Criterion,
     LabelAgreement,
     Report,
-    RunFigure,
-    ScalingFigure,
-    StageFigure,
+    RunMetrics,
+    ScalingMetrics,
+    StageMetrics,
 )
 from virnuc_core.telemetry.records import STAGES
 
@@ -123,7 +123,7 @@ def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged
 
 
 def test_scaling_and_comparisons() -> None:
-    figure = ScalingFigure(
+    figure = ScalingMetrics(
         num_gpus=2,
         time_seconds=2025.0,
         speedup=1.58,
@@ -147,9 +147,9 @@ def test_scaling_and_comparisons() -> None:
 
 def test_the_reviewer_sees_the_share_of_other_work() -> None:
     stages = tuple(
-        StageFigure(name=name, seconds=1.0, share=share, status="measured")
+        StageMetrics(name=name, seconds=1.0, share=share, status="measured")
         for name, share in (("ESM-2", 0.6), ("DNABERT-S", 0.3), ("Sequence Chunking", 0.1))
     )
-    run = RunFigure.model_construct(stages=stages)
+    run = RunMetrics.model_construct(stages=stages)
     assert shares_of_time(report(run=run)) == "**ESM-2 60.0 %, DNABERT-S 30.0 %, other work 10.0 %**"
     assert shares_of_time(report(run=None)) == "Stage times are not known."

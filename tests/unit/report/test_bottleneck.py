@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.report.bottleneck import GPU_ADVICE, bottleneck, findings
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 
 from .validate_directory import Recipe, build, edit_json
 
@@ -36,7 +36,7 @@ def test_the_verdict_names_the_class(tmp_path: Path, name: str) -> None:
     profile = build(tmp_path, recipe)
     if change is not None:
         change(tmp_path)
-    found = gather(tmp_path, profile).bottleneck
+    found = build_report(tmp_path, profile).bottleneck
     assert (found.kind, found.expected) == (kind, expected)
     assert found.detail
     assert found.advice
@@ -46,7 +46,7 @@ def test_the_verdict_names_the_class(tmp_path: Path, name: str) -> None:
 def test_commits_cost_what_devices_waited_at_most(tmp_path: Path, stood_still: float, kind: str) -> None:
     """Beside the next shard's compute they cost nothing, however long they take."""
     profile = build(tmp_path)
-    run = gather(tmp_path, profile).run
+    run = build_report(tmp_path, profile).run
     assert run is not None
     assert run.telemetry is not None
     slow = tuple(busy.model_copy(update={"commit_s": busy.busy_s}) for busy in run.telemetry.busy)
@@ -60,18 +60,18 @@ def test_commits_cost_what_devices_waited_at_most(tmp_path: Path, stood_still: f
 
 def test_the_largest_loss_is_named(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(packing=0.85, wait_ms=400.0))
-    assert gather(tmp_path, profile).bottleneck.kind == "loader"
+    assert build_report(tmp_path, profile).bottleneck.kind == "loader"
 
 
 def test_esm2_over_thirty_percent_is_expected_while_its_gpu_is_busy(tmp_path: Path) -> None:
     profile = build(tmp_path)
-    (finding,) = gather(tmp_path, profile).findings
+    (finding,) = build_report(tmp_path, profile).findings
     assert (finding.stage, finding.expected, finding.advice) == ("ESM-2", True, GPU_ADVICE)
 
 
 def test_a_gpu_stage_under_eighty_percent_is_actionable(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(utilisation=(70.0, 95.0)))
-    found = {finding.stage: finding for finding in gather(tmp_path, profile).findings}
+    found = {finding.stage: finding for finding in build_report(tmp_path, profile).findings}
     assert found["DNABERT-S"].share < 0.3, "pointed at by utilisation alone"
     assert not found["DNABERT-S"].expected
     assert not found["ESM-2"].expected
@@ -85,4 +85,4 @@ def test_nothing_timed_is_unknown() -> None:
 def test_a_run_without_stages_is_unknown(tmp_path: Path) -> None:
     profile = build(tmp_path)
     edit_json(tmp_path / "devices-2" / "summary.json", lambda body: body.update(stages={}))
-    assert gather(tmp_path, profile).bottleneck.kind == "unknown"
+    assert build_report(tmp_path, profile).bottleneck.kind == "unknown"

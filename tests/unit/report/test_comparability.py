@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from virnuc_core.config import Profile
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Criterion, Report
 
 from .validate_directory import edit_json
@@ -37,11 +37,11 @@ CHANGES = {
 @pytest.mark.parametrize("field", CHANGES)
 def test_what_differs_is_named_and_nothing_is_compared(copied: tuple[Path, Profile], part: str, field: str) -> None:
     out, profile = copied
-    before = by_id(gather(out, profile))
+    before = by_id(build_report(out, profile))
     assert all(before[name].verdict == "pass" or name == "scaling" for name in PAIRS["devices-2"])
     change, said = CHANGES[field]
     edit_json(out / part / "run.json", change)
-    report = gather(out, profile)
+    report = build_report(out, profile)
     after = by_id(report)
     for name in PAIRS[part]:
         assert after[name].verdict == "not run"
@@ -59,14 +59,14 @@ def test_what_differs_is_named_and_nothing_is_compared(copied: tuple[Path, Profi
 def test_several_fields_are_all_named(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "baseline" / "run.json", lambda b: b.update(model_length=300, fingerprints={"reads": "x" * 64}))
-    reason = by_id(gather(out, profile))["speedup"].reason
+    reason = by_id(build_report(out, profile))["speedup"].reason
     assert reason == "baseline and devices-2 differ in reads (xxxxxxxx and 5eed5eed), model length (300 and 500)"
 
 
 def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     (out / "baseline" / "run.json").unlink()
-    verdicts = by_id(gather(out, profile))
+    verdicts = by_id(build_report(out, profile))
     for name in PAIRS["baseline"]:
         assert verdicts[name].verdict == "not run"
         assert verdicts[name].reason == "baseline/run.json does not tell reads, esm2, dnabert_s, head, model length"
@@ -74,4 +74,4 @@ def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(copied: 
 
 
 def test_like_parts_give_no_warning(finished: tuple[Path, Profile]) -> None:
-    assert not any("Not compared" in line for line in gather(*finished).warnings)
+    assert not any("Not compared" in line for line in build_report(*finished).warnings)

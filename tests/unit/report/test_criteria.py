@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.config import Profile, Target, load_profile, profile_names
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 from virnuc_core.report.criteria import count
 from virnuc_core.report.model import Criterion, Report
 
@@ -24,7 +24,7 @@ def by_id(report: Report) -> dict[str, Criterion]:
 
 
 def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Profile]) -> None:
-    report = gather(*finished)
+    report = build_report(*finished)
     assert tuple(c.id for c in report.criteria) == SEVEN
     assert tuple(c.perf_id for c in report.criteria) == IDS
     for criterion in report.criteria:
@@ -40,7 +40,7 @@ def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Prof
 
 
 def test_scaling_and_its_efficiency_are_one_criterion(finished: tuple[Path, Profile]) -> None:
-    report = gather(*finished)
+    report = build_report(*finished)
     (figure,) = report.scaling
     assert figure.speedup == pytest.approx(80 / 44)
     assert figure.efficiency == pytest.approx(40 / 44)
@@ -50,7 +50,7 @@ def test_scaling_and_its_efficiency_are_one_criterion(finished: tuple[Path, Prof
 
 @pytest.mark.parametrize("name", profile_names())
 def test_nothing_measured_passes_nothing(tmp_path: Path, name: str) -> None:
-    report = gather(tmp_path, load_profile(name))
+    report = build_report(tmp_path, load_profile(name))
     assert {c.verdict for c in report.criteria} == {"not run"}
     assert all(c.reason for c in report.criteria)
     assert not report.all_met
@@ -59,7 +59,7 @@ def test_nothing_measured_passes_nothing(tmp_path: Path, name: str) -> None:
 
 def test_the_smoke_profile_asks_for_correctness_only(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(gpu=None), load_profile("ci-smoke"))
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     verdicts = {c.id: c.verdict for c in report.criteria}
     assert verdicts.pop("consensus") == "pass"
     assert set(verdicts.values()) == {"not run"}
@@ -131,10 +131,10 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", MISSING)
 def test_what_is_missing_is_not_run_and_nothing_else_changes(copied: tuple[Path, Profile], name: str) -> None:
     out, profile = copied
-    before = by_id(gather(out, profile))
+    before = by_id(build_report(out, profile))
     change, affected = MISSING[name]
     change(out)
-    after = by_id(gather(out, profile))
+    after = by_id(build_report(out, profile))
     for identity in affected:
         if identity in after:
             assert after[identity].verdict == "not run", identity
@@ -148,12 +148,12 @@ def test_what_is_missing_is_not_run_and_nothing_else_changes(copied: tuple[Path,
 
 def test_a_broken_raw_file_is_a_warning(copied: tuple[Path, Profile]) -> None:
     (copied[0] / "devices-2" / "summary.json").write_text("{", encoding="utf-8")
-    assert any("devices-2/summary.json cannot be read" in warning for warning in gather(*copied).warnings)
+    assert any("devices-2/summary.json cannot be read" in warning for warning in build_report(*copied).warnings)
 
 
 def test_targets_for_other_hardware_are_for_reference_only(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(gpu="NVIDIA H200"))
-    verdicts = by_id(gather(tmp_path, profile))
+    verdicts = by_id(build_report(tmp_path, profile))
     for identity in ("one_device_time", "two_device_time", "scaling", "speedup", "gpu_utilisation"):
         assert verdicts[identity].verdict == "not run"
         assert "for reference only" in verdicts[identity].reason
@@ -164,17 +164,17 @@ def test_targets_for_other_hardware_are_for_reference_only(tmp_path: Path) -> No
 def test_cpu_cores_are_no_gpus(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(gpu=None))
     no_names = profile.model_copy(update={"device_names": ()})
-    verdicts = by_id(gather(tmp_path, no_names))
+    verdicts = by_id(build_report(tmp_path, no_names))
     assert verdicts["scaling"].verdict == "not run"
     assert "meant for GPUs" in verdicts["scaling"].reason
     assert verdicts["gpu_utilisation"].verdict == "not run"
     named = profile.model_copy(update={"device_names": ("CPU",)})
-    assert by_id(gather(tmp_path, named))["scaling"].verdict == "fail", "a profile may ask it of CPU cores"
+    assert by_id(build_report(tmp_path, named))["scaling"].verdict == "fail", "a profile may ask it of CPU cores"
 
 
 def test_too_few_reads_are_no_evidence(finished: tuple[Path, Profile]) -> None:
     out, profile = finished
-    verdicts = by_id(gather(out, profile.model_copy(update={"min_reads": 301})))
+    verdicts = by_id(build_report(out, profile.model_copy(update={"min_reads": 301})))
     for identity in SEVEN:
         if identity != "consensus":
             assert verdicts[identity].verdict == "not run"
@@ -183,26 +183,26 @@ def test_too_few_reads_are_no_evidence(finished: tuple[Path, Profile]) -> None:
 
 def test_too_few_chunks_are_no_evidence(finished: tuple[Path, Profile]) -> None:
     out, profile = finished
-    verdict = by_id(gather(out, profile.model_copy(update={"min_compared_chunks": 10_000})))["consensus"]
+    verdict = by_id(build_report(out, profile.model_copy(update={"min_compared_chunks": 10_000})))["consensus"]
     assert verdict.verdict == "not run"
 
 
 def test_a_time_from_fewer_reads_is_projected_and_never_passes(finished: tuple[Path, Profile]) -> None:
     out, profile = finished
-    verdicts = by_id(gather(out, profile.model_copy(update={"target_reads": 600})))
+    verdicts = by_id(build_report(out, profile.model_copy(update={"target_reads": 600})))
     one = verdicts["one_device_time"]
     assert one.verdict == "projected"
     assert one.value == pytest.approx(160.0)
     assert "no measurement" in one.reason
     assert verdicts["speedup"].verdict == "pass", "a ratio needs no projection"
-    just_enough = by_id(gather(out, profile.model_copy(update={"target_reads": 300})))
+    just_enough = by_id(build_report(out, profile.model_copy(update={"target_reads": 300})))
     assert just_enough["one_device_time"].verdict == "pass"
 
 
 def test_a_run_ended_at_the_limit_fails(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "summary.json", lambda b: b.update(stopped_at_limit=True))
-    verdicts = by_id(gather(out, profile))
+    verdicts = by_id(build_report(out, profile))
     assert verdicts["two_device_time"].verdict == "fail"
     assert "limit of 3600 s" in verdicts["two_device_time"].reason
     assert verdicts["scaling"].verdict == "not run"
@@ -210,7 +210,7 @@ def test_a_run_ended_at_the_limit_fails(copied: tuple[Path, Profile]) -> None:
 
 def test_a_scaled_baseline_is_marked(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(baseline_reads=100))
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     speedup = by_id(report)["speedup"]
     assert speedup.verdict == "pass"
     assert speedup.samples == 100
@@ -242,7 +242,7 @@ def test_a_recorded_baseline_only_where_the_device_matches(
         }
     )
     recorded = profile.model_copy(update={"baseline": spec, "target_reads": reads})
-    speedup = by_id(gather(out, recorded))["speedup"]
+    speedup = by_id(build_report(out, recorded))["speedup"]
     assert speedup.verdict == verdict
     assert speedup.reason
 
@@ -250,21 +250,21 @@ def test_a_recorded_baseline_only_where_the_device_matches(
 def test_a_baseline_on_other_devices_is_not_compared(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "baseline" / "summary.json", lambda b: b["devices"][0].update(name="NVIDIA L4"))
-    speedup = by_id(gather(out, profile))["speedup"]
+    speedup = by_id(build_report(out, profile))["speedup"]
     assert speedup.verdict == "not run"
     assert "L4" in speedup.reason
 
 
 def test_the_lowest_device_gates_utilisation(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(utilisation=(99.0, 71.0)))
-    verdict = by_id(gather(tmp_path, profile))["gpu_utilisation"]
+    verdict = by_id(build_report(tmp_path, profile))["gpu_utilisation"]
     assert verdict.verdict == "fail"
     assert verdict.value == pytest.approx(71, abs=0.2)
 
 
 def test_few_samples_say_nothing(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(shards=2, seconds_a_shard=2.0))
-    verdict = by_id(gather(tmp_path, profile))["gpu_utilisation"]
+    verdict = by_id(build_report(tmp_path, profile))["gpu_utilisation"]
     assert verdict.verdict == "not run"
     assert "10 are needed" in verdict.reason
 
@@ -274,7 +274,7 @@ def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) ->
     path = out / "devices-1" / "prediction_results_highestscore.csv"
     path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
     compare_all(out, ["devices-1", "devices-2"], subset=False)
-    verdicts = by_id(gather(out, profile))
+    verdicts = by_id(build_report(out, profile))
     assert verdicts["consensus"].verdict == "fail"
     assert verdicts["same_bytes"].verdict == "fail"
     assert "prediction_results_highestscore.csv" in verdicts["same_bytes"].reason
@@ -283,7 +283,7 @@ def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) ->
 def test_devices_of_two_models_need_not_agree_in_every_bit(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][1].update(name="NVIDIA RTX 4090 D"))
-    verdict = by_id(gather(out, profile))["same_bytes"]
+    verdict = by_id(build_report(out, profile))["same_bytes"]
     assert verdict.verdict == "not run"
     assert "different models" in verdict.reason
 
@@ -291,7 +291,7 @@ def test_devices_of_two_models_need_not_agree_in_every_bit(copied: tuple[Path, P
 def test_super_linear_scaling_warns_and_passes(tmp_path: Path) -> None:
     profile = build(tmp_path)
     edit_json(tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=95.0, total_s=100.0))
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     assert by_id(report)["scaling"].verdict == "pass"
     assert "super-linear" in by_id(report)["scaling"].reason
     assert any("super-linear" in warning for warning in report.warnings)
@@ -300,16 +300,18 @@ def test_super_linear_scaling_warns_and_passes(tmp_path: Path) -> None:
 def test_four_devices_are_judged_by_their_band(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(devices=4, shards=16), load_profile("phase6-scaling"))
     at_hand = profile.model_copy(update={"min_reads": 1, "scaling_bands": {"4": (2.5, 4.0)}})
-    verdict = by_id(gather(tmp_path, at_hand))["scaling"]
+    verdict = by_id(build_report(tmp_path, at_hand))["scaling"]
     assert (verdict.verdict, verdict.profile_line) == ("pass", "scaling_bands.4: >= 2.5")
-    two = by_id(gather(tmp_path, load_profile("phase10-1m").model_copy(update={"min_reads": 1})))["two_device_time"]
+    two = by_id(build_report(tmp_path, load_profile("phase10-1m").model_copy(update={"min_reads": 1})))[
+        "two_device_time"
+    ]
     assert two.verdict == "not run"
     assert "4 devices" in two.reason
 
 
 def test_one_device_alone_is_judged_on_what_it_shows(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(devices=1))
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     verdicts = by_id(report)
     assert verdicts["one_device_time"].verdict == "pass"
     assert verdicts["two_device_time"].verdict == verdicts["scaling"].verdict == "not run"
@@ -320,7 +322,7 @@ def test_one_device_alone_is_judged_on_what_it_shows(tmp_path: Path) -> None:
 
 def test_more_tokens_than_slots_cannot_pass(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(packing=3.58))
-    verdict = by_id(gather(tmp_path, profile))["packing"]
+    verdict = by_id(build_report(tmp_path, profile))["packing"]
     assert verdict.verdict == "not run"
     assert "the telemetry is wrong" in verdict.reason
 
@@ -328,7 +330,7 @@ def test_more_tokens_than_slots_cannot_pass(tmp_path: Path) -> None:
 def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
     profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "target_reads": None})
     build(tmp_path, Recipe(devices=2), profile)
-    verdicts = by_id(gather(tmp_path, profile))
+    verdicts = by_id(build_report(tmp_path, profile))
     assert verdicts["starved_share"].verdict == "pass"
     assert verdicts["device_time_spread"].verdict == "pass"
     assert verdicts["checkpoint_overhead"].verdict == "not run"
@@ -337,7 +339,7 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
 def test_starved_batches_fail(tmp_path: Path) -> None:
     profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "target_reads": None})
     build(tmp_path, Recipe(wait_ms=80.0), profile)
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     assert by_id(report)["starved_share"].verdict == "fail"
     assert report.bottleneck.kind == "loader"
 
@@ -345,7 +347,7 @@ def test_starved_batches_fail(tmp_path: Path) -> None:
 def test_all_criteria_can_be_met(tmp_path: Path) -> None:
     profile = build(tmp_path)
     edit_json(tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=80.0, total_s=85.0))
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     assert report.all_met
     assert report.met == count(report.criteria, "pass") == 7
 

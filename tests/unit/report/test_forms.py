@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.config import Profile, load_profile
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 from virnuc_core.report.markdown import criteria_rows, render_markdown
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import read_report, render, rerender, write_report
@@ -55,7 +55,7 @@ def test_the_report_is_a_pure_function_of_its_data(finished: tuple[Path, Profile
 
 
 def test_gathering_twice_gives_the_same(finished: tuple[Path, Profile]) -> None:
-    assert gather(*finished) == gather(*finished)
+    assert build_report(*finished) == build_report(*finished)
 
 
 def test_rendering_again_needs_the_data_only(copied: tuple[Path, Profile]) -> None:
@@ -103,7 +103,7 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
     edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name=EVIL))
     edit_json(out / "devices-2" / "summary.json", lambda b: b.update(warnings=[EVIL, "two\nlines\x07"]))
     edit_json(out / "comparison.json", lambda b: b["comparisons"][0]["frames"].update(examples=[EVIL]))
-    report = gather(out, profile.model_copy(update={"title": EVIL}))
+    report = build_report(out, profile.model_copy(update={"title": EVIL}))
     forms = render(report)
     page = Page(forms["report.html"])
     assert page.problems == []
@@ -119,7 +119,7 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
 def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x"))
-    lines = render_markdown(gather(out, profile)).splitlines()
+    lines = render_markdown(build_report(out, profile)).splitlines()
     width = 0
     for line in lines:
         if not line.startswith("|"):
@@ -191,7 +191,7 @@ def test_limits_of_the_figures_are_said(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(reads=120)).model_copy(update={"min_reads": 10_000})
     edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b["fates"].update(failed=2, others=0))
     (tmp_path / "devices-2" / "reads.tsv").unlink()
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     notes, warnings = "\n".join(report.notes), "\n".join(report.warnings)
     for words in (
         "Not evidence: 120 reads",
@@ -206,16 +206,16 @@ def test_limits_of_the_figures_are_said(tmp_path: Path) -> None:
 
 def test_what_repeats_add_to_the_speedup_is_said(tmp_path: Path) -> None:
     profile = build(tmp_path)
-    assert not any("Repeats" in note for note in gather(tmp_path, profile).notes), "no two frames are alike"
+    assert not any("Repeats" in note for note in build_report(tmp_path, profile).notes), "no two frames are alike"
     edit_json(tmp_path / "devices-2" / "summary.json", lambda b: b.update(n_rows=1_000, n_uniques=800))
-    (said,) = (note for note in gather(tmp_path, profile).notes if "Repeats" in note)
+    (said,) = (note for note in build_report(tmp_path, profile).notes if "Repeats" in note)
     assert "200 of 1,000 open frames (20.0 %)" in said
     assert "1.25x of the speed-up" in said
 
 
 def test_cost_of_a_million_reads(tmp_path: Path) -> None:
     profile = build(tmp_path).model_copy(update={"price_per_device_hour": 2.0})
-    run = gather(tmp_path, profile).run
+    run = build_report(tmp_path, profile).run
     assert run is not None
     hours = 2 * 44 / 3600 / 300e-6
     assert run.device_hours_per_million == pytest.approx(hours)
@@ -251,7 +251,7 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
     )
     build(tmp_path, Recipe(devices=2, shards=16), profile)
     build(tmp_path, Recipe(devices=4, shards=16), profile)
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     assert [(f.num_gpus, c.verdict) for f, c in zip(report.scaling, report.scaling_criteria, strict=True)] == [
         (2, "pass"),
         (4, "fail"),

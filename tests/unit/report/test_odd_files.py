@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.config import Profile
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 from virnuc_core.report.markdown import render_benchmark_json, render_benchmark_markdown, render_markdown
 from virnuc_core.report.sections import render_extras
 from virnuc_core.report.text import render_text
@@ -59,7 +59,7 @@ def test_whatever_a_raw_file_holds_there_is_a_report(spoilt: tuple[Path, Profile
         for place in data.draw(st.lists(st.sampled_from(every), min_size=1, max_size=3)):
             put(body, place, data.draw(st.sampled_from(ODD)))
         write_json(path, body)
-        report = gather(out, profile)
+        report = build_report(out, profile)
         for render in (render_text, render_extras, render_markdown, render_benchmark_json, render_benchmark_markdown):
             assert render(report)
         verdicts = {criterion.id: criterion.verdict for criterion in report.criteria}

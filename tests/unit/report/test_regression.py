@@ -10,7 +10,7 @@ import pytest
 from flows.report_commands import history as show_history
 from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 from virnuc_core.report.charts import history as history_chart
 from virnuc_core.report.regression import (
     HistoryEntry,
@@ -138,7 +138,7 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp_path: Path) -> None:
     out, profile = copied
     history = tmp_path / "history.jsonl"
-    first = entry_of(gather(out, profile))
+    first = entry_of(build_report(out, profile))
     assert first is not None
     faster = first.model_copy(update={"created": "2026-02-01T00:00:00+00:00", "total_s": 20.0})
     append_history(history, faster)
@@ -153,7 +153,7 @@ def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp
 def test_a_resumed_run_is_no_history(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
-    assert entry_of(gather(out, profile)) is None
+    assert entry_of(build_report(out, profile)) is None
 
 
 def test_the_trend_as_a_chart() -> None:

@@ -11,9 +11,9 @@ import pytest
 from tasks.tables import account_rows, fate_rows, overhead_rows, overhead_sentence
 from virnuc_core.config import Profile, load_profile
 from virnuc_core.pipeline import RunSummary
-from virnuc_core.report.build import gather
+from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
-from virnuc_core.report.model import EncoderFigure, Report
+from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.overhead import (
     OverheadFile,
     OverheadPair,
@@ -43,7 +43,7 @@ from .validate_directory import (
 GPUS = ("GPU-00000000-aaaa", "GPU-10000000-aaaa")
 
 
-def encoder(report: Report, name: str) -> EncoderFigure:
+def encoder(report: Report, name: str) -> EncoderMetrics:
     assert report.run is not None
     assert report.run.telemetry is not None
     return next(figure for figure in report.run.telemetry.encoders if figure.encoder == name)
@@ -62,7 +62,7 @@ def with_flops(out: Path, ceilings: dict[str, float]) -> None:
 def test_mfu_stands_against_the_measured_ceiling_and_the_datasheet(tmp_path: Path) -> None:
     profile = build(tmp_path)
     with_flops(tmp_path, {GPUS[0]: 50_000.0, GPUS[1]: 60_000.0})
-    report = gather(tmp_path, profile)
+    report = build_report(tmp_path, profile)
     esm2, dnabert_s = encoder(report, "esm2"), encoder(report, "dnabert_s")
     assert esm2.device_s is not None
     assert esm2.ceiling_tokens_per_s == pytest.approx(55_000.0), "both devices worked for as long"
@@ -83,17 +83,17 @@ def test_mfu_stands_against_the_measured_ceiling_and_the_datasheet(tmp_path: Pat
 def test_a_device_without_a_ceiling_leaves_mfu_unknown(tmp_path: Path) -> None:
     profile = build(tmp_path)
     with_flops(tmp_path, {GPUS[0]: 50_000.0})
-    assert encoder(gather(tmp_path, profile), "esm2").mfu_of_ceiling is None
+    assert encoder(build_report(tmp_path, profile), "esm2").mfu_of_ceiling is None
 
 
 def test_more_than_the_ceiling_is_a_warning(tmp_path: Path) -> None:
     profile = build(tmp_path)
     with_flops(tmp_path, dict.fromkeys(GPUS, 100.0))
-    assert any("the ceiling is too low" in warning for warning in gather(tmp_path, profile).warnings)
+    assert any("the ceiling is too low" in warning for warning in build_report(tmp_path, profile).warnings)
 
 
 def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
-    text = render_extras(gather(tmp_path, load_profile("phase10-1m")))
+    text = render_extras(build_report(tmp_path, load_profile("phase10-1m")))
     assert text.count("not run") >= 7
     assert "0.0" not in text
 
@@ -142,7 +142,7 @@ def production(tmp_path: Path) -> Profile:
 
 
 def overhead_of(out: Path, profile: Profile) -> tuple[str, float | None, str]:
-    (check,) = [c for c in gather(out, profile).checks if c.id == "checkpoint_overhead"]
+    (check,) = [c for c in build_report(out, profile).checks if c.id == "checkpoint_overhead"]
     return check.verdict, check.value, check.reason
 
 
@@ -151,7 +151,7 @@ def test_cheap_commits_pass_on_the_median_of_the_pairs(tmp_path: Path, productio
     verdict, value, _ = overhead_of(tmp_path, production)
     assert verdict == "pass"
     assert value == pytest.approx(100 * 0.25 / (18 + 0.25), rel=1e-3)  # three shards of 6 s a device, then the commit
-    assert "Checkpoint overhead:" in render(gather(tmp_path, production))["report.txt"]
+    assert "Checkpoint overhead:" in render(build_report(tmp_path, production))["report.txt"]
 
 
 def test_dear_commits_fail_and_say_what_to_try(tmp_path: Path, production: Profile) -> None:
@@ -198,7 +198,7 @@ def test_a_side_that_is_not_what_it_says_is_named(tmp_path: Path) -> None:
 
 def test_a_file_of_another_kind_is_a_problem_and_no_figure(tmp_path: Path, production: Profile) -> None:
     write_json(tmp_path / "checkpoint_overhead.json", {"with_tokens_per_s": 1.0})
-    report = gather(tmp_path, production)
+    report = build_report(tmp_path, production)
     assert report.overhead is None
     assert any("not an overhead file" in warning for warning in report.warnings)
 
@@ -214,7 +214,7 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
     lines[2] += "ambiguous"
     table.write_text("\n".join(lines) + "\n", encoding="utf-8")
     (out / "skipped.tsv").write_text("file\tline\tread\tproblem\na\t1\tr\tno bases\n", encoding="utf-8")
-    report = gather(out, profile)
+    report = build_report(out, profile)
     found = report.accounting
     assert found is not None
     assert found.flags == {"short_for_model": 1, "ambiguous": 1, "duplicate_of": 1}
@@ -235,7 +235,7 @@ def test_counts_of_staging_are_taken_from_the_record(copied: tuple[Path, Profile
     out, profile = copied
     staging = {"skipped": 7, "ignored_files": ["a", "b"], "warnings": ["x.fa: 7 broken records left out"]}
     edit_json(out / "run.json", lambda body: body.update(staging=staging))
-    report = gather(out, profile)
+    report = build_report(out, profile)
     assert report.accounting is not None
     assert (report.accounting.skipped_records, report.accounting.ignored_files) == (7, 2)
     assert report.warnings == ("Input: x.fa: 7 broken records left out.",)
@@ -245,7 +245,7 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
     out, profile = copied
     table = out / "devices-2" / "reads.tsv"
     table.write_text("\n".join(table.read_text(encoding="utf-8").splitlines()[:-1]) + "\n", encoding="utf-8")
-    report = gather(out, profile)
+    report = build_report(out, profile)
     assert report.accounting is not None
     assert not report.accounting.adds_up
     assert any("reads.tsv lists 299" in warning for warning in report.warnings)
@@ -256,7 +256,7 @@ def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     facts = {"rows_set_aside": 2, "restarts": 1, "damaged": ["shard 3"], "reduced_budgets": {"4": 2}}
     edit_json(out / "devices-2" / "summary.json", lambda body: body.update(facts))
-    warnings = "\n".join(gather(out, profile).warnings)
+    warnings = "\n".join(build_report(out, profile).warnings)
     for words in (
         "every worker (failed.tsv): 2",
         "started again: 1",
@@ -318,7 +318,7 @@ def test_an_answer_older_than_the_figures_says_so(copied: tuple[Path, Profile]) 
 
 def test_an_answer_that_was_asked_for_is_pending(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
-    assert gather(out, profile).approval is None
+    assert build_report(out, profile).approval is None
     edit_json(out / "run.json", lambda body: body["spec"].update(approval=True))
     report = write_report(out, profile)
     assert report.approval is not None
@@ -330,7 +330,7 @@ def test_an_answer_that_was_asked_for_is_pending(copied: tuple[Path, Profile]) -
 def test_an_answer_without_a_verdict_is_a_problem(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     write_json(out / "report" / "approval.json", {**ANSWER, "verdict": "perhaps"})
-    report = gather(out, profile)
+    report = build_report(out, profile)
     assert report.approval is None
     assert any("holds no verdict" in warning for warning in report.warnings)
 
@@ -339,7 +339,7 @@ def test_an_answer_without_a_verdict_is_a_problem(copied: tuple[Path, Profile]) 
 
 
 def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> None:
-    bars = {bar.label: bar for bar in gather(*copied).charts.gantt}
+    bars = {bar.label: bar for bar in build_report(*copied).charts.gantt}
     assert (bars["Six-Frame Translation"].start_s, bars["Six-Frame Translation"].end_s) == (-3.0, 0.0)
     assert bars["Sequence Chunking"].start_s == -5.0
     assert bars["ESM-2 on device 2"].measured
@@ -361,7 +361,7 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     assert [row["pair"] for row in rows] == ["1", "2", "3"]
     assert all(row["overhead"].endswith(" %") for row in rows)
     assert overhead_sentence(found).endswith("over 3 pairs of runs")
-    report = gather(tmp_path, production)
+    report = build_report(tmp_path, production)
     accounts = account_rows(report)
     assert report.accounting is not None
     by_name = {row["what"]: row["count"] for row in accounts}

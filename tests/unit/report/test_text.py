@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.config import Target, load_profile
-from virnuc_core.report.build import gather, write_comparisons
+from virnuc_core.report.build import build_report, write_comparisons
 from virnuc_core.report.model import Comparison, LabelAgreement, Report
 from virnuc_core.report.text import duration, near, render_text
 from virnuc_core.telemetry.log import TelemetryLog
@@ -39,7 +39,7 @@ def published(out: Path) -> Report:
         ),
     )
     profile = load_profile("phase10-1m")
-    return gather(
+    return build_report(
         out, profile.model_copy(update={"baseline": profile.baseline.model_copy(update={"source": "recorded"})})
     )
 
@@ -102,7 +102,7 @@ def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path:
 def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -> None:
     """With nothing measured at all, the sections, their order and the rulers are the same."""
     golden = (DATA / "report_rtx4090.txt").read_text(encoding="utf-8").splitlines()
-    empty = render_text(gather(tmp_path, load_profile("phase10-1m"))).splitlines()
+    empty = render_text(build_report(tmp_path, load_profile("phase10-1m"))).splitlines()
     heads = [line for line in golden if line and not line.startswith((" ", "OVERALL", "PER-STAGE"))]
     assert [line for line in empty if line in heads] == heads
     assert sum("[NOT RUN]" in line for line in empty) == 8  # scaling and its efficiency are one criterion
@@ -112,7 +112,7 @@ def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -
 
 def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(shards=2, reads=30))
-    lines = render_text(gather(tmp_path, profile)).splitlines()
+    lines = render_text(build_report(tmp_path, profile)).splitlines()
     stages = [line for line in lines if line.startswith("  Stage ")]
     assert [line.split(": ")[1].split(" .")[0] for line in stages] == list(STAGES)
     assert all(line.index("..  ") > 30 for line in stages)
