@@ -10,7 +10,7 @@ N ?= 200
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-slow check lint sound deploy test-ui test-postgres faults clean
+.PHONY: help setup demo test test-slow check lint lines sound deploy test-ui test-postgres faults clean
 
 help:
 	@echo "make setup     .venv with the pinned versions        make demo      the whole story in two minutes"
@@ -18,6 +18,7 @@ help:
 	@echo "make deploy    deployments to the configured server  make test-ui   the UI in a real browser"
 	@echo "make test-slow workers, cancelling, long runs        make test-postgres   a team's server"
 	@echo "make faults N=200   long kill-and-resume run         make sound     do the pinned versions fit together?"
+	@echo "make lines     size of the source against its budgets"
 
 setup: $(STAMP)
 
@@ -49,6 +50,9 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint test
+
+lines: setup
+	$(BIN)/python tests/lines.py --predict
 
 # The pinned versions must install and hold together: `pip check` alone has passed with a server that could not start.
 sound: setup
