@@ -17,8 +17,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from virnuc_core.engine.locks import device_lock_path
 from virnuc_core.errors import VirnucError
+from virnuc_core.rundir import device_lock_path
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 

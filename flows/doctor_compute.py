@@ -21,7 +21,7 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import DeviceError, VirnucError
-from virnuc_core.pipeline import Watch, measure_embedding, prepare
+from virnuc_core.pipeline import ClassifySpec, Watch, measure_embedding, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -126,7 +126,7 @@ def _answer(device: Device, small: Small, out: Path) -> NDArray[np.float32] | Vi
     devices = Devices(kind="cuda", ids=(device.id,)) if device.kind == "cuda" else Devices.parse("cpu:1")
     try:
         run = RunDir(out)
-        job = prepare(run, store=small.store, models=small.models, devices=devices, engine=ENGINE, force=False, spec={})
+        job = prepare(run, ClassifySpec(store=small.store, models=small.models, devices=devices, engine=ENGINE))
         measure_embedding(replace(job, devices=(device,)), Watch())  # a core has no name in settings
         return shards.read_scores(run)[0]
     except VirnucError as error:

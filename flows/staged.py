@@ -18,8 +18,8 @@ from tasks.guard import device_slots
 from tasks.stage import stage
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.prewarm import Standby
-from virnuc_core.pipeline import RunSummary, model_length, read_summary, stand_by
+from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.pipeline import RunSummary, model_length, prewarm, read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
@@ -38,7 +38,9 @@ class Staged:
     engine: EngineSpec
     models: Path
     force: bool  # results of an earlier run are dropped
-    standby: Standby | None  # workers that have the weights by now; None where the devices were busy or nothing is left
+    prewarmed: (
+        PrewarmedWorkers | None
+    )  # workers that have the weights by now; None where the devices were busy or nothing is left
 
     def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
         """Result files of the staged reads. Errors: those of the embed task."""
@@ -51,7 +53,7 @@ class Staged:
             engine=self.engine,
             label=self.label,
             force=self.force,
-            standby=self.standby,
+            prewarmed=self.prewarmed,
             threshold=threshold,
         ).result()
 
@@ -76,11 +78,11 @@ def begin(settings: PredictSettings | ProfileSettings | TrainSettings) -> Iterat
         strict=settings.strict,
     )
     with ExitStack() as held:
-        standby: Standby | None = None
+        prewarmed: PrewarmedWorkers | None = None
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))
-                standby = stand_by(settings.models, devices, engine)
-                held.callback(standby.close)
+                prewarmed = prewarm(settings.models, devices, engine)
+                held.callback(prewarmed.close)
         staging = stage(spec, run.store, label=label, email=settings.email, force=settings.force).result()
-        yield Staged(run, staging, label, devices, engine, settings.models, settings.force, standby)
+        yield Staged(run, staging, label, devices, engine, settings.models, settings.force, prewarmed)

@@ -19,9 +19,9 @@ from tasks.states import done
 from tasks.tables import stage_rows
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.prewarm import Standby
+from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import WorkerError
-from virnuc_core.pipeline import RunSummary, Watch, classify, read_summary
+from virnuc_core.pipeline import ClassifySpec, RunSummary, Watch, classify, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
@@ -43,7 +43,7 @@ def embed(
     window_s: float = 30.0,
     sample_s: float = 0.5,
     time_limit_s: float | None = None,
-    standby: Standby | None = None,
+    prewarmed: PrewarmedWorkers | None = None,
     flops: ModelFlops | None = None,
 ) -> State[RunSummary]:
     """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.
@@ -58,20 +58,22 @@ def embed(
     forget_stopped(run)
     before = read_summary(run)
     limit = TimeLimit(time_limit_s)
-    with core_logs(), device_slots(resolve(devices)), progress, closing(standby) if standby else nullcontext():
+    with core_logs(), device_slots(resolve(devices)), progress, closing(prewarmed) if prewarmed else nullcontext():
         try:
             with limit:
                 summary = classify(
                     run,
                     staging,
-                    store=store,
-                    models=models,
-                    devices=devices,
-                    engine=engine,
-                    force=force and first_attempt(),
-                    threshold=threshold,
+                    ClassifySpec(
+                        store=store,
+                        models=models,
+                        devices=devices,
+                        engine=engine,
+                        force=force and first_attempt(),
+                        threshold=threshold,
+                    ),
                     watch=watch,
-                    standby=standby,
+                    prewarmed=prewarmed,
                     flops=flops,
                 )
         except WorkerError as error:

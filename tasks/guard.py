@@ -1,7 +1,7 @@
 """What a flow holds while it works: its child processes, and the devices it computes on.
 
 Two guards stand before a device. Prefect's concurrency slots make runs of one server queue, visibly. The lock of the
-operating system, taken by the worker process itself (`virnuc_core.engine.locks`), is what makes sharing impossible.
+operating system, taken by the worker process itself (`virnuc_core.rundir`), is what makes sharing impossible.
 """
 
 from __future__ import annotations

@@ -22,13 +22,12 @@ from tasks.states import done
 from tasks.tables import Rows, percent
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.locks import run_lock
 from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.tracing import WAIT, Operation, TraceTable, read_table, table_path
 from virnuc_core.errors import VirnucError
-from virnuc_core.pipeline import job_spec, prepare, workers
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.pipeline import ClassifySpec, job_spec, prepare, workers
+from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 
 SCHEMA_VERSION: Final = 1
 NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
@@ -70,7 +69,7 @@ def recorded(
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     free = engine.model_copy(update={"commit": False})
-    job = prepare(run, store=store, models=models, devices=devices, engine=free, force=False, spec={})
+    job = prepare(run, ClassifySpec(store=store, models=models, devices=devices, engine=free))
     wanted = spec.skip + spec.shards
     if len(job.plan) < wanted * len(job.devices):
         spec = replace(spec, skip=0)  # so few reads that there is nothing to warm up with

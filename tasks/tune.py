@@ -30,13 +30,12 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.locks import lock_device, run_lock
 from virnuc_core.engine.messages import resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
-from virnuc_core.pipeline import EmbeddingMeasured, Job, Watch, measure_embedding, prepare
+from virnuc_core.pipeline import ClassifySpec, EmbeddingMeasured, Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import THRESHOLD
-from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.rundir import RunDir, lock_device, run_lock, whole_file, write_text_whole
 from virnuc_core.telemetry.batches import embedding_window, summarise
 from virnuc_core.telemetry.log import read_telemetry
 from virnuc_core.telemetry.usage import device_stats
@@ -108,9 +107,8 @@ def measured(bench: Bench, candidate: Candidate, repeat: int) -> Trial:
 
 def _run(bench: Bench, candidate: Candidate, run: RunDir) -> Trial:
     engine = candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
-    job = prepare(
-        run, store=bench.store, models=bench.models, devices=bench.devices, engine=engine, force=True, spec={}
-    )
+    spec = ClassifySpec(store=bench.store, models=bench.models, devices=bench.devices, engine=engine, force=True)
+    job = prepare(run, spec)
     try:
         timed = measure_embedding(job, Watch(sample_s=bench.sample_s))
         scores = shards.read_scores(run)[0]

@@ -17,12 +17,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import Field
+
 from virnuc_core import provenance
-from virnuc_core.config import Devices, EngineSpec, RunSpec
+from virnuc_core.config import Devices, EngineSpec, RunSpec, Spec
 from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.locks import run_lock
 from virnuc_core.engine.messages import (
     Fingerprints,
     JobSpec,
@@ -32,13 +33,13 @@ from virnuc_core.engine.messages import (
     result_settings,
 )
 from virnuc_core.engine.pool import Pool, PoolSummary
-from virnuc_core.engine.prewarm import Standby
+from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.ceiling import model_flops
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 from virnuc_core.telemetry.batches import busiest, device_busy, embedding_window
 from virnuc_core.telemetry.clock import StageClock, pipeline_summary
 from virnuc_core.telemetry.flops import ModelFlops
@@ -62,6 +63,18 @@ class Watch:
     window_s: float = 30.0
     show: bool = False  # the live display on standard error
     on_progress: Callable[[ProgressSnapshot], None] | None = None
+
+
+class ClassifySpec(Spec):
+    """One run over a staged store."""
+
+    store: Path
+    models: Path
+    devices: Devices
+    engine: EngineSpec
+    force: bool = False  # drop what an earlier run committed in this directory
+    threshold: float = THRESHOLD  # viral score from which a read is called viral
+    asked: dict[str, Any] = Field(default_factory=dict)  # the user's own words, for run.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +138,7 @@ class Job:
     models: Path
     devices: tuple[Device, ...]
     engine: EngineSpec
-    plan: shards.Plan
+    plan: shards.ShardPlan
     todo: tuple[int, ...]
     damaged: tuple[str, ...]
     threshold: float = THRESHOLD
@@ -151,49 +164,35 @@ def model_length(models: Path) -> int:
 def classify(
     run: RunDir,
     staging: StageSummary,
+    spec: ClassifySpec,
     *,
-    store: Path,
-    models: Path,
-    devices: Devices,
-    engine: EngineSpec,
-    force: bool = False,
-    threshold: float = THRESHOLD,
     watch: Watch | None = None,
-    spec: dict[str, Any] | None = None,
-    standby: Standby | None = None,
+    prewarmed: PrewarmedWorkers | None = None,
     flops: ModelFlops | None = None,
 ) -> RunSummary:
     """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
 
     A run that is complete is not computed again: its summary comes back, with the reads judged anew if the threshold is
-    another. Workers of a `standby` are used where they fit; `flops` has the devices' ceilings where they were measured.
+    another. `prewarmed` workers are used where they fit; `flops` has the devices' ceilings where they were measured.
     Errors: `ConfigError` (another run works here,
     or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`,
     `OSError` of the disk. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
-        job = prepare(run, store=store, models=models, devices=devices, engine=engine, force=force, spec=spec or {})
-        job = replace(job, threshold=threshold, flops=flops or model_flops(models))
+        job = prepare(run, spec)
+        job = replace(job, flops=flops or model_flops(spec.models))
         before = read_summary(run)
         if before is not None and not job.todo:
             log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
-            return before if before.threshold == threshold and _results_present(run) else _judge_again(job, before)
+            return before if before.threshold == spec.threshold and _results_present(run) else _judge_again(job, before)
         run.summary.unlink(missing_ok=True)
-        return _compute(job, staging, watch or Watch(), started_s, standby)
+        return _compute(job, staging, watch or Watch(), started_s, prewarmed)
 
 
-def prepare(
-    run: RunDir,
-    *,
-    store: Path,
-    models: Path,
-    devices: Devices,
-    engine: EngineSpec,
-    force: bool,
-    spec: dict[str, Any],
-) -> Job:
+def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     """Decide everything a run depends on, write run.json and the plan, and find out what is left to do."""
+    store, models = spec.store, spec.models
     orfs = OrfStore.open(store)
     length = model_length(models)
     esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
@@ -201,12 +200,12 @@ def prepare(
         raise ConfigError(
             f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
         )
-    found = resolve(devices)
-    resolved = resolve_engine(engine, found[0].kind)
+    found = resolve(spec.devices)
+    resolved = resolve_engine(spec.engine, found[0].kind)
     weights = fingerprint(models)
     prints = Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
     fresh = provenance.new_record(
-        spec=spec,
+        spec=spec.asked,
         model_length=length,
         widths={"dna": dnabert_s.width, "protein": esm2.width},
         fingerprints=asdict(prints),
@@ -214,7 +213,7 @@ def prepare(
         devices=tuple(device.record() for device in found),
         store=os.path.relpath(store, run.root),
     )
-    if force:
+    if spec.force:
         _start_over(run)
     record = provenance.resume_or_refuse(run, fresh)
     plan = shards.make_plan(
@@ -229,7 +228,7 @@ def prepare(
     for line in damaged:
         log.warning("%s; it will be computed again", line)
     left = tuple(sorted(set(range(len(plan))) - set(done)))
-    return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged))
+    return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec.threshold)
 
 
 def _judge_again(job: Job, before: RunSummary) -> RunSummary:
@@ -264,12 +263,14 @@ def _results_present(run: RunDir) -> bool:
     return all(path.is_file() for path in (run.predictions, run.consensus, run.reads_table, run.embeddings))
 
 
-def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, standby: Standby | None) -> RunSummary:
+def _compute(
+    job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: PrewarmedWorkers | None
+) -> RunSummary:
     clock = _staging_clock(staging, started_s)
     ids = [device.id for device in job.devices]
     telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
     with Sampler(ids, interval_s=watch.sample_s) as sampler:
-        pool = _embed(job, telemetry, sampler, watch, standby)
+        pool = _embed(job, telemetry, sampler, watch, prewarmed)
     measured = telemetry.telemetry(sampler.samples(), sampler.host_samples(), ())
     busy = busiest(device_busy(measured.shards))
     clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
@@ -304,14 +305,14 @@ def job_spec(job: Job) -> JobSpec:
     return JobSpec(str(root), str(job.store.path.resolve()), job.store.fingerprint, str(root / "logs"))
 
 
-def stand_by(models: Path, devices: Devices, engine: EngineSpec) -> Standby:
+def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> PrewarmedWorkers:
     """Workers for a run whose reads are not staged yet: give it to `classify`, and close it afterwards.
 
     Errors: `DeviceError`, `ConfigError`.
     """
     found = resolve(devices)
     resolved = resolve_engine(engine, found[0].kind)
-    return Standby([WorkerSpec(str(models.resolve()), device, resolved) for device in found])
+    return PrewarmedWorkers([WorkerSpec(str(models.resolve()), device, resolved) for device in found])
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +350,7 @@ def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
 
 
 def _embed(
-    job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch, standby: Standby | None = None
+    job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch, prewarmed: PrewarmedWorkers | None = None
 ) -> PoolSummary:
     """Compute the shards that are left, on one worker a device."""
     done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))
@@ -374,7 +375,7 @@ def _embed(
             live.update(done)
 
     with reporter as live:
-        return Pool(job.plan, workers(job), job_spec(job), on_done, standby).run(job.todo)
+        return Pool(job.plan, workers(job), job_spec(job), on_done, prewarmed).run(job.todo)
 
 
 def _write_results(job: Job, clock: StageClock) -> ResultSummary:
@@ -441,25 +442,27 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     """
     run, devices = RunDir(spec.out), Devices.parse(spec.devices)
     length = model_length(spec.models)
-    standby = stand_by(spec.models, devices, spec.engine) if read_summary(run) is None else None
+    prewarmed = prewarm(spec.models, devices, spec.engine) if read_summary(run) is None else None
     try:
         staging = stage_reads(StageSpec(reads=spec.reads, model_length=length), run.store, force=spec.force)
         summary = classify(
             run,
             staging,
-            store=run.store,
-            models=spec.models,
-            devices=devices,
-            engine=spec.engine,
-            force=spec.force,
-            threshold=spec.threshold,
+            ClassifySpec(
+                store=run.store,
+                models=spec.models,
+                devices=devices,
+                engine=spec.engine,
+                force=spec.force,
+                threshold=spec.threshold,
+                asked=spec.model_dump(mode="json"),
+            ),
             watch=watch,
-            spec=spec.model_dump(mode="json"),
-            standby=standby,
+            prewarmed=prewarmed,
         )
     finally:
-        if standby is not None:
-            standby.close()
+        if prewarmed is not None:
+            prewarmed.close()
     if spec.write_viral:
         write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
     return summary

@@ -1,12 +1,28 @@
-"""Where things lie in a run directory, and how a file appears there: whole or not at all."""
+"""Where things lie in a run directory, how a file appears there (whole or not at all), and who holds it.
+
+Locks and the parent-death signal are the operating system's: freed by death, so that a killed run never blocks
+anybody and leaves no process behind.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import os
+import signal
+import stat
+import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from virnuc_core.errors import ConfigError, DeviceError
+
+SYSTEM_LOCKS: Final = Path("/run/lock")
+PR_SET_PDEATHSIG: Final = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,3 +111,93 @@ def write_text_whole(path: Path, text: str) -> None:
     """Write a UTF-8 text file whole."""
     with whole_file(path) as aside:
         aside.write_text(text, encoding="utf-8")
+
+
+def _try_lock(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(path: Path) -> str:
+    text = path.read_text(encoding="utf-8", errors="replace").strip()
+    return f"process {text}" if text else "another process"
+
+
+@contextmanager
+def run_lock(root: Path) -> Iterator[None]:
+    """Hold a run directory; `ConfigError` names the process that holds it already.
+
+    A directory that was made for this, and in which nothing was made since, is removed again.
+    """
+    made = not root.exists()
+    root.mkdir(parents=True, exist_ok=True)
+    path = root / ".lock"
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    ours = False
+    try:
+        ours = _try_lock(handle)
+        if not ours:
+            raise ConfigError(f"{root}: {_holder(path)} is working here; wait for it or choose another directory")
+        os.ftruncate(handle, 0)
+        os.write(handle, str(os.getpid()).encode())
+        yield
+    finally:
+        if ours and made and [entry.name for entry in root.iterdir()] == [path.name]:
+            path.unlink()
+            root.rmdir()
+        os.close(handle)
+
+
+def device_lock_path(device: str) -> Path:
+    """The lock file of a device, the same for every run and every user of this machine.
+
+    The system's own folder for locks is taken where everybody may write to it: a service may have a temporary folder
+    of its own.
+    """
+    shared = SYSTEM_LOCKS.is_dir() and SYSTEM_LOCKS.stat().st_mode & stat.S_IWOTH
+    folder = (SYSTEM_LOCKS if shared else Path(tempfile.gettempdir())) / "virnuc-devices"
+    with suppress(FileExistsError):
+        folder.mkdir()
+        folder.chmod(0o1777)  # mkdir's own mode is cut by the umask
+    return folder / f"{device}.lock"
+
+
+def _open_shared(path: Path) -> int:
+    """An open handle of a file that any user may lock; Linux refuses O_CREAT on another's file in such a folder."""
+    with suppress(FileNotFoundError):
+        return os.open(path, os.O_RDWR)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    with suppress(PermissionError):  # another user made it just now
+        os.fchmod(handle, 0o666)
+    return handle
+
+
+def lock_device(device: str, wait_s: float) -> int:
+    """Take a device for this process until it ends; returns the open handle, which must be kept.
+
+    Waits up to `wait_s` for another run to finish with it, then `DeviceError` names the holder.
+    """
+    path = device_lock_path(device)
+    handle = _open_shared(path)
+    deadline = time.monotonic() + wait_s
+    while not _try_lock(handle):
+        if time.monotonic() >= deadline:
+            os.close(handle)
+            raise DeviceError(f"{device} is in use by {_holder(path)}; wait for it or choose another device")
+        time.sleep(0.2)
+    os.ftruncate(handle, 0)
+    os.write(handle, str(os.getpid()).encode())
+    return handle
+
+
+def die_with_parent(parent: int | None = None) -> None:
+    """Ask the kernel for SIGKILL when the parent dies; leave at once if `parent` already has.
+
+    The initializer of every process we start. The kernel counts the thread that started a process as its parent.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if parent is not None and os.getppid() != parent:
+        os._exit(1)

@@ -30,8 +30,8 @@ from virnuc_core.encoders.load import load_dnabert_s, load_esm2
 from virnuc_core.encoders.packed import PackedBatch
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import Loader, Ready
-from virnuc_core.engine.messages import Order, resolve_engine
-from virnuc_core.pipeline import Job, Watch, measure_embedding, prepare
+from virnuc_core.engine.messages import ShardTask, resolve_engine
+from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
@@ -95,7 +95,7 @@ def bare(job: Job, seconds: float) -> Bare:
     if device.type == "cpu":
         torch.set_num_threads(1)
     loader = Loader(job.store.path, job.store.fingerprint, job.models, engine, pin=False)
-    items = [i for i in loader.load(Order(0, *job.plan.range(0))) if isinstance(i, Ready)]
+    items = [i for i in loader.load(ShardTask(0, *job.plan.range(0))) if isinstance(i, Ready)]
     rates = {}
     for name, load in (("esm2", load_esm2), ("dnabert_s", load_dnabert_s)):
         encoder = load(job.models, device, engine.precision, engine.attention, bool(engine.compile))
@@ -251,7 +251,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
         run = RunDir(scratch / f"run-{number}")
         engine = spec.model_copy(update={"commit": commits})
         found = Devices.parse(devices)
-        job = prepare(run, store=store, models=models, devices=found, engine=engine, force=True, spec={})
+        job = prepare(run, ClassifySpec(store=store, models=models, devices=found, engine=engine, force=True))
         watch = Watch(sample_s=sample_s, show=False)
         if alone is None and options.bare_seconds > 0:
             alone = bare(job, options.bare_seconds)

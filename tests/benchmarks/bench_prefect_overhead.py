@@ -41,7 +41,7 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     from virnuc_core.baseline.run import run_baseline
     from virnuc_core.config import Devices, load_profile
     from virnuc_core.engine.devices import resolve
-    from virnuc_core.pipeline import classify, model_length, stage_reads
+    from virnuc_core.pipeline import ClassifySpec, classify, model_length, stage_reads
     from virnuc_core.reads.stage import StageSpec
     from virnuc_core.report.build import write_comparisons
     from virnuc_core.report.render import write_report
@@ -72,7 +72,7 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     for name in names:
         few = devices.first(int(name.rpartition("-")[2]))
         run = RunDir(out / name)
-        classify(run, staging, store=store, models=models, devices=few, engine=profile.engine)
+        classify(run, staging, ClassifySpec(store=store, models=models, devices=few, engine=profile.engine))
     subset = summary.subset is not None
     write_comparisons(out, comparisons(out, names, tolerance=profile.score_tolerance, subset=subset))
     write_report(out, profile, out.parent / f"{out.name}-history.jsonl")

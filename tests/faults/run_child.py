@@ -10,7 +10,7 @@ from pathlib import Path
 
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.errors import VirnucError
-from virnuc_core.pipeline import Watch, classify
+from virnuc_core.pipeline import ClassifySpec, Watch, classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
 
@@ -23,10 +23,12 @@ def main() -> int:
         summary = classify(
             RunDir(Path(root)),
             staging,
-            store=Path(store),
-            models=Path(models),
-            devices=Devices.parse(devices),
-            engine=EngineSpec.model_validate_json(engine),
+            ClassifySpec(
+                store=Path(store),
+                models=Path(models),
+                devices=Devices.parse(devices),
+                engine=EngineSpec.model_validate_json(engine),
+            ),
             watch=Watch(sample_s=0.2),
         )
     except VirnucError as error:

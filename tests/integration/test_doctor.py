@@ -16,7 +16,7 @@ import pytest
 from flows import doctor_checks as checks
 from flows.doctor_compute import judge, together
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.locks import lock_device
+from virnuc_core.rundir import lock_device
 
 CORE = Device("cpu-core-0", "cpu", "a core", 0)
 OTHER = Device("cpu-core-1", "cpu", "a core", 1)

@@ -28,8 +28,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.guard import LEASE_S, slot_name
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.locks import lock_device
 from virnuc_core.errors import DeviceError
+from virnuc_core.rundir import lock_device
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ WORK_S = 3.0
 # what a worker does with a device: locks it, works, says so; it dies with the run that started it
 WORKER = """
 import json, os, sys, time
-from virnuc_core.engine.locks import lock_device
+from virnuc_core.rundir import lock_device
 from virnuc_core.engine.process import Parent
 
 parent = Parent()
@@ -60,7 +60,7 @@ from pathlib import Path
 from prefect import flow
 from tasks.guard import device_slots, no_orphans
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.process import end_children, generation, spawn
+from virnuc_core.engine.process import cancel_token, end_children, spawn
 
 run, log, work_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
 
@@ -69,7 +69,7 @@ def guarded():
     with no_orphans(), device_slots([Device("GPU-guarded", "cuda", "a GPU by name")]):
         inbox = queue.Queue()
         spec = {"device": "GPU-guarded", "log": log, "run": run, "work_s": work_s}
-        child = spawn("guarded_worker", spec, name=run, inbox=inbox, log=Path(log + ".errors"), born=generation())
+        child = spawn("guarded_worker", spec, name=run, inbox=inbox, log=Path(log + ".errors"), token=cancel_token())
         while inbox.get()[1]["event"] != "closed":
             pass
         end_children([child])

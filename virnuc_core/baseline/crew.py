@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Final, Literal, NoReturn, Self
 
 from virnuc_core import errors
 from virnuc_core.baseline.worker import WorkerSpec
-from virnuc_core.engine.process import Child, end_children, generation, spawn
+from virnuc_core.engine.process import Child, end_children, spawn
 from virnuc_core.errors import VirnucError, WorkerError
 
 Operation = Literal["dnabert_s", "esm2", "merge", "predict"]
@@ -44,8 +45,8 @@ class Phase:
 class Crew:
     """One worker process a device, for as long as the `with` block lasts; they are gone when it ends."""
 
-    def __init__(self, specs: Sequence[WorkerSpec], logs: Path, born: int) -> None:
-        self._specs, self._logs, self._born = specs, logs, born
+    def __init__(self, specs: Sequence[WorkerSpec], logs: Path, token: threading.Event) -> None:
+        self._specs, self._logs, self._token = specs, logs, token
         self._inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
         self._children: list[Child] = []
         self._progress: dict[Child, float] = {}
@@ -61,7 +62,7 @@ class Crew:
                     name=name,
                     inbox=self._inbox,
                     log=self._logs / f"{name}.log",
-                    born=self._born,
+                    token=self._token,
                     environment=spec.device.environment(),
                 )
                 self._children.append(child)
@@ -123,7 +124,7 @@ class Crew:
                 case "error":
                     _raise(child, message)
                 case "closed":
-                    _mourn(child, self._born)
+                    _mourn(child, self._token)
                 case _:
                     self._progress[child] = time.monotonic()
                     return child, message
@@ -144,9 +145,9 @@ def _raise(child: Child, message: dict[str, Any]) -> NoReturn:
     )
 
 
-def _mourn(child: Child, born: int) -> NoReturn:
+def _mourn(child: Child, token: threading.Event) -> NoReturn:
     """A worker that went without a word."""
-    if born != generation():
+    if token.is_set():
         raise WorkerError("the baseline was interrupted; run it again")
     status = child.end(0.5)
     words = child.last_words().splitlines()

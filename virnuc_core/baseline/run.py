@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -21,12 +22,11 @@ from virnuc_core.baseline.worker import WorkerSpec
 from virnuc_core.config import BaselineName, BaselineSpec, Devices
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.locks import run_lock
-from virnuc_core.engine.process import generation
+from virnuc_core.engine.process import cancel_token
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 from virnuc_core.telemetry.records import STAGES
 
 SCHEMA_VERSION: Final = 1
@@ -118,7 +118,7 @@ def run_baseline(
         summary = _recorded(opened, spec)
         write_text_whole(run.summary, summary.to_json())
         return summary
-    born = generation()
+    token = cancel_token()
     chosen = resolve(devices)
     if spec.name == "vanilla":
         chosen = chosen[:1]
@@ -129,7 +129,7 @@ def run_baseline(
             if before.fingerprint == identity:
                 return replace(before, reused=True)
         run.summary.unlink(missing_ok=True)
-        measurement = _Measurement(run, opened, models, chosen, spec, born, on_progress)
+        measurement = _Measurement(run, opened, models, chosen, spec, token, on_progress)
         summary = measurement.measure(seed, identity)
         shutil.rmtree(measurement.folder.root)
         write_text_whole(run.summary, summary.to_json())
@@ -179,7 +179,7 @@ class _Measurement:
     models: Path
     devices: tuple[Device, ...]
     spec: BaselineSpec
-    born: int
+    token: threading.Event
     on_progress: Callable[[BaselineProgress], None]
     rows_embedded: int = 0
 
@@ -267,7 +267,7 @@ class _Measurement:
         root, models = str(self.folder.root), str(self.models)
         workers = [WorkerSpec(root, models, self.spec.name, device) for device in self.devices]
         started = time.monotonic()
-        with Crew(workers, self.run.root / "logs", self.born) as crew:
+        with Crew(workers, self.run.root / "logs", self.token) as crew:
             start_s = time.monotonic() - started
             phases = {}
             for stage, operation, plan in steps:

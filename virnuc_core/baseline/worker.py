@@ -15,8 +15,8 @@ from typing import Any
 
 from virnuc_core.config import BaselineName
 from virnuc_core.engine.devices import Device, pin_to_core
-from virnuc_core.engine.locks import lock_device
 from virnuc_core.engine.process import Parent
+from virnuc_core.rundir import lock_device
 
 DEVICE_WAIT_S = 60.0  # for another run to finish with the device
 

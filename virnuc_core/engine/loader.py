@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.packed import PackedBatch, Tokenizer
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-from virnuc_core.engine.messages import Order
+from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
@@ -35,9 +35,9 @@ SLICE_ROWS = 1024  # uniques tokenised in one call
 
 @dataclass(frozen=True, slots=True)
 class ShardStart:
-    """The next batches belong to this order."""
+    """The next batches belong to this task."""
 
-    order: Order
+    task: ShardTask
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class ShardEnd:
-    """All batches of the order have been handed over."""
+    """All batches of the task have been handed over."""
 
     protein_tokens: int
     dna_tokens: int
@@ -125,7 +125,7 @@ class _Spans(Sampler[Slice]):
 
 def _die_with_worker(_: int) -> None:
     """Loader processes leave with the worker that started them, and let it handle Ctrl-C."""
-    from virnuc_core.engine.process import die_with_parent
+    from virnuc_core.rundir import die_with_parent
 
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -150,10 +150,10 @@ class Loader:
             worker_init_fn=_die_with_worker if workers else None,
         )
 
-    def load(self, order: Order) -> Iterator[Item]:
-        """The order's batches between its start and end marks, DNA first."""
-        yield ShardStart(order)
-        kept = np.setdiff1d(np.arange(order.lo, order.hi), np.array(order.skip, dtype=np.int64))
+    def load(self, task: ShardTask) -> Iterator[Item]:
+        """The task's batches between its start and end marks, DNA first."""
+        yield ShardStart(task)
+        kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         self._spans.spans = slices(kept)
         parts = list(self._loader)
         protein, dna = join([p for p, _ in parts]), join([d for _, d in parts])
@@ -162,10 +162,10 @@ class Loader:
             ("esm2", protein, self.engine.token_budget),
         ):
             name: Encoder = "esm2" if encoder == "esm2" else "dnabert_s"
-            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // order.divisor), self.pads[name])):
+            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), self.pads[name])):
                 ready = batch.pin() if self.pin else batch
-                rows = torch.from_numpy(kept[plan.rows] - order.lo)
-                yield Ready(order.shard, name, index, ready, rows, time.monotonic())
+                rows = torch.from_numpy(kept[plan.rows] - task.lo)
+                yield Ready(task.shard, name, index, ready, rows, time.monotonic())
         yield ShardEnd(int(protein[1][-1]), int(dna[1][-1]))
 
 
@@ -224,18 +224,18 @@ class Source(Protocol):
 
 
 class Feeder:
-    """A thread that keeps the launch loop's queue filled with the orders it is told."""
+    """A thread that keeps the launch loop's queue filled with the tasks it is told."""
 
-    def __init__(self, loader: Loader, next_order: Callable[[], Order | None], depth: int) -> None:
-        self._loader, self._next = loader, next_order
+    def __init__(self, loader: Loader, next_task: Callable[[], ShardTask | None], depth: int) -> None:
+        self._loader, self._next = loader, next_task
         self.items: queue.Queue[Item] = queue.Queue(maxsize=depth)
         self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            while (order := self._next()) is not None:
-                for item in self._loader.load(order):
+            while (task := self._next()) is not None:
+                for item in self._loader.load(task):
                     self.items.put(item)
             self.items.put(Finished())
         except BaseException as error:  # noqa: BLE001 - handed to the launch loop, which raises it

@@ -44,7 +44,7 @@ def job_fingerprint(prints: Fingerprints, engine: EngineSpec, kind: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class ShardTask:
     """What a worker is asked to compute: a shard, or, looking for a row that ends workers, a part of one."""
 
     shard: int
@@ -59,7 +59,7 @@ class Order:
         return {"op": "compute", **asdict(self)}
 
     @classmethod
-    def from_json(cls, body: dict[str, Any]) -> Order:
+    def from_json(cls, body: dict[str, Any]) -> ShardTask:
         """As read by the worker."""
         return cls(body["shard"], body["lo"], body["hi"], body["divisor"], tuple(body["skip"]), body["probe"])
 
@@ -111,7 +111,7 @@ class WorkerSpec:
 
 @dataclass(frozen=True, slots=True)
 class JobSpec:
-    """The second line a worker reads: what its orders are about."""
+    """The second line a worker reads: what its tasks are about."""
 
     run: str
     store: str

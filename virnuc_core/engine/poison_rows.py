@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from virnuc_core.engine.messages import Order
+from virnuc_core.engine.messages import ShardTask
 from virnuc_core.errors import ShardError
 
 PROOFS: Final = 2
@@ -19,16 +19,16 @@ MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken 
 
 @dataclass(slots=True)
 class Search:
-    """The search within one shard. Each answer says what to order next."""
+    """The search within one shard. Each answer says what to do next."""
 
-    whole: Order
+    whole: ShardTask
     guilty: list[int] = field(default_factory=list)
     _waiting: list[tuple[int, int]] = field(default_factory=list)  # parts still to be probed, next last
     _alone: int = 0  # deaths of the single row under suspicion
     _found: bool = False
     _in_vain: int = 0
 
-    def begin(self, said: str) -> Order:
+    def begin(self, said: str) -> ShardTask:
         """Start, or start again; `ShardError` when the shard cannot be cleared."""
         if self._in_vain >= MAX_SEARCHES or len(self.guilty) > MAX_GUILTY:
             raise ShardError(
@@ -38,35 +38,35 @@ class Search:
         lo, hi = self.whole.lo, self.whole.hi
         return self._probe(lo, hi) if hi - lo == 1 else self._halve(lo, hi)
 
-    def ended(self, order: Order) -> Order:
+    def ended(self, task: ShardTask) -> ShardTask:
         """A worker died at this probe."""
-        if order.hi - order.lo > 1:
+        if task.hi - task.lo > 1:
             self._waiting.clear()  # the row is in here; what is outside is looked at when the shard runs again
-            return self._halve(order.lo, order.hi)
+            return self._halve(task.lo, task.hi)
         self._alone += 1
         if self._alone < PROOFS:
-            return self._probe(order.lo, order.hi)
-        self.guilty.append(order.lo)
+            return self._probe(task.lo, task.hi)
+        self.guilty.append(task.lo)
         self._found, self._alone = True, 0
         return self._verdict()
 
-    def survived(self, order: Order) -> Order:
+    def survived(self, task: ShardTask) -> ShardTask:
         """A worker computed this probe."""
         self._alone = 0
         if self._waiting:
             return self._probe(*self._waiting.pop())
         return self._verdict()
 
-    def _halve(self, lo: int, hi: int) -> Order:
+    def _halve(self, lo: int, hi: int) -> ShardTask:
         middle = (lo + hi) // 2
         self._waiting.append((middle, hi))
         return self._probe(lo, middle)
 
-    def _probe(self, lo: int, hi: int) -> Order:
+    def _probe(self, lo: int, hi: int) -> ShardTask:
         skip = tuple(row for row in self.guilty if lo <= row < hi)
         return replace(self.whole, lo=lo, hi=hi, skip=skip, probe=True)
 
-    def _verdict(self) -> Order:
+    def _verdict(self) -> ShardTask:
         """The shard again, without the rows found guilty."""
         self._in_vain = 0 if self._found else self._in_vain + 1
         self._waiting.clear()

@@ -1,7 +1,7 @@
 """The pool: one worker process a device; shards handed out one by one, so that a slow device simply takes fewer.
 
 A worker that dies is restarted and what it held is handed out again; one that is silent for too long is ended first. A
-shard at which workers die repeatedly is searched for the row that does it (`suspects`); that row is set aside and the
+shard at which workers die repeatedly is searched for the row that does it (`poison_rows`); it is set aside and the
 rest is computed. A device that runs out of memory gets the shard again with half the token budget. Errors of reads,
 weights, settings and devices stop the run at once.
 """
@@ -18,11 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core import errors
-from virnuc_core.engine.messages import JobSpec, Order, WorkerSpec
+from virnuc_core.engine.messages import JobSpec, ShardTask, WorkerSpec
 from virnuc_core.engine.poison_rows import Search
-from virnuc_core.engine.prewarm import Standby, start_worker
-from virnuc_core.engine.process import Child, end_children, generation
-from virnuc_core.engine.shards import Plan
+from virnuc_core.engine.process import Child, PrewarmedWorkers, cancel_token, end_children, start_worker
+from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.telemetry.records import BatchRecord, ShardDone
 
 log = logging.getLogger(__name__)
@@ -36,12 +35,12 @@ OF_THE_SYSTEM: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotA
 
 
 @dataclass(slots=True)
-class Seat:
+class WorkerSlot:
     """A device's place in the pool: who works there now, and what it holds."""
 
     spec: WorkerSpec
     child: Child | None = None
-    held: deque[Order] = field(default_factory=deque)  # given and not answered, oldest first
+    held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
     ready: dict[str, Any] | None = None  # what the present worker said when it was ready
     failure: dict[str, Any] | None = None  # what it said of its failure
     progress_s: float = 0.0
@@ -66,19 +65,19 @@ class Pool:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ShardPlan,
         workers: Sequence[WorkerSpec],
         job: JobSpec,
         on_done: Callable[[ShardDone], None],
-        standby: Standby | None = None,
+        prewarmed: PrewarmedWorkers | None = None,
     ) -> None:
         self._plan, self._job, self._on_done = plan, job, on_done
-        self._standby = standby
-        self._seats = [Seat(spec) for spec in workers]
+        self._prewarmed = prewarmed
+        self._slots = [WorkerSlot(spec) for spec in workers]
         self._attempts = workers[0].engine.max_shard_attempts
-        self._inbox = queue.Queue[tuple[Child, dict[str, Any]]]() if standby is None else standby.inbox
-        self._born = generation()
-        self._todo: deque[Order] = deque()
+        self._inbox = queue.Queue[tuple[Child, dict[str, Any]]]() if prewarmed is None else prewarmed.inbox
+        self._token = cancel_token()
+        self._todo: deque[ShardTask] = deque()
         self._left: set[int] = set()
         self._killed: Counter[int] = Counter()  # deaths with this shard first in line
         self._searches: dict[int, Search] = {}
@@ -93,50 +92,50 @@ class Pool:
         `ShardError` for a shard that ends workers though no row of it does alone; `WorkerError` with the worker's
         traceback for workers that never get ready, and after `end_all_children`.
         """
-        self._todo.extend(Order(shard, *self._plan.range(shard)) for shard in shards)
+        self._todo.extend(ShardTask(shard, *self._plan.range(shard)) for shard in shards)
         self._left.update(shards)
         try:
-            for seat in self._seats[: len(self._left)]:
-                self._start(seat)
+            for slot in self._slots[: len(self._left)]:
+                self._start(slot)
             while self._left:
                 self._step()
-            for seat in self._seats:
-                if seat.child is not None:
-                    seat.child.send({"op": "stop"})
+            for slot in self._slots:
+                if slot.child is not None:
+                    slot.child.send({"op": "stop"})
         finally:
-            end_children([seat.child for seat in self._seats if seat.child is not None])
+            end_children([slot.child for slot in self._slots if slot.child is not None])
         aside = tuple(sorted(row for search in self._searches.values() for row in search.guilty))
         return PoolSummary(
             len(shards),
-            sum(seat.restarts for seat in self._seats),
+            sum(slot.restarts for slot in self._slots),
             tuple(self._deaths),
             tuple(self._workers.values()),
             aside,
             tuple(self._reduced),
         )
 
-    def _start(self, seat: Seat) -> None:
-        seat.ready = seat.failure = None
-        log = Path(self._job.logs) / f"worker-{seat.spec.device.id}.log"
-        waiting = None if self._standby is None else self._standby.take(seat.spec, log)
-        seat.child = waiting or start_worker(seat.spec, self._inbox, log, self._born)
-        seat.child.send(self._job.to_json())
-        seat.progress_s = time.monotonic()
-        self._feed(seat)
+    def _start(self, slot: WorkerSlot) -> None:
+        slot.ready = slot.failure = None
+        log = Path(self._job.logs) / f"worker-{slot.spec.device.id}.log"
+        waiting = None if self._prewarmed is None else self._prewarmed.take(slot.spec, log)
+        slot.child = waiting or start_worker(slot.spec, self._inbox, log, self._token)
+        slot.child.send(self._job.to_json())
+        slot.progress_s = time.monotonic()
+        self._feed(slot)
 
-    def _feed(self, seat: Seat) -> None:
-        """Give the worker orders until it holds enough; a suspect travels alone, so that a death names it."""
-        assert seat.child is not None
-        while self._todo and len(seat.held) < ORDERS_AHEAD:
-            if seat.held and (self._suspect(self._todo[0]) or self._suspect(seat.held[0])):
+    def _feed(self, slot: WorkerSlot) -> None:
+        """Give the worker tasks until it holds enough; a suspect travels alone, so that a death names it."""
+        assert slot.child is not None
+        while self._todo and len(slot.held) < ORDERS_AHEAD:
+            if slot.held and (self._suspect(self._todo[0]) or self._suspect(slot.held[0])):
                 return
-            order = self._todo.popleft()
-            order = replace(order, divisor=max(order.divisor, seat.spec.divisor))
-            seat.held.append(order)
-            seat.child.send(order.to_json())
+            task = self._todo.popleft()
+            task = replace(task, divisor=max(task.divisor, slot.spec.divisor))
+            slot.held.append(task)
+            slot.child.send(task.to_json())
 
-    def _suspect(self, order: Order) -> bool:
-        return order.probe or self._killed[order.shard] > 0
+    def _suspect(self, task: ShardTask) -> bool:
+        return task.probe or self._killed[task.shard] > 0
 
     def _step(self) -> None:
         self._end_silent()
@@ -144,116 +143,116 @@ class Pool:
             child, message = self._inbox.get(timeout=TICK_S)
         except queue.Empty:
             return
-        seat = next((s for s in self._seats if s.child is child), None)
-        if seat is None:
+        slot = next((s for s in self._slots if s.child is child), None)
+        if slot is None:
             return  # an earlier worker's last message
         match message["event"]:
             case "ready":
-                self._ready(seat, message)
+                self._ready(slot, message)
             case "alive":
-                seat.progress_s = max(seat.progress_s, float(message["progress_s"]))
+                slot.progress_s = max(slot.progress_s, float(message["progress_s"]))
             case "committed":
-                self._committed(seat, message)
+                self._committed(slot, message)
             case "probed":
-                self._probed(seat)
+                self._probed(slot)
             case "oom" | "error":
-                self._failed(seat, message)
+                self._failed(slot, message)
             case "closed":
-                self._died(seat)
+                self._died(slot)
 
-    def _ready(self, seat: Seat, message: dict[str, Any]) -> None:
-        device = seat.spec.device.id
+    def _ready(self, slot: WorkerSlot, message: dict[str, Any]) -> None:
+        device = slot.spec.device.id
         message = {key: value for key, value in message.items() if key != "event"}
-        seat.ready, seat.unready_deaths, seat.progress_s = message, 0, time.monotonic()
+        slot.ready, slot.unready_deaths, slot.progress_s = message, 0, time.monotonic()
         self._workers[device] = {"device": device, **message}
         log.info("%s ready after %.1f s", device, message["ready_s"])
 
-    def _committed(self, seat: Seat, message: dict[str, Any]) -> None:
+    def _committed(self, slot: WorkerSlot, message: dict[str, Any]) -> None:
         shard = int(message["shard"])
-        order = seat.held.popleft()
-        if order.divisor > 1:
-            self._reduced.append((shard, order.divisor))
-        seat.progress_s = time.monotonic()
+        task = slot.held.popleft()
+        if task.divisor > 1:
+            self._reduced.append((shard, task.divisor))
+        slot.progress_s = time.monotonic()
         self._left.discard(shard)
         self._killed.pop(shard, None)
         batches = tuple(BatchRecord(**batch) for batch in message["batches"])
         body = {key: value for key, value in message.items() if key not in ("event", "batches")}
         self._on_done(ShardDone(**body, batches=batches))
-        self._feed(seat)
+        self._feed(slot)
 
-    def _probed(self, seat: Seat) -> None:
-        order = seat.held.popleft()
-        seat.progress_s = time.monotonic()
-        self._todo.extendleft([self._searches[order.shard].survived(order)])
-        self._feed(seat)
+    def _probed(self, slot: WorkerSlot) -> None:
+        task = slot.held.popleft()
+        slot.progress_s = time.monotonic()
+        self._todo.extendleft([self._searches[task.shard].survived(task)])
+        self._feed(slot)
 
-    def _failed(self, seat: Seat, message: dict[str, Any]) -> None:
+    def _failed(self, slot: WorkerSlot, message: dict[str, Any]) -> None:
         """What another try cannot mend stops the run; the rest is left to the death that follows."""
         kind, text = str(message["kind"]), str(message["message"])
-        log.error("%s: %s: %s", seat.spec.device.id, kind, text)
-        seat.failure = message
+        log.error("%s: %s: %s", slot.spec.device.id, kind, text)
+        slot.failure = message
         if kind in NOT_TO_BE_RETRIED:
             raise as_raised(kind, text)
         if kind in OF_THE_SYSTEM:
             raise errors.VirnucError(text)
 
-    def _died(self, seat: Seat) -> None:
-        assert seat.child is not None
-        status = seat.child.end(0.5)
-        if self._born != generation():
+    def _died(self, slot: WorkerSlot) -> None:
+        assert slot.child is not None
+        status = slot.child.end(0.5)
+        if self._token.is_set():
             raise errors.WorkerError("the run was interrupted; what was committed stays, run again to go on")
-        said = self._last_words(seat, seat.child)
-        held = [order.shard for order in seat.held]
-        line = f"worker on {seat.spec.device.id} ended (status {status}), holding shards {held}; it said: {said}"
+        said = self._last_words(slot, slot.child)
+        held = [task.shard for task in slot.held]
+        line = f"worker on {slot.spec.device.id} ended (status {status}), holding shards {held}; it said: {said}"
         log.warning("%s", line)
         self._deaths.append(line)
-        if seat.ready is None and (seat.failure or {}).get("kind") == "OutOfMemoryError":
-            seat.spec = replace(seat.spec, divisor=_halved(seat.spec.divisor, seat.spec.device.id))
-        elif seat.ready is None:
-            seat.unready_deaths += 1
-            if seat.unready_deaths >= MAX_DEATHS_BEFORE_READY:
-                trace = str((seat.failure or {}).get("traceback", ""))
+        if slot.ready is None and (slot.failure or {}).get("kind") == "OutOfMemoryError":
+            slot.spec = replace(slot.spec, divisor=_halved(slot.spec.divisor, slot.spec.device.id))
+        elif slot.ready is None:
+            slot.unready_deaths += 1
+            if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
+                trace = str((slot.failure or {}).get("traceback", ""))
                 raise errors.WorkerError(
-                    f"workers on {seat.spec.device.id} ended {seat.unready_deaths} times before they were ready; "
-                    f"last words: {said}; see {seat.child.log}",
+                    f"workers on {slot.spec.device.id} ended {slot.unready_deaths} times before they were ready; "
+                    f"last words: {said}; see {slot.child.log}",
                     worker_traceback=trace,
                 )
-        elif seat.held:
-            seat.held[0] = self._after_death(seat.held[0], seat.failure or {}, said)
-        self._todo.extendleft(reversed(seat.held))
-        seat.held.clear()
-        seat.child = None
-        seat.restarts += 1
-        self._start(seat)
+        elif slot.held:
+            slot.held[0] = self._after_death(slot.held[0], slot.failure or {}, said)
+        self._todo.extendleft(reversed(slot.held))
+        slot.held.clear()
+        slot.child = None
+        slot.restarts += 1
+        self._start(slot)
 
-    def _last_words(self, seat: Seat, child: Child) -> str:
-        if seat.failure is not None:
-            return f"{seat.failure['kind']}: {seat.failure['message']}"
+    def _last_words(self, slot: WorkerSlot, child: Child) -> str:
+        if slot.failure is not None:
+            return f"{slot.failure['kind']}: {slot.failure['message']}"
         words = child.last_words().splitlines()
         return words[-1] if words else "nothing"
 
-    def _after_death(self, order: Order, failure: dict[str, Any], said: str) -> Order:
-        """What to try next with the order at which a worker died."""
+    def _after_death(self, task: ShardTask, failure: dict[str, Any], said: str) -> ShardTask:
+        """What to try next with the task at which a worker died."""
         if failure.get("kind") == "OutOfMemoryError":
-            return replace(order, divisor=_halved(order.divisor, f"shard {order.shard:05d}"))
-        if order.probe:
-            return self._searches[order.shard].ended(order)
-        self._killed[order.shard] += 1
-        if self._killed[order.shard] < self._attempts:
-            return order
-        search = self._searches.setdefault(order.shard, Search(order))
-        log.warning("shard %05d ended %d workers; searching for the row", order.shard, self._killed[order.shard])
+            return replace(task, divisor=_halved(task.divisor, f"shard {task.shard:05d}"))
+        if task.probe:
+            return self._searches[task.shard].ended(task)
+        self._killed[task.shard] += 1
+        if self._killed[task.shard] < self._attempts:
+            return task
+        search = self._searches.setdefault(task.shard, Search(task))
+        log.warning("shard %05d ended %d workers; searching for the row", task.shard, self._killed[task.shard])
         return search.begin(said)
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""
         now = time.monotonic()
-        for seat in self._seats:
-            limit = seat.spec.engine.silence_s
-            if seat.child is not None and seat.held and now - seat.progress_s > limit:
-                log.error("%s has been silent for more than %.0f s; ending it", seat.spec.device.id, limit)
-                seat.progress_s = now
-                seat.child.end(0.5)
+        for slot in self._slots:
+            limit = slot.spec.engine.silence_s
+            if slot.child is not None and slot.held and now - slot.progress_s > limit:
+                log.error("%s has been silent for more than %.0f s; ending it", slot.spec.device.id, limit)
+                slot.progress_s = now
+                slot.child.end(0.5)
 
 
 def as_raised(kind: str, text: str) -> errors.VirnucError:

@@ -7,33 +7,38 @@ in order. Two nets catch a parent that could not: the kernel's parent-death sign
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from virnuc_core.errors import WorkerError
+import psutil
 
-PR_SET_PDEATHSIG: Final = 1
+from virnuc_core.engine.messages import WorkerSpec
+from virnuc_core.errors import WorkerError
+from virnuc_core.rundir import die_with_parent
+
 END_OF_OUTPUT: Final = {"event": "closed"}
 STDERR_TAIL_BYTES: Final = 8_192
+PREFIX: Final = "virnuc-prewarm-"  # of folders with the logs of workers that have no run yet
 
 _children: set[Child] = set()
 _children_lock = threading.Lock()
-_generation = 0  # raised when all children are ended: who started before that may start no more
+_token = threading.Event()  # set when all children are ended; then another takes its place
 
 
-def generation() -> int:
-    """A number to keep when work begins and to give to `spawn`: children of an ended generation are refused."""
-    return _generation
+def cancel_token() -> threading.Event:
+    """What to keep when work begins and to give to `spawn`, which starts nothing once it is set."""
+    return _token
 
 
 class Child:
@@ -114,16 +119,16 @@ def spawn(
     name: str,
     inbox: queue.Queue[Any],
     log: Path,
-    born: int,
+    token: threading.Event,
     environment: Mapping[str, str] | None = None,
 ) -> Child:
     """Start `python -m module` and send `spec` as its first line.
 
     Its standard error goes to the file `log`. The calling thread must live as long as the child: the kernel sends the
     parent-death signal when the thread that started a process ends. Errors: `WorkerError` when `end_all_children` has
-    been called since `born = generation()`.
+    been called since `token = cancel_token()`.
     """
-    if born != _generation:
+    if token.is_set():
         raise WorkerError("the run was interrupted; what was committed stays, run again to go on")
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as errors:
@@ -159,12 +164,81 @@ def end_all_children(grace_s: float = 6.0) -> int:
 
     For a flow's `finally`: signals reach the main thread only, while a pool may be waiting in another.
     """
-    global _generation  # one per process, like the children themselves
+    global _token  # one per process, like the children themselves
     with _children_lock:
-        _generation += 1
+        _token.set()
+        _token = threading.Event()
         living = list(_children)
     end_children(living, grace_s)
     return len(living)
+
+
+def start_worker(spec: WorkerSpec, inbox: queue.Queue[Any], log: Path, token: threading.Event) -> Child:
+    """A worker process on its device, loading; what it writes to standard error goes to `log`. Raises as `spawn`."""
+    return spawn(
+        "virnuc_core.engine.worker",
+        spec.to_json(),
+        name=spec.device.id,
+        inbox=inbox,
+        log=log,
+        token=token,
+        environment=spec.device.environment(),
+    )
+
+
+def _sweep() -> None:
+    """Remove the folders of processes that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
+        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
+        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
+            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+
+
+class PrewarmedWorkers:
+    """Workers that wait for a job. A pool takes those it can use; `close` ends the others.
+
+    Until then they write to a folder of their own: the run's directory may come to nothing, and is not touched. The
+    thread that makes these must live as long as its workers do (see `spawn`).
+    """
+
+    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
+        self.inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
+        _sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self._waiting: list[tuple[WorkerSpec, Child]] = []
+        self._taken: list[Child] = []
+        token = cancel_token()
+        try:
+            for place, spec in enumerate(specs):
+                self._waiting.append((spec, start_worker(spec, self.inbox, self._folder / f"{place}.log", token)))
+        except BaseException:
+            self.close()
+            raise
+
+    def take(self, spec: WorkerSpec, log: Path) -> Child | None:
+        """The living worker that was started with exactly this; None when there is none, or it was taken before.
+
+        From its job on it writes to `log`.
+        """
+        for place, (started_with, child) in enumerate(self._waiting):
+            if started_with == spec and child.process.poll() is None:
+                del self._waiting[place]
+                self._taken.append(child)
+                child.earlier_log, child.log = child.log, log
+                return child
+        return None
+
+    def close(self) -> None:
+        """End the workers that nobody took. What the others wrote before their job is put to the end of their logs."""
+        end_children([child for _, child in self._waiting])
+        self._waiting.clear()
+        for child in self._taken:
+            if child.earlier_log is not None and child.log.is_file():
+                with child.log.open("ab") as log:
+                    log.write(child.earlier_log.read_bytes())
+            child.earlier_log = None
+        self._taken.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)  # of logs only; what remains does no harm
 
 
 class Parent:
@@ -210,10 +284,3 @@ class Parent:
                 self.send({"event": "alive", "progress_s": progress()})
 
         threading.Thread(target=run, name="heartbeat", daemon=True).start()
-
-
-def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; leave at once if `parent` already has."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os._exit(1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.packed import Encoder
 from virnuc_core.engine.loader import Failure, Finished, Ready, ShardEnd, ShardStart, Source, packed
-from virnuc_core.engine.messages import Order
+from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult
 from virnuc_core.telemetry.records import BatchRecord
 
@@ -48,7 +48,7 @@ class Launched:
 class Pending:
     """A shard whose batches have been launched; its results arrive on a side stream."""
 
-    order: Order
+    task: ShardTask
     started_s: float
     protein_tokens: int = 0
     dna_tokens: int = 0
@@ -60,7 +60,7 @@ class Pending:
 
     @property
     def rows(self) -> int:
-        return self.order.hi - self.order.lo
+        return self.task.hi - self.task.lo
 
     def wait(self) -> ShardResult:
         """Block until the results are on the host."""
@@ -76,7 +76,7 @@ class Pending:
             BatchRecord(
                 device=device,
                 encoder=one.item.encoder,
-                shard=self.order.shard,
+                shard=self.task.shard,
                 index=one.item.index,
                 rows=one.item.batch.rows,
                 tokens=one.item.batch.real_tokens,
@@ -133,7 +133,7 @@ class Runner:
                 case Failure():
                     raise item.error
                 case ShardStart():
-                    pending = Pending(item.order, time.monotonic())
+                    pending = Pending(item.task, time.monotonic())
                     features = torch.zeros(pending.rows, self.width, dtype=torch.float32, device=self.device)
                 case Ready():
                     assert pending is not None
@@ -168,8 +168,8 @@ class Runner:
     def _finish(self, pending: Pending, features: Tensor) -> None:
         start = self._mark()
         with torch.inference_mode(), torch.profiler.record_function("head"):
-            if pending.order.skip:
-                left_out = torch.tensor(pending.order.skip, device=self.device) - pending.order.lo
+            if pending.task.skip:
+                left_out = torch.tensor(pending.task.skip, device=self.device) - pending.task.lo
                 features[left_out] = torch.nan
             scores = self.head.scores(features)  # [rows, 2]
         pending.head = Span(start, self._mark())
@@ -194,7 +194,7 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host
 
 
-def not_finite(result: ShardResult, order: Order) -> list[int]:
+def not_finite(result: ShardResult, task: ShardTask) -> list[int]:
     """Uniques whose embedding or score is NaN or infinite, those left out on purpose excepted."""
     fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
-    return sorted(set((np.flatnonzero(~fine) + order.lo).tolist()) - set(order.skip))
+    return sorted(set((np.flatnonzero(~fine) + task.lo).tolist()) - set(task.skip))

@@ -30,7 +30,7 @@ FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ShardPlan:
     """Which uniques each shard holds: shard i is `bounds[i]` … `bounds[i + 1]`."""
 
     bounds: tuple[int, ...]
@@ -52,7 +52,7 @@ class ShardResult:
     scores: NDArray[np.float32]  # [n, 2]: P(others), P(virus)
 
 
-def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> Plan:
+def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> ShardPlan:
     """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end.
 
     A shard is a whole number of batches, nearly full, where it can be. The cuts depend on the sequences and these two
@@ -70,20 +70,20 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
             size = int(size // token_budget * token_budget * FILL)
         cut = int(np.searchsorted(ends, done + size, side="right")) - 1
         bounds.append(min(uniques, max(cut, bounds[-1] + 1)))
-    return Plan(tuple(bounds), fingerprint)
+    return ShardPlan(tuple(bounds), fingerprint)
 
 
-def write_plan(run: RunDir, plan: Plan) -> None:
+def write_plan(run: RunDir, plan: ShardPlan) -> None:
     """Write `shards/plan.json`."""
     body = {"schema_version": SCHEMA_VERSION, "fingerprint": plan.fingerprint, "bounds": list(plan.bounds)}
     write_text_whole(run.plan, json.dumps(body) + "\n")
 
 
-def read_plan(run: RunDir) -> Plan:
+def read_plan(run: RunDir) -> ShardPlan:
     """Read `shards/plan.json`; `ShardError` when it is missing or not one of ours."""
     try:
         body = json.loads(run.plan.read_text(encoding="utf-8"))
-        return Plan(tuple(int(b) for b in body["bounds"]), str(body["fingerprint"]))
+        return ShardPlan(tuple(int(b) for b in body["bounds"]), str(body["fingerprint"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ShardError(f"{run.plan}: not a readable shard plan ({error}); start over with --force") from error
 
@@ -100,7 +100,7 @@ def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) ->
     return digest.hexdigest()
 
 
-def commit(run: RunDir, plan: Plan, shard: int, result: ShardResult) -> Path:
+def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
     """Make a shard's result permanent: write aside, flush, checksum, rename. The same result gives the same bytes.
 
     Errors: `ShardError` when the result has not one finite row per unique; `OSError` of the disk.
@@ -115,7 +115,7 @@ def commit(run: RunDir, plan: Plan, shard: int, result: ShardResult) -> Path:
     return path
 
 
-def _write_shard(aside: Path, plan: Plan, shard: int, result: ShardResult) -> None:
+def _write_shard(aside: Path, plan: ShardPlan, shard: int, result: ShardResult) -> None:
     lo, hi = plan.range(shard)
     with h5py.File(aside, "w", libver="latest", userblock_size=SEAL_BYTES) as file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
@@ -144,7 +144,7 @@ def _file_digest(file: BinaryIO) -> bytes:
     return f"virnuc shard {SCHEMA_VERSION}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
 
 
-def read_shard(run: RunDir, plan: Plan, shard: int) -> ShardResult:
+def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     """A committed shard, proven to the last bit; `ShardError` says what is wrong with the file."""
     path = shard_path(run, shard)
     try:
@@ -157,7 +157,7 @@ def read_shard(run: RunDir, plan: Plan, shard: int) -> ShardResult:
     return ShardResult(embeddings, scores)
 
 
-def _read(run: RunDir, plan: Plan, shard: int, names: tuple[str, ...]) -> list[NDArray[np.float32]]:
+def _read(run: RunDir, plan: ShardPlan, shard: int, names: tuple[str, ...]) -> list[NDArray[np.float32]]:
     """Some datasets of a shard, each proven by its own checksum."""
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
@@ -174,7 +174,7 @@ def _read(run: RunDir, plan: Plan, shard: int, names: tuple[str, ...]) -> list[N
     return arrays
 
 
-def committed(run: RunDir, plan: Plan) -> tuple[list[int], list[str]]:
+def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     """Shards that are proven committed, and a word on each damaged file, which has been moved to `shards/damaged/`."""
     good, moved = [], []
     for shard in range(len(plan)):
@@ -199,7 +199,7 @@ def _set_aside(run: RunDir, shard: int) -> Path:
     return target
 
 
-def results(run: RunDir, plan: Plan, shards: Iterable[int] | None = None) -> Iterator[tuple[int, ShardResult]]:
+def results(run: RunDir, plan: ShardPlan, shards: Iterable[int] | None = None) -> Iterator[tuple[int, ShardResult]]:
     """Every shard's result in order, each proven."""
     for shard in range(len(plan)) if shards is None else shards:
         yield shard, read_shard(run, plan, shard)
@@ -237,7 +237,7 @@ def write_virtual_embeddings(run: RunDir) -> Path:
     return run.embeddings
 
 
-def _virtual_dataset(file: h5py.File, run: RunDir, plan: Plan, name: str, columns: int) -> None:
+def _virtual_dataset(file: h5py.File, run: RunDir, plan: ShardPlan, name: str, columns: int) -> None:
     """All shards' dataset `name` [n, columns] as one, through HDF5's own interface: h5py's would store the time."""
     whole = h5py.h5s.create_simple((plan.bounds[-1], columns))
     settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)

@@ -1,4 +1,4 @@
-"""The worker process: one device, pinned; orders in, committed shards out.
+"""The worker process: one device, pinned; tasks in, committed shards out.
 
 `python -m virnuc_core.engine.worker PARENT_PID`; JSON lines on standard input and output. In: a WorkerSpec, a JobSpec
 (`"op": "begin"`, which may come much later: the weights are loaded meanwhile), any number of Orders
@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from virnuc_core.engine.messages import JobSpec, Order, WorkerSpec
+from virnuc_core.engine.messages import JobSpec, ShardTask, WorkerSpec
 from virnuc_core.engine.process import Parent
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Worker:
         self.parent.beat(self.spec.engine.heartbeat_s, self._progress_s)
 
     def run(self) -> None:
-        """Load, then compute orders until told to stop.
+        """Load, then compute tasks until told to stop.
 
         With a job at hand the first batches are packed while the weights are read; without one they are read first.
         """
@@ -87,7 +87,7 @@ class Worker:
         self.store = open_store(Path(job.store), job.reads)
         pin = engine.pin_memory and spec.device.kind == "cuda"
         loader = Loader(Path(job.store), job.reads, Path(spec.models), engine, pin=pin)
-        feeder = Feeder(loader, self._next_order, engine.prefetch_factor * max(1, engine.num_workers))
+        feeder = Feeder(loader, self._next_task, engine.prefetch_factor * max(1, engine.num_workers))
         self.runner = runner or self._load()
         self._warm_up(self.runner, self._typical_length())
         ready_s = time.monotonic() - self.started_s - self.waited_s
@@ -145,10 +145,10 @@ class Worker:
         return int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
 
     def _progress_s(self) -> float:
-        """When the worker last did something; loading, and waiting for orders, is doing something."""
+        """When the worker last did something; loading, and waiting for tasks, is doing something."""
         return time.monotonic() if self.runner is None else max(self._idle_s, self.runner.progress_s)
 
-    def _next_order(self) -> Order | None:
+    def _next_task(self) -> ShardTask | None:
         while not self.stopping.is_set():
             try:
                 message = self.parent.messages.get(timeout=0.2)
@@ -157,7 +157,7 @@ class Worker:
                 continue
             if message is None or message["op"] == "stop":
                 return None
-            return Order.from_json(message)
+            return ShardTask.from_json(message)
         return None
 
     def _hand_over(self, pending: Any) -> None:
@@ -167,7 +167,7 @@ class Worker:
         try:
             while (pending := self._writes.get()) is not None:
                 self._commit(pending)
-        except Exception as error:  # noqa: BLE001 - said at once: the launch loop may be waiting for orders that never come
+        except Exception as error:  # noqa: BLE001 - said at once: the launch loop may be waiting for tasks that never come
             give_up(self.parent, error)
 
     def _commit(self, pending: Any) -> None:
@@ -177,20 +177,20 @@ class Worker:
 
         result = pending.wait()
         finished = time.monotonic()
-        order: Order = pending.order
-        if order.probe:
-            self.parent.send({"event": "probed", "shard": order.shard, "lo": order.lo, "hi": order.hi})
+        task: ShardTask = pending.task
+        if task.probe:
+            self.parent.send({"event": "probed", "shard": task.shard, "lo": task.lo, "hi": task.hi})
             return
-        bad = not_finite(result, order)
+        bad = not_finite(result, task)
         if bad:
             rows = self.store.unique_row[bad[:5]].tolist()
             names = ", ".join(self.store.row_ids(row, row + 1)[0] for row in rows)
             raise ShardError(
                 f"{len(bad)} embeddings are not finite (first: {names}); do not trust these weights at this precision",
-                shard=order.shard,
+                shard=task.shard,
             )
         if self.spec.engine.commit:
-            commit(self.run_dir, self.plan, order.shard, result)
+            commit(self.run_dir, self.plan, task.shard, result)
         committed = time.monotonic()
         batches = pending.batches(self.spec.device.id)
         seconds = {
@@ -200,10 +200,10 @@ class Worker:
             {
                 "event": "committed",
                 "device": self.spec.device.id,
-                "shard": order.shard,
+                "shard": task.shard,
                 "rows": pending.rows,
-                "budget_divisor": order.divisor,
-                "skipped": len(order.skip),
+                "budget_divisor": task.divisor,
+                "skipped": len(task.skip),
                 "protein_tokens": pending.protein_tokens,
                 "dna_tokens": pending.dna_tokens,
                 "started_s": pending.started_s,
@@ -254,7 +254,7 @@ def main() -> None:
     worker.beat()
     try:
         if spec.device.kind == "cuda":
-            from virnuc_core.engine.locks import lock_device
+            from virnuc_core.rundir import lock_device
 
             worker.device_lock = lock_device(spec.device.id, spec.engine.device_wait_s)
         worker.run()

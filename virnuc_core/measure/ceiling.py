@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.messages import WorkerSpec
 from virnuc_core.engine.pool import NOT_TO_BE_RETRIED, as_raised
-from virnuc_core.engine.process import Child, Parent, end_children, generation, spawn
+from virnuc_core.engine.process import Child, Parent, cancel_token, end_children, spawn
 from virnuc_core.errors import WorkerError
 from virnuc_core.telemetry.flops import ModelFlops, ceiling_tokens_per_s
 
@@ -39,13 +40,13 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
     """
     plain = model_flops(models)
     inbox: queue.Queue[Any] = queue.Queue()
-    born = generation()
+    token = cancel_token()
     children: list[Child] = []
     found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
     try:
         for device in devices:
             if device.kind == "cuda":
-                children.append(_start(models, device, engine, inbox, logs, born))
+                children.append(_start(models, device, engine, inbox, logs, token))
         left = set(children)
         while left:
             child, message = inbox.get()
@@ -58,14 +59,16 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
     return ModelFlops(plain.esm2_per_token, plain.dnabert_s_per_token, found["esm2"], found["dnabert_s"])
 
 
-def _start(models: Path, device: Device, engine: EngineSpec, inbox: queue.Queue[Any], logs: Path, born: int) -> Child:
+def _start(
+    models: Path, device: Device, engine: EngineSpec, inbox: queue.Queue[Any], logs: Path, token: threading.Event
+) -> Child:
     return spawn(
         "virnuc_core.measure.ceiling",
         WorkerSpec(str(models.resolve()), device, engine).to_json(),
         name=device.id,
         inbox=inbox,
         log=logs / f"ceiling-{device.id}.log",
-        born=born,
+        token=token,
         environment=device.environment(),
     )
 
@@ -113,7 +116,7 @@ def main() -> None:
     spec = WorkerSpec.from_json(parent.spec)
     parent.listen()
     try:
-        from virnuc_core.engine.locks import lock_device
+        from virnuc_core.rundir import lock_device
 
         handle = lock_device(spec.device.id, spec.engine.device_wait_s)  # kept open until this process ends
         parent.send({"event": "measured", "lock": handle, **_measure(spec)})

@@ -14,10 +14,9 @@ from typing import Final
 from virnuc_core.config import Devices, EngineSpec, Profile
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.locks import run_lock
 from virnuc_core.engine.messages import Fingerprints, job_fingerprint, resolve_engine
 from virnuc_core.errors import ConfigError, VirnucError
-from virnuc_core.pipeline import Watch, measure_embedding, prepare
+from virnuc_core.pipeline import ClassifySpec, Watch, measure_embedding, prepare
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.files import RECORD, RawFolder, mapping, text
 from virnuc_core.report.model import Report
@@ -31,7 +30,7 @@ from virnuc_core.report.overhead import (
     write_overhead,
 )
 from virnuc_core.report.render import write_report
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RunDir, run_lock
 
 SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
 
@@ -154,15 +153,12 @@ def _run(bench: _Bench, name: str, *, commit: bool) -> tuple[int, int]:
     """One run over the first shards: worker restarts and shards computed. Its shards are removed, as nobody asks."""
     run = RunDir(bench.out / name)
     with run_lock(run.root):
-        job = prepare(
-            run,
-            store=bench.store,
-            models=bench.models,
-            devices=bench.devices,
-            engine=bench.engine.model_copy(update={"commit": commit}),
-            force=True,
-            spec={"commit": commit},
+        engine = bench.engine.model_copy(update={"commit": commit})
+        asked = {"commit": commit}
+        spec = ClassifySpec(
+            store=bench.store, models=bench.models, devices=bench.devices, engine=engine, force=True, asked=asked
         )
+        job = prepare(run, spec)
         measured = measure_embedding(replace(job, todo=job.todo[: bench.shards]), bench.watch)
         shutil.rmtree(run.shards)
     return measured.pool.restarts, measured.pool.computed

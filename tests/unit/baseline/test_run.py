@@ -21,12 +21,11 @@ from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.algorithms import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
 from virnuc_core.baseline.run import BaselineProgress, BaselineSummary, fetch, read_baseline, run_baseline
 from virnuc_core.config import BaselineSpec, Devices
-from virnuc_core.engine.locks import run_lock
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.telemetry.records import STAGES
 
 CPU = torch.device("cpu")

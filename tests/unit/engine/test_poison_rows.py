@@ -8,52 +8,52 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.engine.messages import Order
+from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.poison_rows import Search
 from virnuc_core.errors import ShardError
 
 
-def settle(search: Search, dies_at: set[int], *, outside_kills: random.Random | None = None) -> tuple[Order, int]:
-    """Play pool and workers until the shard itself is computed; the final order and the number of deaths."""
-    order, deaths = search.begin("boom"), 0
+def settle(search: Search, dies_at: set[int], *, outside_kills: random.Random | None = None) -> tuple[ShardTask, int]:
+    """Play pool and workers until the shard itself is computed; the final task and the number of deaths."""
+    task, deaths = search.begin("boom"), 0
     for _ in range(10_000):
-        touched = set(range(order.lo, order.hi)) - set(order.skip)
+        touched = set(range(task.lo, task.hi)) - set(task.skip)
         killed = bool(touched & dies_at) or (outside_kills is not None and outside_kills.random() < 0.05)
         if killed:
             deaths += 1
-            order = search.ended(order) if order.probe else search.begin("boom")
-        elif order.probe:
-            order = search.survived(order)
+            task = search.ended(task) if task.probe else search.begin("boom")
+        elif task.probe:
+            task = search.survived(task)
         else:
-            return order, deaths
+            return task, deaths
     raise AssertionError("the search does not end")
 
 
 @given(st.integers(1, 400), st.data())
 def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject) -> None:
     guilty = set(data.draw(st.lists(st.integers(100, 100 + rows - 1), min_size=1, max_size=3)))
-    order, deaths = settle(Search(Order(7, 100, 100 + rows)), guilty)
-    assert set(order.skip) == guilty
-    assert (order.lo, order.hi, order.probe) == (100, 100 + rows, False)
+    task, deaths = settle(Search(ShardTask(7, 100, 100 + rows)), guilty)
+    assert set(task.skip) == guilty
+    assert (task.lo, task.hi, task.probe) == (100, 100 + rows, False)
     assert deaths <= len(guilty) * (2 * rows.bit_length() + 4)
 
 
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
     try:
-        order, _ = settle(Search(Order(7, 0, 64)), set(), outside_kills=random.Random(seed))
+        task, _ = settle(Search(ShardTask(7, 0, 64)), set(), outside_kills=random.Random(seed))
     except ShardError:
         return
-    assert len(order.skip) <= 1  # two kills in a row of one single-row probe cannot be told from guilt
+    assert len(task.skip) <= 1  # two kills in a row of one single-row probe cannot be told from guilt
 
 
 def test_a_fault_that_no_single_row_shows_is_given_up_by_name() -> None:
     def try_it_ten_times() -> None:
-        search = Search(Order(7, 0, 64))
+        search = Search(ShardTask(7, 0, 64))
         for _ in range(10):
-            order = search.begin("boom")
-            while order.probe:
-                order = search.survived(order)
+            task = search.begin("boom")
+            while task.probe:
+                task = search.survived(task)
 
     with pytest.raises(ShardError, match=r"shard 00007: ends workers, and no single row .* boom"):
         try_it_ten_times()

@@ -12,11 +12,10 @@ import psutil
 import pytest
 
 from virnuc_core.config import Devices, RunSpec
-from virnuc_core.engine.prewarm import Standby
+from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import InputError
-from virnuc_core.pipeline import classify, predict, stand_by
+from virnuc_core.pipeline import predict, prewarm
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.rundir import RunDir
 
 from .test_runs import SMALL, go, no_children, result_bytes
 
@@ -24,8 +23,8 @@ ONE = Devices.parse("cpu:1")
 
 
 @pytest.fixture
-def standby(tiny_models: Path) -> Iterator[Standby]:
-    made = stand_by(tiny_models, ONE, SMALL)
+def prewarmed(tiny_models: Path) -> Iterator[PrewarmedWorkers]:
+    made = prewarm(tiny_models, ONE, SMALL)
     yield made
     made.close()
     assert no_children()
@@ -37,14 +36,14 @@ def only_child() -> int:
 
 
 def test_the_worker_that_waited_does_the_job(
-    standby: Standby, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: PrewarmedWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     deadline = time.monotonic() + 60
     while psutil.Process(pid).memory_info().rss < 250 << 20 and time.monotonic() < deadline:  # torch is in
         time.sleep(0.1)
     time.sleep(1)
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, standby=standby)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, prewarmed=prewarmed)
     assert [worker["pid"] for worker in summary.workers] == [pid]
     assert summary.workers[0]["waited_s"] > 0
     go(tmp_path / "plain", staged, tiny_models, ONE)
@@ -53,30 +52,22 @@ def test_the_worker_that_waited_does_the_job(
 
 
 def test_a_worker_that_died_while_it_waited_is_replaced(
-    standby: Standby, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: PrewarmedWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     os.kill(pid, signal.SIGKILL)
     psutil.Process(pid).wait(10)
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, standby=standby)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, prewarmed=prewarmed)
     assert summary.workers[0]["pid"] != pid
     assert summary.restarts == 0  # no work was lost
 
 
 def test_a_worker_started_with_other_settings_is_not_used(
-    standby: Standby, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: PrewarmedWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     other = SMALL.model_copy(update={"token_budget": 2048})
-    summary = classify(
-        RunDir(tmp_path / "run"),
-        staged[1],
-        store=staged[0],
-        models=tiny_models,
-        devices=ONE,
-        engine=other,
-        standby=standby,
-    )
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, engine=other, prewarmed=prewarmed)
     assert summary.workers[0]["pid"] != pid
 
 
@@ -93,9 +84,9 @@ def test_folders_of_killed_processes_are_swept(
     tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "virnuc-standby-999999999-abc").mkdir()
-    mine = tmp_path / f"virnuc-standby-{os.getpid()}-abc"
+    (tmp_path / "virnuc-prewarm-999999999-abc").mkdir()
+    mine = tmp_path / f"virnuc-prewarm-{os.getpid()}-abc"
     mine.mkdir()
-    made = stand_by(tiny_models, ONE, SMALL)
+    made = prewarm(tiny_models, ONE, SMALL)
     made.close()
     assert list(tmp_path.iterdir()) == [mine]

@@ -47,7 +47,7 @@ def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[st
 def start(module: str, tmp_path: Path, **spec: object) -> tuple[process.Child, queue.Queue, int]:
     inbox: queue.Queue = queue.Queue()
     child = process.spawn(
-        module, spec, name="echo", inbox=inbox, log=tmp_path / "log" / "echo.log", born=process.generation()
+        module, spec, name="echo", inbox=inbox, log=tmp_path / "log" / "echo.log", token=process.cancel_token()
     )
     _, ready = inbox.get(timeout=20)
     return child, inbox, ready["kid"]
@@ -78,12 +78,12 @@ def test_ending_a_child_takes_its_children_along(child_module: str, tmp_path: Pa
 
 
 def test_after_ending_all_no_new_child_of_that_generation_is_started(child_module: str, tmp_path: Path) -> None:
-    born = process.generation()
+    token = process.cancel_token()
     child, _, _ = start(child_module, tmp_path)
     assert process.end_all_children(1) == 1
     assert gone(child.pid)
     with pytest.raises(WorkerError, match="interrupted"):
-        process.spawn(child_module, {}, name="late", inbox=queue.Queue(), log=tmp_path / "late.log", born=born)
+        process.spawn(child_module, {}, name="late", inbox=queue.Queue(), log=tmp_path / "late.log", token=token)
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
@@ -94,7 +94,7 @@ def test_a_killed_parent_takes_its_child_along(child_module: str, tmp_path: Path
         from virnuc_core.engine import process
         inbox = queue.Queue()
         child = process.spawn("{child_module}", {{"stubborn": True}}, name="e", inbox=inbox,
-                              log=pathlib.Path({str(tmp_path)!r}) / "e.log", born=process.generation())
+                              log=pathlib.Path({str(tmp_path)!r}) / "e.log", token=process.cancel_token())
         inbox.get()
         print(child.pid, flush=True)
         time.sleep(600)

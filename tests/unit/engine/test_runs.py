@@ -18,7 +18,7 @@ import pytest
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine import process, shards
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
-from virnuc_core.pipeline import Watch, classify, prepare, read_summary
+from virnuc_core.pipeline import ClassifySpec, Watch, classify, prepare, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -36,8 +36,9 @@ def workers(request: pytest.FixtureRequest) -> Devices:
 
 
 def go(root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object):
-    engine = more.pop("engine", SMALL)
-    return classify(RunDir(root), staged[1], store=staged[0], models=models, devices=devices, engine=engine, **more)  # type: ignore[arg-type]
+    observed = {name: more.pop(name) for name in ("watch", "prewarmed") if name in more}
+    spec = ClassifySpec(store=staged[0], models=models, devices=devices, **{"engine": SMALL, **more})
+    return classify(RunDir(root), staged[1], spec, **observed)
 
 
 def result_bytes(root: Path) -> dict[str, bytes]:
@@ -175,10 +176,12 @@ def child_main() -> None:
     classify(
         RunDir(Path(root)),
         staging,
-        store=Path(store),
-        models=Path(models),
-        devices=Devices.parse(devices),
-        engine=EngineSpec.model_validate_json(engine),
+        ClassifySpec(
+            store=Path(store),
+            models=Path(models),
+            devices=Devices.parse(devices),
+            engine=EngineSpec.model_validate_json(engine),
+        ),
     )
 
 
@@ -211,7 +214,7 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
 
 
 def test_a_directory_at_work_is_refused(tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path) -> None:
-    from virnuc_core.engine.locks import run_lock
+    from virnuc_core.rundir import run_lock
 
     with run_lock(tmp_path / "run"), pytest.raises(ConfigError, match=f"process {os.getpid()} is working here"):
         go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
@@ -248,12 +251,7 @@ def test_the_plan_does_not_depend_on_the_devices(
     jobs = [
         prepare(
             RunDir(tmp_path / text),
-            store=staged[0],
-            models=tiny_models,
-            devices=Devices.parse(text),
-            engine=SMALL,
-            force=False,
-            spec={},
+            ClassifySpec(store=staged[0], models=tiny_models, devices=Devices.parse(text), engine=SMALL),
         )
         for text in ("cpu:1", "cpu:2")
     ]
@@ -281,9 +279,9 @@ def test_other_reads_never_replace_the_store_of_a_run(
 
 
 def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path) -> None:
-    from virnuc_core.engine.locks import run_lock
     from virnuc_core.pipeline import stage_reads
     from virnuc_core.reads.stage import StageSpec
+    from virnuc_core.rundir import run_lock
 
     run = RunDir(tmp_path / "run")
     with run_lock(run.root), pytest.raises(ConfigError, match="is working here"):
