@@ -77,6 +77,12 @@ def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def some_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """So many simulated reads that a run can be struck in the middle, and soon ends all the same."""
+    return simulate(SimulateSpec(reads=2_500, seed=4), tmp_path_factory.mktemp("reads") / "some.fastq.gz").reads_file
+
+
+@pytest.fixture(scope="session")
 def many_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """So many simulated reads that a core works on them for some ten seconds."""
+    """For runs that are not to end by themselves."""
     return simulate(SimulateSpec(reads=9_000, seed=4), tmp_path_factory.mktemp("reads") / "many.fastq.gz").reads_file

@@ -6,10 +6,9 @@ import hashlib
 import os
 import signal
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -19,18 +18,56 @@ from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling
 
+from flows.predict import predict
+
+from .processes import PATIENCE_S, VIRNUC, background, committed, gone, own_server, wait_for
+
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
-SHARD_TOKENS = 8192
-GONE_WITHIN_S = 10
+SIZES = {"shard_tokens": 8192, "token_budget": 2048}
+SERVER, WORKER = "uvicorn", "virnuc_core.engine.worker"
 
 
-def words(out: Path, reads: Path, models: Path, devices: str = "cpu:1") -> list[str]:
-    """A `virnuc predict` of many small shards."""
-    return [
-        *(sys.executable, "-m", "flows.cli", "predict", str(reads), "-o", str(out), "--models", str(models)),
-        *("--devices", devices, "--shard-tokens", str(SHARD_TOKENS), "--token-budget", "2048"),
-    ]
+@dataclass(frozen=True)
+class Run:
+    """A `virnuc predict` that has committed its first shards and has many to do."""
+
+    process: subprocess.Popen[bytes]
+    family: list[psutil.Process]  # itself and all that it started
+    out: Path
+    log: Path
+
+    def commands(self) -> str:
+        return "\n".join(" ".join(one.cmdline()) for one in self.family)
+
+    def worker(self) -> psutil.Process:
+        return next(one for one in self.family if WORKER in one.cmdline())
+
+    def ends(self) -> int:
+        """The exit code, once neither it nor anything it started runs."""
+        code = self.process.wait(PATIENCE_S)
+        wait_for(lambda: gone(self.family), "the family to end")
+        assert "Traceback" not in self.log.read_text()
+        return code
+
+
+@contextmanager
+def running(folder: Path, reads: Path, models: Path, environment: dict[str, str]) -> Iterator[Run]:
+    """The command, once it has committed two shards; whatever is left of it is killed afterwards."""
+    out, log = folder / "run", folder / "log"
+    words = ("predict", str(reads), "-o", str(out), "--models", str(models), "--devices", "cpu:1")
+    sizes = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    with background((*VIRNUC, *words, *sizes), environment, log) as process:
+        wait_for(lambda: committed(out) >= 2 or process.poll() is not None, "two shards")
+        assert process.poll() is None, log.read_text()
+        itself = psutil.Process(process.pid)
+        family = [itself, *itself.children(recursive=True)]
+        try:
+            yield Run(process, family, out, log)
+        finally:
+            for one in family:
+                if one.is_running():
+                    one.kill()
 
 
 def digest(out: Path) -> str:
@@ -38,94 +75,53 @@ def digest(out: Path) -> str:
     return hashlib.sha256(b"".join((out / name).read_bytes() for name in RESULTS)).hexdigest()
 
 
-def committed(out: Path) -> int:
-    return len(list((out / "shards").glob("*.h5")))
-
-
-def wait_for(truth: Callable[[], object], timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not truth():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
-
-
-def gone(processes: list[psutil.Process]) -> bool:
-    """Whether none of them runs; a zombie waiting for its parent is gone."""
-    return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
-
-
-@contextmanager
-def running(command: list[str], out: Path, environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The command, once it has committed three shards; whatever is left of it is killed afterwards."""
-    with log.open("wb") as handle:
-        process = subprocess.Popen(command, stdout=handle, stderr=handle, env=environment, start_new_session=True)
-    family: list[psutil.Process] = []
-    try:
-        wait_for(lambda: committed(out) >= 3 or process.poll() is not None, 90, "three shards")
-        assert process.poll() is None, log.read_text()
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        assert len(family) >= 2  # itself and a worker
-        process.family = family  # type: ignore[attr-defined]
-        yield process
-    finally:
-        for one in family:
-            if one.is_running():
-                one.kill()
-        process.wait(10)
-
-
 @pytest.fixture(scope="module")
-def undisturbed(
-    tmp_path_factory: pytest.TempPathFactory, many_reads: Path, models: Path, child_environment: dict[str, str]
-) -> str:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, some_reads: Path, models: Path, prefect_backend: None) -> str:
     """Digest of the results of a run nobody disturbed, on two cores."""
     out = tmp_path_factory.mktemp("undisturbed") / "run"
-    subprocess.run(words(out, many_reads, models, "cpu:2"), check=True, capture_output=True, env=child_environment)
+    predict(reads=[str(some_reads)], out=out, models=models, devices="cpu:2", **SIZES)
     return digest(out)
 
 
-def finish(out: Path, reads: Path, models: Path, environment: dict[str, str]) -> str:
-    """Start the same again, on another number of cores, and digest what it leaves."""
-    before = {path: path.stat().st_mtime_ns for path in (out / "shards").glob("*.h5")}
-    done = subprocess.run(
-        words(out, reads, models, "cpu:2"), capture_output=True, text=True, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert {path: path.stat().st_mtime_ns for path in before} == before  # what was committed was not computed again
-    return digest(out)
-
-
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda sign: sign.name)
-def test_a_signal_ends_the_whole_family_and_the_run_goes_on_later(
-    sign: signal.Signals,
-    tmp_path: Path,
-    many_reads: Path,
-    models: Path,
-    child_environment: dict[str, str],
-    undisturbed: str,
+def test_a_terminated_run_ends_with_all_it_started(
+    tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
-    out, log = tmp_path / "run", tmp_path / "log"
-    with running(words(out, many_reads, models), out, child_environment, log) as process:
-        family: list[psutil.Process] = process.family  # type: ignore[attr-defined]
-        os.kill(process.pid, sign)
-        code = process.wait(GONE_WITHIN_S)
-        wait_for(lambda: gone(family), GONE_WITHIN_S, "the family to end")
-    assert code == (-sign if sign == signal.SIGKILL else 130), log.read_text()
-    assert "Traceback" not in log.read_text()
-    if sign != signal.SIGINT:  # Ctrl-C and SIGTERM go the same way
-        assert finish(out, many_reads, models, child_environment) == undisturbed
+    with running(tmp_path, many_reads, models, child_environment) as run:
+        run.process.terminate()
+        assert run.ends() == 130, run.log.read_text()
+
+
+def test_ctrl_c_at_a_terminal_reaches_the_temporary_server_too_and_leaves_nothing(
+    tmp_path: Path, many_reads: Path, models: Path
+) -> None:
+    with running(tmp_path, many_reads, models, own_server(tmp_path / "prefect")) as run:
+        assert SERVER in run.commands(), "no temporary server to spare"
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.ends() == 130, run.log.read_text()
+
+
+def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
+    tmp_path: Path, some_reads: Path, models: Path, undisturbed: str
+) -> None:
+    """SIGKILL, which no process can answer: what the killed run had started ends all the same."""
+    with running(tmp_path, some_reads, models, own_server(tmp_path / "prefect")) as run:
+        assert SERVER in run.commands(), "no temporary server to leave behind"
+        assert WORKER in run.commands()
+        run.process.kill()
+        assert run.ends() == -signal.SIGKILL
+    before = {path: path.stat().st_mtime_ns for path in (run.out / "shards").glob("*.h5")}
+    predict(reads=[str(some_reads)], out=run.out, models=models, devices="cpu:2", **SIZES)
+    assert {path: path.stat().st_mtime_ns for path in before} == before  # what was committed was not computed again
+    assert digest(run.out) == undisturbed
 
 
 def test_a_killed_worker_is_replaced_and_the_flow_goes_on(
-    tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str], undisturbed: str
+    tmp_path: Path, some_reads: Path, models: Path, child_environment: dict[str, str], undisturbed: str
 ) -> None:
-    out, log = tmp_path / "run", tmp_path / "log"
-    with running(words(out, many_reads, models), out, child_environment, log) as process:
-        for child in psutil.Process(process.pid).children():
-            if "virnuc_core.engine.worker" in child.cmdline():
-                child.kill()
-        assert process.wait(120) == 0, log.read_text()
-    assert digest(out) == undisturbed
+    with running(tmp_path, some_reads, models, child_environment) as run:
+        run.worker().kill()
+        assert run.ends() == 0, run.log.read_text()
+        assert digest(run.out) == undisturbed
 
 
 def flow_run_of(name: str) -> FlowRun:
@@ -138,19 +134,19 @@ def flow_run_of(name: str) -> FlowRun:
 
 
 def test_cancelling_a_run_started_by_hand_ends_it(
-    tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str], undisturbed: str
+    tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
-    out, log = tmp_path / "run", tmp_path / "log"
-    with running(words(out, many_reads, models), out, child_environment, log) as process:
-        family: list[psutil.Process] = process.family  # type: ignore[attr-defined]
-        flow_run = flow_run_of("many · cpu:1")
+    reads = tmp_path / "cancelled.fastq.gz"  # its name is the run's
+    reads.symlink_to(many_reads)
+    with running(tmp_path, reads, models, child_environment) as run:
+        run.worker().suspend()  # the run cannot end before it is told to, however slow the telling is
+        flow_run = flow_run_of("cancelled · cpu:1")
         with get_client(sync_client=True) as client:
             client.set_flow_run_state(flow_run.id, Cancelling())
-        assert process.wait(GONE_WITHIN_S) == 130, log.read_text()
-        wait_for(lambda: gone(family), GONE_WITHIN_S, "the family to end")
+        assert run.ends() == 130, run.log.read_text()
         with get_client(sync_client=True) as client:
             state = client.read_flow_run(flow_run.id).state
     assert state is not None
     assert state.name == "Cancelled"
-    assert "cancelled; what was committed stays" in log.read_text()
-    assert finish(out, many_reads, models, child_environment) == undisturbed
+    assert "cancelled; what was committed stays" in run.log.read_text()
+    assert committed(run.out) >= 2

@@ -1,0 +1,61 @@
+"""Real processes in tests: waited for by what they leave behind, and surely ended. Nothing here measures time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parents[2]
+PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
+VIRNUC = (sys.executable, "-m", "flows.cli")
+PATIENCE_S = 120  # after this a test has failed; a machine may be as slow as it likes before
+
+
+def wait_for(truth: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:
+    """The first true answer of `truth`."""
+    deadline = time.monotonic() + patience_s
+    while not (found := truth()):
+        assert time.monotonic() < deadline, f"waited {patience_s} s for {what}"
+        time.sleep(0.02)
+    return found
+
+
+def committed(out: Path) -> int:
+    """Number of shards whose results a run directory holds."""
+    return len(list((out / "shards").glob("0*.h5")))
+
+
+def gone(processes: list[psutil.Process]) -> bool:
+    """Whether none of them runs; a zombie waiting for its parent is gone."""
+    return not any(p.is_running() and p.status() not in (psutil.STATUS_ZOMBIE, "dead") for p in processes)
+
+
+def own_server(home: Path) -> dict[str, str]:
+    """Environment of a process that starts a temporary Prefect server for itself, as an ad hoc run does."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
+    return {**kept, "PREFECT_HOME": str(home)}
+
+
+@contextmanager
+def background(command: tuple[str, ...], environment: dict[str, str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The command in a session of its own; it and all it started are killed afterwards."""
+    with log.open("ab") as handle:
+        process = subprocess.Popen(
+            command, stdout=handle, stderr=handle, env=environment, cwd=ROOT, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            for one in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
+                if one.is_running():
+                    one.kill()
+        process.wait(PATIENCE_S)
