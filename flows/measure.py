@@ -10,14 +10,14 @@ from flows import preflight
 from flows.crash_detection import announce
 from flows.parameters import MeasureSettings
 from tasks.baseline import baseline
-from tasks.ceiling import ceiling
 from tasks.compare import BASELINE, compare
 from tasks.embed import embed
 from tasks.limit import TimeLimitError
-from tasks.overhead import overhead
 from tasks.report import publish, record_validation, report
 from tasks.stage import stage
+from tasks.tools import ceiling, overhead
 from virnuc_core.config import Devices, Profile
+from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import model_length, read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.report.build import RUN_PREFIX
@@ -123,15 +123,9 @@ def _runs(
 
 def _commits(settings: MeasureSettings, profile: Profile, label: str, devices: Devices) -> None:
     """Time what commits cost, on all devices."""
-    overhead(
-        settings.out,
-        store=RunDir(settings.out).store,
-        models=settings.models,
-        devices=devices,
-        engine=settings.engine(profile.engine),
-        label=label,
-        force=settings.force,
-    ).result()
+    bench = Bench(RunDir(settings.out).store, settings.models, devices)
+    engine = settings.engine(profile.engine)
+    overhead(settings.out, bench, engine, label=label, force=settings.force).result()
 
 
 def _history(settings: MeasureSettings) -> Path:

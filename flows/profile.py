@@ -14,8 +14,10 @@ from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.states import done
 from tasks.tables import stage_rows
-from tasks.trace import Traces, counted, describe, mark_rows, operation_rows, trace, write_profile
+from tasks.tools import mark_rows, operation_rows, trace
 from virnuc_core.engine.messages import TraceSpec
+from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.trace import Traces, counted, write_profile
 from virnuc_core.rundir import RunDir, write_text_whole
 
 MEBIBYTE = 1 << 20
@@ -35,24 +37,17 @@ def profile(settings: ProfileSettings) -> State[Traces]:
     with no_orphans(), core_logs(), begin(settings) as begun:
         run, label, devices = begun.run, begun.label, begun.devices
         summary = begun.embed()
-        found = trace(
-            run,
-            store=run.store,
-            models=settings.models,
-            devices=devices,
-            engine=begun.engine,
-            spec=_spec(run, settings),
-            label=label,
-        ).result()
-        write_profile(found.folder, found, summary.stages, summary.total_s)
+        bench = Bench(run.store, settings.models, devices)
+        found = trace(run, bench, begun.engine, _spec(run, settings), label=label).result()
+        write_profile(found, summary.stages, summary.total_s)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
         publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")
         publish_table(f"marks-{label}-{devices}", marks, f"Recorded stages of {label}: {found.folder}")
         text = _text(found, (stage_rows(summary), marks, operations))
         path = found.folder / "profile.md"
         write_text_whole(path, text)
-        publish_markdown(f"profile-{label}-{devices}", text, describe(found), path)
-    return done(found, f"{describe(found)}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
+        publish_markdown(f"profile-{label}-{devices}", text, str(found), path)
+    return done(found, f"{found}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
 
 
 def _spec(run: RunDir, settings: ProfileSettings) -> TraceSpec:

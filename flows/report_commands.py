@@ -111,14 +111,15 @@ def overhead(words: Sequence[str]) -> int:
     arguments = parser.parse_args(words)
     if arguments.pairs < 1 or arguments.shards < 1:
         raise ConfigError("--pairs and --shards are 1 or more")
-    from virnuc_core.measure.overhead import OverheadSpec, measure_again
+    from virnuc_core.measure.overhead import measure_again
     from virnuc_core.report.sections import overhead_text
 
     report = measure_again(
         arguments.dir,
         models=arguments.models,
         devices=arguments.devices,
-        spec=OverheadSpec(arguments.pairs, arguments.shards),
+        pairs=arguments.pairs,
+        shards_a_device=arguments.shards,
         force=arguments.force,
     )
     sys.stdout.write(f"Commits cost {overhead_text(report.overhead)} of the tokens/s\n")

@@ -12,9 +12,8 @@ from flows.staged import begin
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.states import done
-from tasks.train import describe, install_head
-from tasks.train import train as fit
-from virnuc_core.measure.train import TrainSpec, TrainSummary
+from tasks.tools import train as fit
+from virnuc_core.measure.train import TrainSpec, TrainSummary, install_head
 
 
 def _run_name() -> str:
@@ -30,7 +29,6 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
         begun.embed()
         summary = fit(
             run,
-            store=run.store,
             truth=settings.truth,
             models=settings.models,
             spec=TrainSpec(max_epochs=settings.epochs),
@@ -39,4 +37,4 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
         ).result()
         if settings.install:
             install_head(summary.head, settings.models)
-    return done(summary, describe(summary))
+    return done(summary, str(summary))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,11 +19,11 @@ from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.stage import stage
 from tasks.states import done
-from tasks.sweep import Entry, candidates, drop_slower_half, in_the_running, recommend
-from tasks.tune import Bench, measure, trial_rows, write_settings, write_sweep
+from tasks.tune import measure, trial_rows
 from virnuc_core.config import EngineSpec, load_profile
 from virnuc_core.engine.messages import resolve_engine
-from virnuc_core.errors import ConfigError
+from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.tune import Sweep, candidates, recommend, rounds, write_settings
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.rundir import RunDir
@@ -59,22 +58,22 @@ def tune(settings: TuneSettings) -> State[Tuned]:
         preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=profile.engine)
         found = preflight.devices(settings, profile.engine)
         devices, base = preflight.named(found), resolve_engine(settings.engine(profile.engine), found[0].kind)
-        entries = [Entry(candidate) for candidate in candidates(base, settings.swept())]
-        label = sample_of(settings.reads)
+        tried = candidates(base, settings.swept())
+        label, tolerance = sample_of(settings.reads), profile.score_tolerance
         announce(label, profile.name, devices.kind)
         store = _staged(settings, label)
-        bench = Bench(settings.out, store, settings.models, devices, base, profile.sample_s)
+        sweep = Sweep(settings.out, Bench(store, settings.models, devices, profile.sample_s), base)
         if settings.force:
-            shutil.rmtree(bench.trials, ignore_errors=True)
-        _measure(bench, entries, settings)
-        tolerance = profile.score_tolerance
-        chosen = recommend(entries, tolerance=tolerance, allow_changed=settings.allow_changed_results)
-        rows = trial_rows(entries, chosen, tolerance)
+            sweep.forget()
+        for candidate, repeat, name in rounds(tried, settings.repeats, halving=settings.search == "halving"):
+            candidate.add(measure(sweep, candidate, repeat, name=name).result())
+        chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)
+        rows = trial_rows(tried, chosen, tolerance)
         publish_table(f"tune-{label}-{devices}", rows, f"**{chosen.reason}** — {label} on {devices}")
-        record = write_sweep(bench, entries, chosen, profile=profile.name, tolerance=tolerance, search=settings.search)
-        engine, file = chosen.entry.candidate.engine, settings.out / SETTINGS
+        record = sweep.write(tried, chosen, profile=profile.name, tolerance=tolerance, search=settings.search)
+        engine, file = chosen.candidate.engine, settings.out / SETTINGS
         write_settings(file, engine, sorted(set(SWEPT.values())), f"{chosen.reason}; see {record.name}")
-    old = all(trial.reused or trial.refused for entry in entries for trial in entry.trials)
+    old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")
     return done(Tuned(engine, chosen.gain, file, record), message, reused=old)
 
@@ -91,17 +90,3 @@ def _staged(settings: TuneSettings, label: str) -> Path:
     store = RunDir(settings.out).store
     stage(spec, store, label=label, email=settings.email, force=settings.force)
     return store
-
-
-def _measure(bench: Bench, entries: list[Entry], settings: TuneSettings) -> None:
-    """Round by round, so that a machine that warms up or is shared for a while does so for all candidates alike."""
-    for repeat in range(settings.repeats):
-        running = in_the_running(entries)
-        for place, entry in enumerate(running, start=1):
-            name = f"round {repeat + 1}, {place} of {len(running)}: {entry.candidate.label}"
-            trial = measure(bench, entry.candidate, repeat, name=name).result()
-            if trial.refused and entry.candidate.number == 0:
-                raise ConfigError(f"the settings to compare with cannot run here: {trial.refused}")
-            entry.trials.append(trial)
-        if settings.search == "halving":
-            drop_slower_half(entries)

@@ -27,6 +27,7 @@ from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.messages import (
     Fingerprints,
     JobSpec,
+    TraceSpec,
     WorkerSpec,
     job_fingerprint,
     resolve_engine,
@@ -35,7 +36,6 @@ from virnuc_core.engine.messages import (
 from virnuc_core.engine.pool import Pool, PoolSummary
 from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import ConfigError, VirnucError
-from virnuc_core.measure.ceiling import model_flops
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
@@ -143,6 +143,7 @@ class Job:
     damaged: tuple[str, ...]
     threshold: float = THRESHOLD
     flops: ModelFlops | None = None
+    trace: TraceSpec | None = None  # what workers record with torch's profiler
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
@@ -159,6 +160,12 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
 def model_length(models: Path) -> int:
     """The length S the head of a models directory was trained for."""
     return open_head(models)[0].model_length
+
+
+def model_flops(models: Path) -> ModelFlops:
+    """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
+    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
+    return ModelFlops(2.0 * esm2.linear_weights, 2.0 * dnabert_s.linear_weights)
 
 
 def classify(
@@ -294,12 +301,13 @@ def _compute(
     return summary
 
 
-def workers(job: Job) -> list[WorkerSpec]:
+def _workers(job: Job) -> list[WorkerSpec]:
     """One worker a device."""
-    return [WorkerSpec(str(job.models.resolve()), device, job.engine) for device in job.devices]
+    models = str(job.models.resolve())
+    return [WorkerSpec(models, device, job.engine, trace=job.trace) for device in job.devices]
 
 
-def job_spec(job: Job) -> JobSpec:
+def _job_spec(job: Job) -> JobSpec:
     """What all workers of a job are told of it."""
     root = job.run.root.resolve()
     return JobSpec(str(root), str(job.store.path.resolve()), job.store.fingerprint, str(root / "logs"))
@@ -375,7 +383,7 @@ def _embed(
             live.update(done)
 
     with reporter as live:
-        return Pool(job.plan, workers(job), job_spec(job), on_done, prewarmed).run(job.todo)
+        return Pool(job.plan, _workers(job), _job_spec(job), on_done, prewarmed).run(job.todo)
 
 
 def _write_results(job: Job, clock: StageClock) -> ResultSummary:

@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.messages import WorkerSpec
 from virnuc_core.engine.pool import NOT_TO_BE_RETRIED, as_raised
 from virnuc_core.engine.process import Child, Parent, cancel_token, end_children, spawn
 from virnuc_core.errors import WorkerError
+from virnuc_core.pipeline import model_flops
 from virnuc_core.telemetry.flops import ModelFlops, ceiling_tokens_per_s
 
 log = logging.getLogger(__name__)
 
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
-
-
-def model_flops(models: Path) -> ModelFlops:
-    """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
-    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
-    return ModelFlops(2.0 * esm2.linear_weights, 2.0 * dnabert_s.linear_weights)
 
 
 def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:

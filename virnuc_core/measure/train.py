@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import csv
 import logging
+import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,6 +83,12 @@ class TrainSummary:
     test_auc: float
     elapsed_s: float
     head: Path
+
+    def __str__(self) -> str:
+        return (
+            f"accuracy {self.test_accuracy:.3f}, AUC {self.test_auc:.3f} on {self.genomes['test']} unseen genomes "
+            f"after {self.epochs} epochs"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,3 +383,23 @@ def _write_head(network: _Mlp, shape: HeadShape, folder: Path) -> None:
     write_tensors(folder / "model.safetensors", shape.tensors(), torch.float32, lambda name: state[name])
     with whole_file(folder / "config.json") as aside:
         write_shape(shape, aside)
+
+
+def install_head(new: Path, models: Path) -> Path | None:
+    """Put `new` in place as `models/head`; the head that was there becomes `head.before`, which is returned."""
+    target, before, aside = models / "head", models / "head.before", models / ".head.new"
+    _remove(aside)
+    shutil.copytree(new, aside)
+    kept = None
+    if target.exists():
+        _remove(before)
+        os.replace(target, before)
+        kept = before
+    os.replace(aside, target)
+    return kept
+
+
+def _remove(folder: Path) -> None:
+    """Remove what an earlier run left; what cannot be removed is an `OSError`, not an older head taken for the new."""
+    if folder.exists():
+        shutil.rmtree(folder)

@@ -9,13 +9,13 @@ import pytest
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import init_random
 from virnuc_core.errors import ConfigError
-from virnuc_core.measure.overhead import OverheadSpec, measure_again, measure_overhead
+from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.overhead import measure_again, measure_overhead
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.report.overhead import contradictions
 
 ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
-ONE_PAIR = OverheadSpec(pairs=1, shards_a_device=2)
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, made: tuple[Path, Path]) -> None:
     store, models = made
     shares: list[float] = []
-    common = {"store": store, "models": models, "devices": Devices.parse("cpu:1"), "engine": ENGINE, "spec": ONE_PAIR}
-    found = measure_overhead(tmp_path, **common, on_run=shares.append)  # type: ignore[arg-type]
+    bench = Bench(store, models, Devices.parse("cpu:1"))
+    found = measure_overhead(tmp_path, bench, ENGINE, pairs=1, shards_a_device=2, on_run=shares.append)
     (pair,) = found.pairs
     assert found.shards == 2
     assert shares == [1.0]
@@ -41,10 +41,10 @@ def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, made: tuple[P
     assert contradictions(tmp_path) == []
     assert not list(tmp_path.rglob("shards"))
     written = (tmp_path / "checkpoint_overhead.json").stat().st_mtime_ns
-    assert measure_overhead(tmp_path, **common) == found  # type: ignore[arg-type]
+    assert measure_overhead(tmp_path, bench, ENGINE, pairs=1) == found
     assert (tmp_path / "checkpoint_overhead.json").stat().st_mtime_ns == written, "nothing was measured again"
 
 
 def test_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run virnuc validate first"):
-        measure_again(tmp_path, models=None, devices=None, spec=ONE_PAIR)
+        measure_again(tmp_path, models=None, devices=None, pairs=1, shards_a_device=2)

@@ -1,0 +1,90 @@
+"""`virnuc doctor`: is this machine sound? One line a check, and an exit code."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Final
+
+from virnuc_core.measure import doctor as checks
+from virnuc_core.measure.doctor import Finding
+
+NOT_SOUND: Final = 1
+MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
+PREFECT_WAIT_S: Final = 3.0
+CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
+
+
+def doctor(out: Path, *, models: Path | None, devices: str, hashed: bool, computed: bool, as_json: bool) -> int:
+    """Ask everything and print it; 1 when a check failed. Warnings leave the exit code at 0."""
+    started = time.perf_counter()
+    found = []
+    logging.getLogger("virnuc_core").setLevel(logging.CRITICAL)  # what matters is in the findings
+    for check in _checks(out, models=models, devices=devices, hashed=hashed, computed=computed):
+        for finding in check():
+            found.append(finding)
+            if not as_json:
+                sys.stdout.write(f"{MARKS[finding.verdict]}  {finding.check}: {finding.detail}\n")
+                sys.stdout.flush()
+    failed = sum(finding.verdict == "fail" for finding in found)
+    warned = sum(finding.verdict == "warn" for finding in found)
+    seconds = time.perf_counter() - started
+    if as_json:
+        body = {"sound": not failed, "seconds": round(seconds, 2), "checks": [asdict(finding) for finding in found]}
+        sys.stdout.write(json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+    else:
+        word = "not sound" if failed else "sound"
+        sys.stdout.write(f"\nThis machine is {word}: {failed} failed, {warned} warnings, {seconds:.1f} s\n")
+    return NOT_SOUND if failed else 0
+
+
+def _checks(
+    out: Path, *, models: Path | None, devices: str, hashed: bool, computed: bool
+) -> Iterator[Callable[[], Iterable[Finding]]]:
+    """Every check, cheap ones first."""
+    yield checks.python_version
+    yield checks.packages
+    yield partial(checks.tested_versions, CONSTRAINTS)
+    yield partial(checks.disk, out)
+    yield checks.shared_memory
+    yield partial(checks.file_system, out)
+    yield checks.locks
+    yield prefect_server
+    yield checks.driver_and_gpus
+    yield partial(checks.weights, models, hashed=hashed)
+    if computed:
+        yield partial(checks.compute, devices)
+
+
+def prefect_server() -> Iterator[Finding]:
+    """Which server runs would talk to, and whether it answers."""
+    import httpx
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
+
+    def said(verdict: checks.Verdict, detail: str) -> Finding:
+        return Finding("Prefect server", verdict, detail)
+
+    url = PREFECT_API_URL.value()
+    if url is None:
+        if PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
+            yield said("ok", f"none is named: the embedded one, with its data in {PREFECT_HOME.value()}")
+        else:
+            yield said("fail", "none is named (PREFECT_API_URL) and the embedded one is forbidden")
+        return
+    try:
+        answer = httpx.get(f"{url}/health", timeout=PREFECT_WAIT_S)
+        answer.raise_for_status()
+        theirs = httpx.get(f"{url}/admin/version", timeout=PREFECT_WAIT_S).json()
+    except (httpx.HTTPError, ValueError) as error:
+        yield said("fail", f"{url} does not answer ({type(error).__name__}); start it, or unset it")
+        return
+    ours = metadata.version("prefect")
+    other = "" if theirs == ours else f"; this side is {ours}"
+    yield said("warn" if other else "ok", f"{url} answers, version {theirs}{other}")

@@ -1,0 +1,113 @@
+"""Tools that measure on a staged store: traces, ceilings, what commits cost, and the head's training."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import State
+
+from tasks.artifacts import cell, publish_table
+from tasks.embed import first_attempt
+from tasks.guard import device_slots
+from tasks.logs import core_logs
+from tasks.progress import ProgressArtifact
+from tasks.retries import POLICY
+from tasks.states import done
+from tasks.tables import Rows, overhead_rows, overhead_sentence, percent
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.messages import TraceSpec, resolve_engine
+from virnuc_core.engine.tracing import WAIT, Operation, TraceTable
+from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.ceiling import measure_ceilings
+from virnuc_core.measure.overhead import measure_overhead
+from virnuc_core.measure.trace import Traces
+from virnuc_core.measure.trace import trace as record
+from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.overhead import OverheadFile
+from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.telemetry.flops import ModelFlops
+
+NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
+STAGE_OF: Final = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2", "head": "Model Prediction", WAIT: "(waiting for a batch)"}
+
+
+@task(name="trace", task_run_name="trace {label} on {bench.devices}", cache_policy=NO_CACHE, **POLICY)
+def trace(run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str) -> State[Traces]:
+    """Traces and tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
+    with core_logs(), device_slots(bench.resolved()), run_lock(run.root):
+        found = record(bench, engine, spec)
+    return done(found, str(found))
+
+
+@task(name="train", task_run_name="train {label}", cache_policy=NO_CACHE, **POLICY)
+def train(run: RunDir, *, truth: Path, models: Path, spec: TrainSpec, seed: int, label: str) -> State[TrainSummary]:
+    """The head in `run/head`, and how well it does on genomes it has never met."""
+    with core_logs():
+        summary = train_head(run, OrfStore.open(run.store), truth, run.root, models=models, seed=seed, spec=spec)
+    return done(summary, str(summary))
+
+
+@task(name="commits", task_run_name="commits of {label} on {bench.devices}", cache_policy=NO_CACHE, **POLICY)
+def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False) -> State[OverheadFile]:
+    """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
+    progress = ProgressArtifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
+    with core_logs(), device_slots(bench.resolved()), progress:
+        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=progress.show)
+    publish_table(f"commits-{label}", overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
+    return done(found, overhead_sentence(found))
+
+
+@task(name="ceiling", task_run_name="ceiling of {devices}", cache_policy=NO_CACHE, **POLICY)
+def ceiling(out: Path, *, models: Path, devices: Devices, engine: EngineSpec) -> State[ModelFlops]:
+    """The ceilings of `devices` with these weights. Errors: those of `measure_ceilings`."""
+    found = resolve(devices)
+    with core_logs(), device_slots(found):
+        flops = measure_ceilings(models, found, resolve_engine(engine, found[0].kind), out / "logs")
+    rates = ", ".join(f"{rate:,.0f}" for rate in flops.esm2_ceiling_tokens_s.values())
+    return done(flops, f"linear layers of ESM-2 alone: {rates} tokens/s" if rates else "no GPU, no ceiling")
+
+
+def mark_rows(tables: Sequence[TraceTable]) -> Rows:
+    """The stages as the launch loop marks them: the host's time to launch each, and the device's to compute it.
+
+    The share is of the recorded window, by the device's time where it has one of its own.
+    """
+    return [_mark_row(table, mark) for table in tables for mark in table.marks]
+
+
+def _mark_row(table: TraceTable, mark: Operation) -> dict[str, str]:
+    own = mark.device_ms if table.kind == "cuda" and mark.name != WAIT else mark.host_ms
+    return {
+        "device": cell(table.device),
+        "stage": cell(STAGE_OF.get(mark.name, mark.name)),
+        "calls": cell(mark.calls),
+        "host ms": cell(round(mark.host_ms, 2)),
+        "device ms": cell(round(mark.device_ms, 2)) if table.kind == "cuda" else "–",
+        "share of the recording": percent(own / table.window_ms if table.window_ms else None),
+    }
+
+
+def operation_rows(tables: Sequence[TraceTable], limit: int) -> Rows:
+    """The operations that took most time on each device."""
+    return [_operation_row(table, row) for table in tables for row in table.operations[:limit]]
+
+
+def _operation_row(table: TraceTable, row: Operation) -> dict[str, str]:
+    own = row.device_ms if row.on == "device" else row.host_ms
+    shapes = {"shapes": cell(row.shapes)} if any(one.shapes for one in table.operations) else {}
+    return {
+        "device": cell(table.device),
+        "operation": cell(row.name[:NAME_WIDTH]),
+        "on": row.on,
+        "calls": cell(row.calls),
+        "ms": cell(round(own, 2)),
+        "ms a call": cell(own / row.calls if row.calls else None),
+        "share of the recording": percent(own / table.window_ms if table.window_ms else None),
+        **shapes,
+    }

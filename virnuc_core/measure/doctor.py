@@ -1,0 +1,360 @@
+"""What can be asked of a machine before work: versions, driver, GPUs, locks, disk, weights, and whether it computes.
+
+Each check is a function to one or more `Finding`s. None raises: what cannot be found out is a finding, too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.encoders.checkpoint import check_models, fingerprint, init_random
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.errors import DeviceError, VirnucError
+from virnuc_core.measure.bench import Bench, measure
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir, device_lock_path
+
+Verdict = Literal["ok", "warn", "fail", "not run"]
+Scores = NDArray[np.float32]  # of all uniques, [n, 2]
+
+GIB: Final = 1 << 30
+DISK_FAIL, DISK_WARN = GIB, 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
+SHM_WARN: Final = GIB  # loader processes hand batches over through /dev/shm
+HASHED_BYTES: Final = 2 * GIB  # more is hashed only when asked: it would take longer than all else
+MEMORY_NEEDED: Final = 16 * GIB  # ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
+FSYNC_WARN_S: Final = 0.5
+IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
+READS: Final = 40
+LENGTH: Final = 200
+SEED: Final = 11
+# of P(virus): float32 sums in another order; half precision has a thousandth of the digits
+TOLERANCE: Final = {"fp32": 1e-5, "fp16": 5e-3}
+ENGINE: Final = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's answer."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+
+
+def python_version(required: str | None = None) -> Iterator[Finding]:
+    """Is this Python one that virnuc is tested on? `required` is like `>=3.11,<3.13`; else what the package says."""
+    from packaging.specifiers import SpecifierSet
+
+    if required is None:
+        required = metadata.metadata("virnuc")["Requires-Python"] if _version("virnuc") else ""
+    here = platform.python_version()
+    fits = SpecifierSet(required).contains(here)
+    said = f"{here} ({sys.executable}); wanted {required or 'not told'}"
+    yield Finding("Python", "ok" if fits else "fail", said)
+
+
+def packages() -> Iterator[Finding]:
+    """Do the bounds of the package hold? Nothing says so where virnuc runs from its source without being installed."""
+    from packaging.requirements import Requirement
+
+    wanted = [Requirement(text) for text in (metadata.requires("virnuc") or [] if _version("virnuc") else [])]
+    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    broken = [
+        f"{one.name} {here or 'is absent'} (wanted {one.specifier})"
+        for one, here in ((one, _version(one.name)) for one in wanted)
+        if here is None or not one.specifier.contains(here, prereleases=True)
+    ]
+    if wanted:
+        yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
+    else:
+        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
+
+
+def tested_versions(constraints: Path) -> Iterator[Finding]:
+    """The packages that matter most, against the versions that were tested together."""
+    here = {name: _version(name) for name in IMPORTANT}
+    listed = ", ".join(f"{name} {version or 'absent'}" for name, version in here.items())
+    if not constraints.is_file():
+        yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
+        return
+    pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
+    other = [
+        f"{name} {version} (tested: {pins[name]})"
+        for name, version in here.items()
+        if name in pins and (version or "absent").split("+")[0] != pins[name]
+    ]
+    yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def driver_and_gpus() -> Iterator[Finding]:
+    """NVML, the driver and the CUDA that torch was built for; then each visible GPU."""
+    import pynvml
+    import torch
+
+    built = torch.version.cuda
+    try:
+        pynvml.nvmlInit()
+        version = str(pynvml.nvmlSystemGetDriverVersion())
+        count = int(pynvml.nvmlDeviceGetCount())
+        supported = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        said = f"no NVIDIA driver is visible ({error}); virnuc computes on CPU cores"
+        yield Finding("driver", "warn" if built else "ok", said)
+        return
+    text = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs; torch is for {built}"
+    if built is None:
+        yield Finding("driver", "fail", f"{text}: a torch without CUDA; install one that has it")
+    elif supported // 1000 < int(built.split(".")[0]):
+        yield Finding("driver", "fail", f"{text}: the driver is too old for CUDA {built}")
+    elif not torch.cuda.is_available():
+        yield Finding("driver", "fail", f"{text}: torch cannot start CUDA here")
+    else:
+        yield Finding("driver", "ok", text)
+        if count:
+            import nvitop
+
+            for number, gpu in enumerate(nvitop.Device.cuda.all()):
+                yield gpu_finding(f"cuda:{number}", gpu, device_lock_path(gpu.uuid()))
+
+
+def gpu_finding(name: str, gpu: Any, lock: Path) -> Finding:
+    """One GPU, as nvitop tells of it."""
+    total, free = int(gpu.memory_total()), int(gpu.memory_free())
+    others = [process for process in gpu.processes().values() if process.pid != os.getpid()]
+    text = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {gpu.gpu_utilization()} %"
+    holder = lock_holder(lock)
+    if holder is not None:
+        return Finding(name, "warn", f"{text}; a virnuc run holds it (process {holder})")
+    if others:
+        pids = ", ".join(str(process.pid) for process in others[:5])
+        return Finding(name, "warn", f"{text}; {len(others)} other processes compute here ({pids})")
+    if free < MEMORY_NEEDED:
+        return Finding(name, "warn", f"{text}; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB")
+    return Finding(name, "ok", text)
+
+
+def lock_holder(path: Path) -> str | None:
+    """The process that holds a device's lock; None when nobody does."""
+    if not path.exists():
+        return None
+    handle = os.open(path, os.O_RDWR)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return path.read_text(encoding="utf-8", errors="replace").strip() or "of unknown number"
+    else:
+        return None
+    finally:
+        os.close(handle)
+
+
+def locks() -> Iterator[Finding]:
+    """Devices that virnuc runs of this user hold on this machine."""
+    folder = device_lock_path("any").parent
+    held = [f"{path.stem} (process {who})" for path in sorted(folder.glob("*.lock")) if (who := lock_holder(path))]
+    yield Finding("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
+
+
+def disk(folder: Path) -> Iterator[Finding]:
+    """Room where results would go."""
+    usage = shutil.disk_usage(_nearest(folder))
+    verdict: Verdict = "fail" if usage.free < DISK_FAIL else "warn" if usage.free < DISK_WARN else "ok"
+    more = "" if verdict == "ok" else "; a million reads of 150 bases leave some 13 GiB"
+    yield Finding("disk", verdict, f"{usage.free / GIB:.1f} GiB free for {folder}{more}")
+
+
+def shared_memory() -> Iterator[Finding]:
+    """Loader processes hand their batches over through shared memory."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        yield Finding("shared memory", "warn", "no /dev/shm; leave num_workers at 0")
+        return
+    free = shutil.disk_usage(place).free
+    said = "" if free >= SHM_WARN else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
+    yield Finding("shared memory", "warn" if said else "ok", f"{free / GIB:.1f} GiB free in /dev/shm{said}")
+
+
+def file_system(folder: Path) -> Iterator[Finding]:
+    """Do locks exclude, and do renames and flushes work, where results would go?"""
+    place = _nearest(folder)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=place) as scratch:
+            yield _locking(Path(scratch) / "lock", place)
+            yield _commit(Path(scratch), place)
+    except OSError as error:
+        yield Finding("file locks", "fail", f"{place} cannot be written: {error.strerror or error}")
+
+
+def _locking(path: Path, place: Path) -> Finding:
+    first, second = (os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
+    try:
+        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return Finding("file locks", "ok", f"locks exclude in {place}")
+        return Finding("file locks", "fail", f"two holders of one lock in {place}; use a local folder for runs")
+    except OSError as error:
+        return Finding("file locks", "fail", f"no locks in {place} ({error.strerror}); use a local folder for runs")
+    finally:
+        os.close(first)
+        os.close(second)
+
+
+def _commit(scratch: Path, place: Path) -> Finding:
+    """Write aside, flush, rename: what a shard's commit is made of."""
+    started = time.perf_counter()
+    aside, path = scratch / "aside", scratch / "whole"
+    with aside.open("wb") as handle:
+        handle.write(b"\0" * (1 << 20))
+        handle.flush()
+        os.fsync(handle.fileno())
+    aside.replace(path)
+    seconds = time.perf_counter() - started
+    slow = seconds > FSYNC_WARN_S
+    return Finding("commits", "warn" if slow else "ok", f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    place = folder.absolute()
+    while not place.is_dir() and place != place.parent:
+        place = place.parent
+    return place
+
+
+def weights(models: Path | None, *, hashed: bool) -> Iterator[Finding]:
+    """Is the models directory whole, and what are the digests of its parts?"""
+    if models is None:
+        yield Finding("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
+        return
+    try:
+        check_models(models)
+    except VirnucError as error:
+        yield Finding("weights", "fail", str(error))
+        return
+    size = sum(path.stat().st_size for path in models.glob("*/*.safetensors"))
+    yield Finding("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit ({size / GIB:.2f} GiB)")
+    if size > HASHED_BYTES and not hashed:
+        yield Finding("weights sha256", "not run", f"{size / GIB:.1f} GiB take a while; --hash does it")
+        return
+    prints = fingerprint(models)
+    text = f"esm2 {prints.esm2[:16]}, dnabert_s {prints.dnabert_s[:16]}, head {prints.head[:16]}"
+    yield Finding("weights sha256", "ok", text)
+
+
+def compute(devices: str) -> Iterator[Finding]:
+    """Does each device (`cuda:0,cuda:1`, `cpu:2`, `auto`) compute what the reference computes, and the same bytes?
+
+    A tiny model with random weights goes the whole way, reads to scores, through a worker process on every device at
+    once; the reference is plain float32 on the CPU.
+    """
+    try:
+        found = resolve(Devices.parse(devices))
+    except VirnucError as error:
+        yield Finding("compute", "fail", str(error))
+        return
+    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name:
+        folder = Path(name)
+        store, models, scores = folder / "orfs.h5", folder / "models", []
+        init_random(models, model_length=LENGTH, seed=SEED)
+        reads = simulate(SimulateSpec(reads=READS, seed=SEED), folder / "reads.fasta").reads_file
+        stage(StageSpec(reads=(str(reads),), model_length=LENGTH), store)
+        reference = _reference(models, OrfStore.open(store))
+        with ThreadPoolExecutor(max_workers=len(found)) as threads:
+            answers = list(threads.map(lambda device: _answer(device, store, models, folder / device.id), found))
+    for device, answer in zip(found, answers, strict=True):
+        if isinstance(answer, VirnucError):
+            taken = isinstance(answer, DeviceError)  # another run's device is no fault of the machine
+            yield Finding(f"compute {device.id}", "warn" if taken else "fail", str(answer))
+        else:
+            scores.append((device, answer))
+            yield judge(device, reference, answer)
+    yield from together(scores)
+
+
+def judge(device: Device, reference: Scores, answer: Scores) -> Finding:
+    """One device's scores beside the reference's."""
+    tolerance = TOLERANCE["fp16" if device.kind == "cuda" else "fp32"]
+    if reference.shape != answer.shape or np.isnan(answer).any():
+        return Finding(f"compute {device.id}", "fail", "scores are missing")
+    apart = float(np.abs(reference.astype(np.float64) - answer).max()) if len(reference) else 0.0
+    same = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
+    fine = apart <= tolerance
+    word = "equals" if fine else "DIFFERS from"
+    text = f"{device.name}: {len(answer)} sequences, end to end, {word} the float32 reference {same}"
+    return Finding(f"compute {device.id}", "ok" if fine else "fail", text)
+
+
+def together(found: Sequence[tuple[Device, Scores]]) -> Iterator[Finding]:
+    """Do devices of one name give the same bytes? Nothing is said of a name that stands alone."""
+    for name in dict.fromkeys(device.name for device, _ in found):
+        (first, scores), *others = [(device, answer) for device, answer in found if device.name == name]
+        if others:
+            odd = [device.id for device, answer in others if answer.tobytes() != scores.tobytes()]
+            text = f"{', '.join(odd)} not equal to {first.id}" if odd else f"{len(others) + 1} agree bit for bit"
+            yield Finding(f"devices agree: {name}", "fail" if odd else "ok", text)
+
+
+def _reference(models: Path, orfs: OrfStore) -> Scores:
+    """Scores in float32 in this process, by the plain attention, one sequence a batch: nothing packed, no worker."""
+    import torch
+
+    from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+    from virnuc_core.encoders.packed import PackedBatch
+    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+
+    device, parts = torch.device("cpu"), []
+    for load, tokenizer, rows in (
+        (load_dnabert_s, DnabertTokenizer(models), orfs.dna(0, orfs.n_uniques)),
+        (load_esm2, Esm2Tokenizer(), orfs.protein(0, orfs.n_uniques)),
+    ):
+        encoder = load(models, device, "fp32", "reference", False)
+        vectors = []
+        for row in rows:
+            tokens, offsets = tokenizer.encode([row])
+            batch = PackedBatch(tokens, offsets.int(), 1, len(tokens), len(tokens))
+            with torch.inference_mode():
+                vectors.append(encoder.embed(batch)[:1])
+        parts.append(torch.cat(vectors))
+    scores: Scores = load_head(models, device).scores(torch.cat(parts, dim=1)).numpy()
+    return scores
+
+
+def _answer(device: Device, store: Path, models: Path, out: Path) -> Scores | VirnucError:
+    """The scores by the engine on one device, or what went wrong."""
+    devices = Devices(kind="cuda", ids=(device.id,)) if device.kind == "cuda" else Devices.parse("cpu:1")
+    try:
+        job = Bench(store, models, devices).job(RunDir(out), ENGINE)
+        measure(replace(job, devices=(device,)))  # a core has no name in settings
+        return shards.read_scores(job.run)[0]
+    except VirnucError as error:
+        return error

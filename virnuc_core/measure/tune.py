@@ -1,0 +1,321 @@
+"""Which engine settings are fastest here: candidates measured in rounds, and the one that may be recommended.
+
+Only measured rates count, a difference within the spread of the measurements counts as none, and settings that change
+the scores by more than the tolerance are not recommended unless that was asked for.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+from virnuc_core import provenance
+from virnuc_core.config import EngineSpec
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.messages import resolve_engine
+from virnuc_core.errors import ConfigError, DeviceError, ShardError
+from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
+from virnuc_core.results import THRESHOLD
+from virnuc_core.rundir import RunDir, lock_device, run_lock, whole_file, write_text_whole
+
+SCHEMA_VERSION: Final = 1
+MAX_CANDIDATES: Final = 200
+FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
+DEVICE_WAIT_S: Final = 60.0  # a device that another run is just leaving is waited for, not held against a candidate
+
+Verdict = Literal["base", "usable", "changes results", "cannot run"]
+
+
+class Trial(Measurement):
+    """One measurement of one candidate on all reads; kept as `trial.json`."""
+
+    score_difference: float  # largest, against the base
+    labels_changed: int
+    reused: bool = False  # measured by an earlier run over the same directory
+
+
+@dataclass(slots=True)
+class Candidate:
+    """One set of settings and what was measured of it so far. Number 0 is the base: what all are held against."""
+
+    number: int
+    changes: tuple[tuple[str, Any], ...]  # against the base
+    engine: EngineSpec
+    trials: list[Trial] = field(default_factory=list)
+    refused: str = ""  # why these settings cannot run here
+    dropped: bool = False  # slower than half of the others after a round
+
+    @property
+    def label(self) -> str:
+        """`token_budget=8192 num_workers=2`, or `base`."""
+        return " ".join(f"{name}={value}" for name, value in self.changes) or "base"
+
+    @property
+    def rates(self) -> tuple[float, ...]:
+        """Tokens a second of each trial."""
+        return tuple(trial.tokens_per_s for trial in self.trials)
+
+    @property
+    def difference(self) -> float | None:
+        """Largest score difference against the base in any trial."""
+        return max((trial.score_difference for trial in self.trials), default=None)
+
+    def add(self, outcome: Trial | str) -> None:
+        """Keep a trial, or the reason why there is none; `ConfigError` when it is the base that cannot run."""
+        if isinstance(outcome, Trial):
+            self.trials.append(outcome)
+            return
+        self.refused = outcome
+        if self.number == 0:
+            raise ConfigError(f"the settings to compare with cannot run here: {outcome}")
+
+    def verdict(self, tolerance: float) -> Verdict:
+        """Whether it may be recommended."""
+        if self.refused or self.difference is None:
+            return "cannot run"
+        if self.number == 0:
+            return "base"
+        return "usable" if self.difference <= tolerance else "changes results"
+
+
+@dataclass(frozen=True, slots=True)
+class Recommendation:
+    """The settings to use, and what speaks for them."""
+
+    candidate: Candidate
+    gain: float  # over the base's median; 0 when the base is recommended
+    reason: str
+
+
+def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Candidate, ...]:
+    """The base, then every combination of the swept values that differs from it; `ConfigError` when they are too many.
+
+    >>> [c.label for c in candidates(EngineSpec(), {"num_workers": (0, 2), "prefetch_factor": (4,)})]
+    ['base', 'num_workers=2']
+    """
+    found = [Candidate(0, (), base)]
+    seen = {base}
+    for values in itertools.product(*swept.values()):
+        engine = EngineSpec.model_validate(base.model_dump() | dict(zip(swept, values, strict=True)))
+        if engine not in seen:
+            seen.add(engine)
+            pairs = ((name, getattr(engine, name)) for name in swept)
+            changes = tuple((name, value) for name, value in pairs if value != getattr(base, name))
+            found.append(Candidate(len(found), changes, engine))
+    if len(found) > MAX_CANDIDATES:
+        raise ConfigError(f"{len(found)} combinations are too many (at most {MAX_CANDIDATES}); give shorter lists")
+    return tuple(found)
+
+
+def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iterator[tuple[Candidate, int, str]]:
+    """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next.
+
+    Round by round, so that a machine that warms up or is shared for a while does so for all candidates alike.
+    """
+    for repeat in range(repeats):
+        running = in_the_running(entries)
+        for place, candidate in enumerate(running, start=1):
+            yield candidate, repeat, f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}"
+        if halving:
+            drop_slower_half(entries)
+
+
+def in_the_running(entries: Sequence[Candidate]) -> list[Candidate]:
+    """Those to measure in the next round."""
+    return [candidate for candidate in entries if not candidate.dropped and not candidate.refused]
+
+
+def drop_slower_half(entries: Sequence[Candidate]) -> None:
+    """After a round of halving: the slower half leaves, never the base and never below `FINALISTS`."""
+    running = sorted(in_the_running(entries), key=lambda candidate: median(candidate.rates), reverse=True)
+    keep = max(FINALISTS, (len(running) + 1) // 2)
+    for candidate in running[keep:]:
+        candidate.dropped = candidate.number != 0
+
+
+def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: bool) -> Recommendation:
+    """The fastest settings that may be used, if they beat the base by more than the measurements scatter.
+
+    A rate counts as better when its median lies above the base's by more than half of either spread. Errors:
+    `ConfigError` when nothing was measured of the base.
+    """
+    base = entries[0]
+    if not median(base.rates):
+        raise ConfigError("nothing was measured with the settings to compare with; give reads with open frames")
+    wanted = ("usable", "changes results") if allow_changed else ("usable",)
+    most = max(len(candidate.trials) for candidate in entries)
+    usable = [one for one in entries if one.verdict(tolerance) in wanted and len(one.trials) == most]
+    best = max(usable, key=lambda candidate: median(candidate.rates), default=base)
+    gain = median(best.rates) / median(base.rates) - 1
+    scatter = max(spread(best.rates), spread(base.rates)) / 2
+    if best is base or gain <= 0:
+        return Recommendation(base, 0.0, "the base stays: nothing else that may be used was as fast")
+    said = f"{100 * gain:.1f} % faster"
+    if gain <= scatter:
+        near = f"{best.label} is {said}, within the scatter of {100 * scatter:.1f} %"
+        return Recommendation(base, 0.0, f"the base stays: {near}")
+    changed = "" if best.verdict(tolerance) == "usable" else "; it CHANGES RESULTS beyond the tolerance, as was allowed"
+    return Recommendation(best, gain, f"{best.label}: {said} than the base (scatter {100 * scatter:.1f} %){changed}")
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """Where candidates are measured, and what with. `base` names every setting; none is `auto`."""
+
+    out: Path
+    bench: Bench
+    base: EngineSpec
+
+    @property
+    def trials(self) -> Path:
+        """Where each trial is kept."""
+        return self.out / "trials"
+
+    @property
+    def reference(self) -> Path:
+        """The base's scores, which those of all others are held against."""
+        return self.trials / f"{self._fingerprint(self.base)}.npy"
+
+    def forget(self) -> None:
+        """Remove the trials of earlier runs."""
+        shutil.rmtree(self.trials, ignore_errors=True)
+
+    def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
+        """The engine's rate over the whole store with these settings, or why they cannot run on this machine.
+
+        One that was measured before, over the same all, is used as it is. Errors: what a retry can help, and
+        `ConfigError` of a store or models that do not fit.
+        """
+        try:
+            resolve_engine(candidate.engine, self.bench.resolved()[0].kind)
+        except ConfigError as error:
+            return str(error)
+        run = RunDir(self.trials / f"{self._fingerprint(candidate.engine)}-{repeat}")
+        kept = run.root / "trial.json"
+        with run_lock(run.root):
+            before = _read(kept)
+            if before is not None and (candidate.number or self.reference.exists()):
+                return before
+            trial = self._measure(candidate, run)
+            if isinstance(trial, Trial):  # what is refused today may run after an update
+                write_text_whole(kept, trial.model_dump_json(indent=1) + "\n")
+        return trial
+
+    def _measure(self, candidate: Candidate, run: RunDir) -> Trial | str:
+        engine = candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
+        job = self.bench.job(run, engine)
+        try:
+            measured = measure(job, sample_s=self.bench.sample_s)
+            scores = shards.read_scores(run)[0]
+        except (ConfigError, DeviceError, ShardError) as error:
+            if isinstance(error, DeviceError) and _taken(job.devices):
+                raise
+            return str(error)
+        finally:
+            shutil.rmtree(run.shards, ignore_errors=True)  # the embeddings of every trial would fill the disk
+        if measured.reduced:
+            count, divisor = len(measured.reduced), measured.reduced[0][1]
+            return f"the device cannot hold these budgets: {count} shards ran on 1/{divisor} of them"
+        if candidate.number == 0 and not self.reference.exists():  # those of its first trial stay
+            with whole_file(self.reference) as aside, aside.open("wb") as handle:
+                np.save(handle, scores)
+        difference, changed = compare_scores(np.load(self.reference), scores)
+        return Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
+
+    def _fingerprint(self, engine: EngineSpec) -> str:
+        """What a trial depends on: all that a measurement does, and the settings it is held against."""
+        return self.bench.fingerprint(engine, self.base.model_dump(mode="json"))[:16]
+
+    def write(
+        self, found: Sequence[Candidate], chosen: Recommendation, *, profile: str, tolerance: float, search: str
+    ) -> Path:
+        """`tune.json`: every trial, what they were made on, and how they were judged."""
+        body = {
+            "schema_version": SCHEMA_VERSION,
+            "created": provenance.now(),
+            "profile": profile,
+            "score_tolerance": tolerance,
+            "search": search,
+            "devices": [device.record() for device in self.bench.resolved()],
+            "cores": len(os.sched_getaffinity(0)),
+            "versions": provenance.versions(),
+            "base": self.base.model_dump(mode="json"),
+            "candidates": [_record(candidate, tolerance) for candidate in found],
+            "recommended": {
+                "number": chosen.candidate.number,
+                "engine": chosen.candidate.engine.model_dump(mode="json"),
+                "gain": chosen.gain,
+                "reason": chosen.reason,
+            },
+        }
+        path = self.out / "tune.json"
+        write_text_whole(path, json.dumps(body, indent=1) + "\n")
+        return path
+
+
+def _record(candidate: Candidate, tolerance: float) -> dict[str, Any]:
+    return {
+        "number": candidate.number,
+        "changes": dict(candidate.changes),
+        "tokens_per_s": list(candidate.rates),
+        "median_tokens_per_s": median(candidate.rates) or None,
+        "spread": spread(candidate.rates) if len(candidate.rates) > 1 else None,
+        "verdict": candidate.verdict(tolerance),
+        "dropped": candidate.dropped,
+        "reason": candidate.refused,
+        "trials": [trial.model_dump(mode="json") for trial in candidate.trials],
+    }
+
+
+def write_settings(path: Path, engine: EngineSpec, names: Sequence[str], reason: str) -> None:
+    """The settings as a file that `--settings` takes."""
+    lines = [
+        f"# {reason}".replace("\n", " "),
+        "# Use with --settings of any flow. A setting given beside it wins; one left out is the profile's.",
+        *(f"{name} = {json.dumps(getattr(engine, name))}" for name in names),
+    ]
+    write_text_whole(path, "\n".join(lines) + "\n")
+
+
+def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) -> tuple[float, int]:
+    """Largest difference of P(virus) and the number of labels that turned; both [n, 2].
+
+    A score that is missing on one side only counts as the largest difference there can be.
+    """
+    if reference.shape != scores.shape:
+        return 1.0, len(scores)
+    a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)
+    alone = np.isnan(a) ^ np.isnan(b)
+    apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b)))
+    turned = alone | ((a >= THRESHOLD) != (b >= THRESHOLD))
+    return float(apart.max(initial=0.0)), int(turned.sum())
+
+
+def _read(path: Path) -> Trial | None:
+    """A trial that was kept; None for none, or one that cannot be read."""
+    try:
+        return Trial.model_validate_json(path.read_bytes()).model_copy(update={"reused": True})
+    except (OSError, ValidationError):
+        return None
+
+
+def _taken(devices: Sequence[Device]) -> bool:
+    """Whether another run holds a device: then nothing has been said about these settings."""
+    for device in devices:
+        if device.kind == "cuda":
+            try:
+                os.close(lock_device(device.id, 0.0))
+            except DeviceError:
+                return True
+    return False
