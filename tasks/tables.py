@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from tasks.artifacts import cell, verdict_cell
-from virnuc_core.pipeline import RunSummary
 from virnuc_core.report.model import Comparison, Criterion, Report
 from virnuc_core.report.overhead import OverheadFile
+from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.records import STAGES
 
 Rows = list[dict[str, str]]
@@ -20,11 +20,10 @@ def stage_rows(summary: RunSummary) -> Rows:
     rows = []
     for number, name in enumerate(STAGES, start=1):
         seconds = summary.stages.get(name)
-        measured = seconds is not None and summary.total_s > 0
-        share = f"{100 * seconds / summary.total_s:.1f} %" if measured and seconds is not None else "–"
+        share = f"{100 * seconds / summary.total_s:.1f} %" if seconds is not None and summary.total_s else "–"
         text = cell(round(seconds, 2)) if seconds is not None else "fused" if name in summary.stages else "not measured"
         rows.append({"stage": f"Stage {number}: {name}", "seconds": text, "share": share})
-    total = {"stage": "**Total wall time**", "seconds": cell(round(summary.total_s, 2)), "share": "100 %"}
+    total = {"stage": "**Total wall time**", "seconds": cell(round(summary.total_s or 0.0, 2)), "share": "100 %"}
     return [*rows, total]
 
 
@@ -47,7 +46,7 @@ def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Ro
     return [*rows, total, *remarks]
 
 
-def _share(count: int, total: int) -> str:
+def _share(count: int, total: int | None) -> str:
     return f"{100 * count / total:.1f} %" if total else "–"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from tasks.report import shares_of_time
 from tasks.tables import comparison_rows, criteria_rows, fate_rows, met_sentence, scaling_rows, stage_rows, with_unit
 from virnuc_core.config import Target
-from virnuc_core.pipeline import RunSummary
 from virnuc_core.report.model import (
     BitwiseEquality,
     Comparison,
@@ -22,13 +20,13 @@ from virnuc_core.report.model import (
     ScalingMetrics,
     StageMetrics,
 )
+from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.records import STAGES
 
 
 def summary(**changes: Any) -> RunSummary:
     """A run of ten reads that took two seconds."""
-    fields: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
-    fields |= {
+    fields: dict[str, Any] = {
         "total_s": 2.0,
         "n_reads": 10,
         "stages": {"Sequence Chunking": 0.5, "Nucleotide Splitting": None, "ESM-2": 1.0},
@@ -84,7 +82,7 @@ def test_fates_add_up_to_the_reads() -> None:
     rows = fate_rows(summary())
     assert rows[0] == {"fate": "viral", "reads": "3", "share": "30.0 %"}
     assert rows[-1]["reads"] == "10"
-    assert fate_rows(replace(summary(), n_reads=0, fates={"viral": 0}))[0]["share"] == "–"
+    assert fate_rows(summary(n_reads=0, fates={"viral": 0}))[0]["share"] == "–"
 
 
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
