@@ -112,7 +112,7 @@ def overhead(words: Sequence[str]) -> int:
     if arguments.pairs < 1 or arguments.shards < 1:
         raise ConfigError("--pairs and --shards are 1 or more")
     from virnuc_core.measure.overhead import measure_again
-    from virnuc_core.report.sections import overhead_text
+    from virnuc_core.report.views import overhead_text
 
     report = measure_again(
         arguments.dir,

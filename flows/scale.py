@@ -15,8 +15,9 @@ from flows.running import watch_for_cancellation
 from tasks.guard import no_orphans
 from tasks.logs import core_logs
 from tasks.states import done
-from tasks.tables import percent, with_unit
+from tasks.tables import percent
 from virnuc_core.config import load_profile
+from virnuc_core.report.formatting import number
 from virnuc_core.report.model import Report
 
 
@@ -51,7 +52,7 @@ def steps(devices: int) -> list[int]:
 def describe(judged: Report) -> str:
     """The curve in a sentence."""
     parts = [
-        f"{figure.num_gpus} devices: {with_unit(figure.speedup, 'x')} ({percent(figure.efficiency)})"
+        f"{figure.num_gpus} devices: {number(figure.speedup, 2, 'x')} ({percent(figure.efficiency)})"
         for figure in judged.scaling
     ]
     return "; ".join(parts) or "one device only: there is no curve"

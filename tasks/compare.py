@@ -12,12 +12,13 @@ from tasks.artifacts import publish_table
 from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
-from tasks.tables import comparison_rows, percent
+from tasks.tables import percent, rows_of
 from virnuc_core.report.bitwise import bitwise, cosines
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import compare as hold
 from virnuc_core.report.model import Comparison
 from virnuc_core.report.verify import dna_width
+from virnuc_core.report.views import agreements
 from virnuc_core.rundir import RunDir
 
 BASELINE = "baseline"
@@ -31,7 +32,7 @@ def compare(
     with core_logs():
         found = comparisons(out, names, tolerance=tolerance, subset=subset)
         write_comparisons(out, found)
-    publish_table(f"comparison-{label}", comparison_rows(found), f"Agreement of the runs of {label}")
+    publish_table(f"comparison-{label}", rows_of(agreements(found)), f"Agreement of the runs of {label}")
     return done(found, describe(found))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from tasks.events import emit
 from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
-from tasks.tables import account_rows, criteria_rows, met_sentence, scaling_rows
+from tasks.tables import met_sentence, rows_of
 from virnuc_core import provenance
 from virnuc_core.config import Profile
 from virnuc_core.encoders.checkpoint import fingerprint
@@ -33,8 +34,8 @@ from virnuc_core.errors import RunMismatchError
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.render import write_report
-from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import StagingTally, ValidationRecord, read, write
+from virnuc_core.report.views import accounts, criteria, scaling
+from virnuc_core.rundir import RunDir, write_text_whole
 
 
 @task(name="report", task_run_name="report {label}", cache_policy=NO_CACHE, **POLICY)
@@ -68,26 +69,23 @@ def record_validation(
         model_length=model_length,
         fingerprints={"reads": staging.fingerprint, **asdict(weights)},
         resolved={},
-        devices=[device.record() for device in devices],
+        devices=tuple(device.record() for device in devices),
         store=RunDir(out).store.name,
     )
-    tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
-    record = ValidationRecord(
-        **dict(fresh) | {"versions": fresh.versions | cuda_version()},
-        profile=profile,
-        staging=StagingTally.model_validate(tally),
-    )
+    body = {**fresh.model_dump(mode="json"), "profile": profile.model_dump(mode="json")}
+    body["versions"] |= cuda_version()
+    body["staging"] = {**staging.tally, "ignored_files": list(staging.ignored_files), "warnings": staging.warnings()}
     path = RunDir(out).record
     if path.is_file():
-        before = read(path, ValidationRecord)
-        others = [name for name, own in record.fingerprints.items() if before.fingerprints.get(name) != own]
+        before = json.loads(path.read_text(encoding="utf-8"))
+        others = [name for name, print_ in body["fingerprints"].items() if before["fingerprints"].get(name) != print_]
         if others and not force:
             raise RunMismatchError(
                 f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
             )
-        if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
-            record = record.model_copy(update={"created": before.created})
-    write(path, record)
+        if all(before.get(name) == body[name] for name in ("fingerprints", "devices", "profile")):
+            body["created"] = before["created"]
+    write_text_whole(path, json.dumps(body, indent=2) + "\n")
 
 
 def cuda_version() -> dict[str, str]:
@@ -103,11 +101,11 @@ def publish(judged: Report, out: Path, label: str) -> None:
     Called by the flow itself, whose artifacts its page shows before those of its tasks.
     """
     name, folder = judged.profile.name, RunDir(out).report
-    publish_table(f"criteria-{name}", criteria_rows(judged), f"**{met_sentence(judged)}** — {label}, {name}")
+    publish_table(f"criteria-{name}", rows_of(*criteria(judged)), f"**{met_sentence(judged)}** — {label}, {name}")
     if judged.accounting is not None:
-        publish_table(f"reads-{name}", account_rows(judged), f"What became of the reads of {label}")
+        publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
     if judged.scaling:
-        publish_table(f"scaling-{name}", scaling_rows(judged), f"Scaling of {label}")
+        publish_table(f"scaling-{name}", rows_of(scaling(judged)), f"Scaling of {label}")
     text = without_front_matter((folder / "report.md").read_text(encoding="utf-8"))
     publish_markdown(f"report-{name}", text, met_sentence(judged), folder / "report.md")
     publish_link(f"report-html-{name}", folder / "report.html", "report.html", "The report with its charts")
@@ -148,9 +146,9 @@ def emit_outcome(judged: Report, out: Path) -> None:
 
 def approval_form(judged: Report, out: Path) -> type[Approval]:
     """What the reviewer is asked, with the figures of this validation beside the questions."""
-    rows = criteria_rows(judged)
-    missed = [f"{row['criterion']} {row['measured']} ({row['required']})" for row in rows if "FAIL" in row["verdict"]]
-    wanted = ("verdict", "criterion", "measured", "required")
+    rows = rows_of(*criteria(judged))
+    missed = [f"{row['Criterion']} {row['Measured']} ({row['Required']})" for row in rows if "FAIL" in row["Verdict"]]
+    wanted = ("Verdict", "Criterion", "Measured", "Required")
     table = markdown_table([{name: row[name] for name in wanted} for row in rows])
     link = file_link(RunDir(out).report / "report.html")
     return form(

@@ -13,9 +13,10 @@ from tasks.guard import device_slots
 from tasks.logs import core_logs
 from tasks.retries import POLICY
 from tasks.states import done
-from tasks.tables import Rows, percent, with_unit
+from tasks.tables import Rows, percent
 from virnuc_core.measure.bench import median, spread
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, Trial
+from virnuc_core.report.formatting import number
 
 
 @task(name="measure", task_run_name="{name}", cache_policy=NO_CACHE, **POLICY)
@@ -48,8 +49,8 @@ def _row(candidate: Candidate, recommended: bool, tolerance: float) -> dict[str,
         "tokens/s": cell(round(median(rates))) if rates else "–",
         "spread": percent(spread(rates)) if len(rates) > 1 else "–",
         "runs": cell(len(rates)),
-        "elapsed": with_unit(last.get("window_s"), "s"),
-        "utilisation": with_unit(last.get("utilisation"), "%"),
+        "elapsed": cell(number(last.get("window_s"), 1, " s")),
+        "utilisation": cell(number(last.get("utilisation"), 1, " %")),
         "packing": percent(last.get("packing")),
         "starved": percent(last.get("starved")),
         "queue depth": cell(engine.prefetch_factor * max(1, engine.num_workers)),

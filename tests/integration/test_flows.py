@@ -110,10 +110,10 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         assert client.read_flow_run(run_of(state)).name == "few · ci-smoke · cpu:2"
     criteria = Artifact.get("criteria-ci-smoke")
     assert criteria is not None
-    rows = {row["criterion"]: row for row in json.loads(str(criteria.data))}
-    assert "PASS" in rows["Consensus label agreement"]["verdict"]
-    assert rows["Consensus label agreement"]["required"] == "≥ 99 %"
-    assert "not run" in rows["Scaling"]["verdict"]
+    rows = {row["Criterion"]: row for row in json.loads(str(criteria.data))}
+    assert "PASS" in rows["Consensus label agreement"]["Verdict"]
+    assert rows["Consensus label agreement"]["Required"] == "≥99%"
+    assert "not run" in rows["Scaling"]["Verdict"]
     for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "report-html-ci-smoke"):
         assert Artifact.get(key) is not None, key
 

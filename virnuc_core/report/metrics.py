@@ -20,7 +20,6 @@ from virnuc_core.report.model import (
     TelemetryMetrics,
 )
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops, RunSummary
 from virnuc_core.telemetry.batches import (
     BatchSummary,
     by_encoder,
@@ -32,6 +31,7 @@ from virnuc_core.telemetry.batches import (
 )
 from virnuc_core.telemetry.flops import (
     EncoderWork,
+    ModelFlops,
     cost_per_million,
     mean_ceiling,
     mfu_of_ceiling,
@@ -106,9 +106,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     measured = raw.telemetry(name, summary.get("telemetry"))
     resolved = mapping(record, "resolved")
     precision = text(resolved, "precision")
-    told = raw.read(RunSummary, name, SUMMARY)
-    flops = None if told is None else told.flops
-    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
+    telemetry = None if measured is None else telemetry_metrics(*measured, devices, summary, precision, profile)
     n_reads, reused = count(summary, "n_reads"), count(summary, "shards_reused")
     resumed = bool(summary.get("resumed")) or bool(reused)
     cost = cost_per_million(
@@ -158,7 +156,7 @@ def telemetry_metrics(
     file: str,
     measured: Telemetry,
     devices: Sequence[DeviceInfo],
-    summary_flops: ModelFlops | None,
+    summary: dict[str, Any],
     precision: str | None,
     profile: Profile,
 ) -> TelemetryMetrics:
@@ -170,7 +168,7 @@ def telemetry_metrics(
     used = [device_metrics(measured, device.id) for device in devices]
     energies = [figure.energy_kwh for figure in used]
     host = host_stats(measured.host)
-    flops = summary_flops or ModelFlops()
+    flops = ModelFlops.from_json(mapping(summary, "flops"))
     return TelemetryMetrics(
         file=file,
         batches=whole.batches,

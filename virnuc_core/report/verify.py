@@ -21,6 +21,7 @@ from virnuc_core.errors import VirnucError
 from virnuc_core.report.approval import answered, without_answer
 from virnuc_core.report.bitwise import bitwise, cosines
 from virnuc_core.report.build import REGRESSION, build_report, read_comparisons, run_names
+from virnuc_core.report.charts import generator
 from virnuc_core.report.compare import (
     Mode,
     agreement,
@@ -30,7 +31,6 @@ from virnuc_core.report.compare import (
     load_frames,
 )
 from virnuc_core.report.files import RECORD, SUMMARY, RawFolder, count, mapping, number, seconds, text
-from virnuc_core.report.html import generator
 from virnuc_core.report.model import Comparison, Report
 from virnuc_core.report.overhead import contradictions
 from virnuc_core.report.regression import RegressionFile, entry_of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
-import pytest
-
 from tasks.report import shares_of_time
-from tasks.tables import comparison_rows, criteria_rows, fate_rows, met_sentence, scaling_rows, stage_rows, with_unit
+from tasks.tables import fate_rows, met_sentence, rows_of, stage_rows
 from virnuc_core.config import Target
+from virnuc_core.pipeline import RunSummary
 from virnuc_core.report.model import (
     BitwiseEquality,
     Comparison,
@@ -20,13 +20,14 @@ from virnuc_core.report.model import (
     ScalingMetrics,
     StageMetrics,
 )
-from virnuc_core.runfiles import RunSummary
+from virnuc_core.report.views import agreements, criteria, scaling
 from virnuc_core.telemetry.records import STAGES
 
 
 def summary(**changes: Any) -> RunSummary:
     """A run of ten reads that took two seconds."""
-    fields: dict[str, Any] = {
+    fields: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
+    fields |= {
         "total_s": 2.0,
         "n_reads": 10,
         "stages": {"Sequence Chunking": 0.5, "Nucleotide Splitting": None, "ESM-2": 1.0},
@@ -67,7 +68,7 @@ def test_all_nine_stages_are_named_measured_fused_or_neither() -> None:
     assert len(rows) == len(STAGES) + 1
     assert rows["Stage 1: Sequence Chunking"] == {
         "stage": "Stage 1: Sequence Chunking",
-        "seconds": "0.5",
+        "seconds": "0.50",
         "share": "25.0 %",
     }
     assert rows["Stage 3: Nucleotide Splitting"]["seconds"] == "fused"
@@ -82,33 +83,21 @@ def test_fates_add_up_to_the_reads() -> None:
     rows = fate_rows(summary())
     assert rows[0] == {"fate": "viral", "reads": "3", "share": "30.0 %"}
     assert rows[-1]["reads"] == "10"
-    assert fate_rows(summary(n_reads=0, fates={"viral": 0}))[0]["share"] == "–"
+    assert fate_rows(replace(summary(), n_reads=0, fates={"viral": 0}))[0]["share"] == "–"
 
 
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
-    row = criteria_rows(report(criterion()))[0]
-    assert row["verdict"] == "✗ **FAIL**"
-    assert (row["measured"], row["required"]) == ("89.5 %", "\\> 90 %")
-    assert row["samples"] == "12,345 batches"
-    bare = criteria_rows(report(criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")))[
-        0
-    ]
-    assert (bare["measured"], bare["required"], bare["samples"], bare["why"]) == ("–", "–", "–", "no GPU")
+    bare = criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")
+    row, without = rows_of(*criteria(report(criterion(), bare)))
+    assert row["Verdict"] == "✗ **FAIL**"
+    assert (row["Measured"], row["Required"]) == ("89.5%", "\\>90%")
+    assert row["Samples"] == "12,345 batches"
+    assert [without[name] for name in ("Measured", "Required", "Samples", "Why")] == ["–", "none", "–", "no GPU"]
 
 
-@pytest.mark.parametrize(
-    ("value", "unit", "op", "shown"),
-    [
-        (3200.62, "s", "", "3,200.6 s"),
-        (1.576, "x", ">=", "≥ 1.58×"),
-        (99.87, "%", "<=", "≤ 99.87 %"),
-        (float("inf"), "s", "", "∞"),
-        (None, "x", ">=", "–"),
-        (1.0, "", "<", "\\< 1"),
-    ],
-)
-def test_figures_with_units(value: float | None, unit: str, op: str, shown: str) -> None:
-    assert with_unit(value, unit, op) == shown
+def test_the_ui_rounds_no_figure_across_its_target() -> None:
+    (row,) = rows_of(*criteria(report(criterion(value=89.99996, target=Target(op=">=", value=90)))))
+    assert row["Measured"] == "89.99996%"
 
 
 def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged() -> None:
@@ -130,16 +119,22 @@ def test_scaling_and_comparisons() -> None:
         dnabert_scaling=None,
         super_linear=False,
     )
-    row = scaling_rows(report(scaling=(figure,)))[0]
-    assert (row["time"], row["speed-up"], row["efficiency"], row["DNABERT-S"]) == ("2,025.0 s", "1.58×", "79 %", "–")
+    judged = criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9))
+    (row,) = rows_of(scaling(report(scaling=(figure,), scaling_criteria=(judged,))))
+    assert [row[name] for name in ("Time", "Speedup", "Efficiency", "DNABERT-S")] == [
+        "2,025.0 s",
+        "1.58x",
+        "79.0%",
+        "–",
+    ]
     agreement = LabelAgreement(
         in_both=100, only_in_a=0, only_in_b=0, agreeing=99, agreement=0.99, score=None, examples=()
     )
     equal = BitwiseEquality(identical=True, files_compared=3, shards_compared=2, differing=())
     found = Comparison(a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal)
-    shown = comparison_rows([found])[0]
-    assert (shown["compared"], shown["consensus"], shown["per frame"]) == ("devices-1 with devices-2", "99 %", "–")
-    assert shown["bit for bit"] == "yes"
+    (shown,) = rows_of(agreements([found]))
+    assert [shown[name] for name in ("Pair", "What", "Agreement")] == ["devices-1 / devices-2", "consensus", "99.000 %"]
+    assert shown["Same bytes"] == "yes"
     assert json.dumps(shown)
 
 

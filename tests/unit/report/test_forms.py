@@ -12,9 +12,9 @@ import pytest
 
 from virnuc_core.config import Profile, load_profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.markdown import criteria_rows, render_markdown
+from virnuc_core.report.formatting import shown
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import read_report, render, rerender, write_report
+from virnuc_core.report.render import markdown, read_report, render, rerender, write_report
 
 from .validate_directory import Recipe, build, digest_of, edit_json
 
@@ -92,9 +92,9 @@ def test_the_charts_are_drawings_without_scripts(report: Report) -> None:
 
 def test_every_figure_of_the_verdict_stands_on_every_form(report: Report) -> None:
     forms = render(report)
-    for row in criteria_rows(report.criteria):
-        assert row["measured"] in forms["report.html"]
-        assert row["measured"] in forms["report.md"]
+    for criterion in report.criteria:
+        assert shown(criterion) in forms["report.html"]
+        assert shown(criterion) in forms["report.md"]
     assert "6 of 7 CRITERIA MET" in forms["report.html"]
 
 
@@ -119,7 +119,7 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
 def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x"))
-    lines = render_markdown(build_report(out, profile)).splitlines()
+    lines = markdown(build_report(out, profile)).splitlines()
     width = 0
     for line in lines:
         if not line.startswith("|"):
@@ -131,7 +131,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
 
 
 def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
-    text = render_markdown(report)
+    text = markdown(report)
     assert text.startswith('---\nschema_version: 1\nprofile: "phase10-1m"\n')
     assert "criteria_met: 6\ncriteria: 7\n" in text
 
@@ -230,7 +230,7 @@ def test_reports_stay_small(report: Report) -> None:
 
 
 def test_the_performance_summary_has_its_sections(report: Report) -> None:
-    text = render_markdown(report)
+    text = markdown(report)
     for words in (
         "Performance Validation Summary",
         "Projected 6,000,000:",
@@ -256,6 +256,6 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
         (2, "pass"),
         (4, "fail"),
     ]
-    scaling = render_markdown(report).split("## GPU Scaling")[1].split("##")[0]
+    scaling = markdown(report).split("## GPU Scaling")[1].split("##")[0]
     assert "| &gt;=1.6x | [PASS] |" in scaling
     assert "| &gt;=3.9x | [FAIL] |" in scaling

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from virnuc_core.config import Profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.markdown import render_benchmark_json, render_benchmark_markdown, render_markdown
-from virnuc_core.report.sections import render_extras
-from virnuc_core.report.text import render_text
+from virnuc_core.report.printed import printed
+from virnuc_core.report.render import benchmark_json, benchmark_markdown, markdown
 
 from .validate_directory import write_json
 
@@ -60,7 +59,7 @@ def test_whatever_a_raw_file_holds_there_is_a_report(spoilt: tuple[Path, Profile
             put(body, place, data.draw(st.sampled_from(ODD)))
         write_json(path, body)
         report = build_report(out, profile)
-        for render in (render_text, render_extras, render_markdown, render_benchmark_json, render_benchmark_markdown):
+        for render in (printed, markdown, benchmark_json, benchmark_markdown):
             assert render(report)
         verdicts = {criterion.id: criterion.verdict for criterion in report.criteria}
         assert verdicts["scaling"] != "pass" or "summary.json" in path.name, "the runs' times decide"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tasks.tables import account_rows, fate_rows, overhead_rows, overhead_sentence
+from tasks.tables import fate_rows, overhead_rows, overhead_sentence, rows_of
 from virnuc_core.config import Profile, load_profile
+from virnuc_core.pipeline import RunSummary
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
@@ -20,11 +22,11 @@ from virnuc_core.report.overhead import (
     read_overhead,
     write_overhead,
 )
+from virnuc_core.report.printed import beside_the_criteria
 from virnuc_core.report.render import render, rerender, write_report
-from virnuc_core.report.sections import render_extras
 from virnuc_core.report.verify import verify_report
+from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.log import TelemetryLog
 
 from .validate_directory import (
@@ -92,7 +94,7 @@ def test_more_than_the_ceiling_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
-    text = render_extras(build_report(tmp_path, load_profile("phase10-1m")))
+    text = beside_the_criteria(build_report(tmp_path, load_profile("phase10-1m")))
     assert text.count("not run") >= 7
     assert "0.0" not in text
 
@@ -248,7 +250,7 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
     assert report.accounting is not None
     assert not report.accounting.adds_up
     assert any("reads.tsv lists 299" in warning for warning in report.warnings)
-    assert "does NOT add up" in render_extras(report)
+    assert "does NOT add up" in beside_the_criteria(report)
 
 
 def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
@@ -361,20 +363,20 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     assert all(row["overhead"].endswith(" %") for row in rows)
     assert overhead_sentence(found).endswith("over 3 pairs of runs")
     report = build_report(tmp_path, production)
-    accounts = account_rows(report)
+    counted = rows_of(accounts(report))
     assert report.accounting is not None
-    by_name = {row["what"]: row["count"] for row in accounts}
-    assert by_name["**all reads**"] == f"{report.accounting.reads:,}"
-    assert by_name["records skipped"] == "–"
+    by_name = {row["What"]: row["Count"] for row in counted}
+    assert by_name["sum of the fates"] == f"{report.accounting.reads:,}"
+    assert by_name["records skipped"] == "not recorded"
     doubtful = report.accounting.model_copy(update={"adds_up": False})
-    assert "**all reads: does not add up**" in {
-        row["what"] for row in account_rows(report.model_copy(update={"accounting": doubtful}))
-    }
-    assert account_rows(report.model_copy(update={"accounting": None})) == []
+    doubted = rows_of(accounts(report.model_copy(update={"accounting": doubtful})))
+    assert any("does NOT add up" in row["What"] for row in doubted)
+    assert rows_of(accounts(report.model_copy(update={"accounting": None}))) == []
 
 
 def test_remarks_of_staging_stand_below_the_fates() -> None:
-    summary = RunSummary(n_reads=4, fates={"viral": 1, "others": 3})
+    fields: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
+    summary = RunSummary(**(fields | {"n_reads": 4, "fates": {"viral": 1, "others": 3}}))
     rows = fate_rows(summary, {"reads": 4, "ambiguous": 2, "skipped": 0})
     assert [row["fate"] for row in rows] == ["viral", "others", "**all reads**", "remark: ambiguous", "remark: skipped"]
     assert rows[3] == {"fate": "remark: ambiguous", "reads": "2", "share": "50.0 %"}

@@ -1,0 +1,167 @@
+"""Figures as text and as tables, in one place; none is rounded across its target: 89.96 % never reads 90 %."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from virnuc_core.config import Target
+from virnuc_core.report.model import Criterion, StageMetrics, Verdict
+from virnuc_core.telemetry.clock import clock_text
+
+UNKNOWN: Final = "n/a"
+NOT_RUN: Final = "not run"
+MAX_DECIMALS: Final = 6
+R = TypeVar("R")
+
+
+class Number(str):
+    """A figure as text; a column of them is set to the right."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A verdict, and the word for it where that is another one."""
+
+    verdict: Verdict
+    word: str = ""
+
+    @property
+    def text(self) -> str:
+        """`PASS`, `NOT RUN`, …"""
+        return (self.word or self.verdict).upper()
+
+    def __str__(self) -> str:
+        return f"[{self.text}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows under a header; a cell is text, a `Number`, a count, a `Mark`, or `None` for what was not measured."""
+
+    header: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+    title: str = ""
+
+    @property
+    def figures(self) -> tuple[bool, ...]:
+        """For each column whether it holds figures."""
+        return tuple(any(isinstance(cell, int | Number) for cell in column) for column in zip(*self.rows, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Section:
+    """One part of the report; one without prose and rows is left out."""
+
+    title: str
+    prose: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    lead: Mark | str = ""  # what the prose begins with, set off
+
+
+def table(records: Iterable[R], columns: Mapping[str, Callable[[R], object]], title: str = "") -> Table:
+    """One row a record; each column has its name and what it shows of a record."""
+    return Table(tuple(columns), tuple(tuple(show(r) for show in columns.values()) for r in records), title)
+
+
+def cell(value: object) -> str:
+    """A cell as plain text, without what a terminal or a page would obey."""
+    if value is None:
+        return UNKNOWN
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return "".join(c if c in "\t\n" or c.isprintable() else "�" for c in text)
+
+
+def one_line(text: str) -> str:
+    """Text from files on one line, with nothing a terminal would obey."""
+    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
+
+
+def number(
+    value: float | None, digits: int = 1, unit: str = "", scale: float = 1.0, target: Target | None = None
+) -> Number | None:
+    """A figure with its unit, on its own side of `target` (which is in the unit shown); `None` stays `None`."""
+    if value is None:
+        return None
+    shown = value * scale
+    return Number((f"{shown:,.{digits}f}" if target is None else near(shown, digits, target)) + unit)
+
+
+def percent(share: float | None, digits: int = 1) -> Number | None:
+    """A share of one, in percent."""
+    return number(share, digits, " %", 100)
+
+
+def measured(value: float | None, digits: int = 1, unit: str = "", scale: float = 1.0) -> str:
+    """A figure with its unit; `not run` where it was not measured."""
+    return number(value, digits, unit, scale) or NOT_RUN
+
+
+def near(value: float, decimals: int, target: Target | None) -> str:
+    """`value` rounded to `decimals`, or to as many more as keep it on its side of the target.
+
+    >>> near(89.96, 1, Target(op=">", value=90)), near(89.96, 1, None), near(1.9, 2, Target(op=">=", value=1.9))
+    ('89.96', '90.0', '1.90')
+    """
+    for places in range(decimals, MAX_DECIMALS + 1):
+        digits = f"{value:.{places}f}"
+        if target is None or _same_side(value, float(digits), target):
+            return digits
+    return repr(value)
+
+
+def _same_side(exact: float, rounded: float, target: Target) -> bool:
+    """Whether both meet the target or both miss it; a value that misses it is not shown as sitting on it."""
+    if rounded == target.value != exact and not target.met(exact):
+        return False
+    return target.met(exact) == target.met(rounded)
+
+
+def shown(found: Criterion) -> str:
+    """A criterion's value, with decimals enough that it stands to its target as the exact value does."""
+    value, target = found.value, found.target
+    if value is None:
+        return UNKNOWN
+    match found.unit:
+        case "s":
+            whole = target is None or target.met(value) == target.met(float(int(value)))
+            return clock_text(value) + ("" if whole else f"{value % 1:.3f}".lstrip("0"))
+        case "x":
+            return f"{near(value, 1 if found.id == 'speedup' else 2, target)}x"
+        case "%":
+            return f"{near(value, 2 if found.id == 'consensus' else 1, target).removesuffix('.0')}%"
+        case _:
+            return near(value, 0, target)
+
+
+def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
+    """A target as people say it: `>=1.9x`, `<30 min`; `none` where the profile does not ask."""
+    if target is None:
+        return "none"
+    if unit == "s":
+        return f"{target.op}{duration(target.value)}"
+    digits = f"{target.value:g}"
+    if decimals and "." not in digits:
+        digits = f"{target.value:.{decimals}f}"
+    return f"{target.op}{digits}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """`30 min`, `1 hour`, `10 hours`, `45 s`: a target as people say it."""
+    if seconds >= 3600 and seconds % 3600 == 0:
+        hours = int(seconds // 3600)
+        return f"{hours} hour{'s' if hours > 1 else ''}"
+    if seconds >= 60 and seconds % 60 == 0:
+        return f"{int(seconds // 60)} min"
+    return f"{seconds:g} s"
+
+
+def stage_text(stage: StageMetrics) -> str:
+    """`502s (15.7%)`, `0s (fused)` or `n/a (not measured)`."""
+    if stage.seconds is None:
+        return "0s (fused)" if stage.status == "fused" else f"{UNKNOWN} (not measured)"
+    spent = f"{stage.seconds:.0f}s" if stage.seconds >= 10 else f"{stage.seconds:.1f}s"
+    return f"{spent} ({number(stage.share, 1, '%', 100) or UNKNOWN})"

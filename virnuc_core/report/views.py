@@ -1,0 +1,423 @@
+"""What the report shows, once: sections of prose and tables. Page, Markdown and UI only decide how it looks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Final
+
+from virnuc_core.config import Target
+from virnuc_core.report.formatting import (
+    NOT_RUN,
+    Mark,
+    Number,
+    Section,
+    Table,
+    cell,
+    measured,
+    near,
+    number,
+    one_line,
+    percent,
+    shown,
+    stage_text,
+    table,
+    target_text,
+)
+from virnuc_core.report.metrics import BASELINE_TITLES
+from virnuc_core.report.model import (
+    ApprovalState,
+    Comparison,
+    Criterion,
+    LabelAgreement,
+    OverheadMetrics,
+    Report,
+    RunMetrics,
+    TelemetryMetrics,
+    Verdict,
+)
+from virnuc_core.telemetry.records import Encoder
+
+GIB: Final = 1 << 30
+ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
+APPROVAL_VERDICTS: Final[Mapping[str, Verdict]] = {"approved": "pass", "rejected": "fail", "pending": "not run"}
+TOO_OLD: Final = "The approval was given before these figures were measured: it speaks of an earlier run."
+
+
+def sections(report: Report) -> list[Section]:
+    """The report from top to bottom."""
+    found = (
+        Section("Warnings", warnings_of(report)),
+        Section("What to know before reading the figures", report.notes),
+        _approval(report.approval),
+        Section("Criteria", (), criteria(report)),
+        Section("Runs", (), (_runs(report),)),
+        Section("Stages", (), (_stages(report),)),
+        Section("GPU Scaling", (), (scaling(report),)),
+        _devices(report),
+        _packing(report),
+        Section("Efficiency and cost", (), (economy(report),)),
+        _correctness(report),
+        _bottleneck(report),
+        _regression(report),
+        Section("Every read has a fate", (), (accounts(report),)),
+        Section("How each is measured", (), (_definitions(report),)),
+        Section("Provenance", (), (_provenance(report),)),
+        _evidence(report),
+    )
+    return [section for section in found if section.prose or any(table.rows for table in section.tables)]
+
+
+# --- what several forms ask of a report ------------------------------------------------------------------------------
+
+
+def criterion(report: Report, name: str) -> Criterion:
+    """A criterion of the seven by its id."""
+    return next(c for c in report.criteria if c.id == name)
+
+
+def overall(report: Report) -> str:
+    """`ALL CRITERIA MET` or `3 of 7 CRITERIA MET`."""
+    return "ALL CRITERIA MET" if report.all_met else f"{report.met} of {len(report.criteria)} CRITERIA MET"
+
+
+def warnings_of(report: Report) -> tuple[str, ...]:
+    """The report's warnings, and one on an answer that is older than the figures it stands beside."""
+    return (*report.warnings, *([TOO_OLD] if report.approval and report.approval.of_earlier_run else []))
+
+
+def baseline_title(report: Report) -> str:
+    """`v1.0` or `vanilla`."""
+    name = report.baseline.name if report.baseline else report.profile.baseline.name
+    return BASELINE_TITLES.get(name, name)
+
+
+def telemetry_of(report: Report) -> TelemetryMetrics | None:
+    """The telemetry of the run that is judged."""
+    return report.run.telemetry if report.run else None
+
+
+def overview_runs(report: Report) -> list[RunMetrics]:
+    """The runs, fewest devices first."""
+    return sorted(report.runs, key=lambda run: len(run.devices))
+
+
+def overhead_text(found: OverheadMetrics | None) -> str:
+    """`1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
+    if found is None or found.median is None or found.least is None or found.most is None:
+        return NOT_RUN if found is None or not found.problem else f"{NOT_RUN} ({found.problem})"
+    spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
+    why = f"; {found.problem}" if found.problem else ""
+    return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
+
+
+def approval_text(found: ApprovalState | None) -> str:
+    """`approved by R. Reviewer, 2026-03-01 12:00:00 UTC`."""
+    return "not asked for" if found is None else one_line(found.verdict + _answered(found))
+
+
+def _answered(found: ApprovalState) -> str:
+    if found.reviewer is None:
+        return ": nobody has answered yet"
+    when = "" if found.when is None else f", {found.when.replace('T', ' ').replace('+00:00', ' UTC')}"
+    return f" by {found.reviewer}{when}{'; the answer is older than these figures' if found.of_earlier_run else ''}"
+
+
+# --- the sections ----------------------------------------------------------------------------------------------------
+
+
+def _approval(found: ApprovalState | None) -> Section:
+    if found is None:
+        return Section("Approval")
+    answers = table(found.answers, {"Question": lambda a: a.question, "Answer": lambda a: a.answer})
+    prose = (one_line(_answered(found)).removeprefix(": "), *found.note.splitlines())
+    return Section("Approval", prose, (answers,), Mark(APPROVAL_VERDICTS[found.verdict], found.verdict))
+
+
+def criteria(report: Report) -> tuple[Table, Table]:
+    """The seven criteria, and the profile's further checks; the verdict stands first so that it is seen first."""
+    columns: dict[str, Callable[[Criterion], object]] = {
+        "Verdict": lambda c: Mark(c.verdict),
+        "Criterion": lambda c: c.title,
+        "Measured": lambda c: None if c.value is None else Number(shown(c)),
+        "Required": lambda c: Number(target_text(c.target, c.unit)),
+        "Samples": lambda c: None if c.samples is None else f"{c.samples:,} {c.samples_of}",
+        "Why": lambda c: c.reason,
+        "Device": lambda c: c.device,
+        "ID": lambda c: c.perf_id,
+    }
+    return table(report.criteria, columns), table(report.checks, columns, "Further checks")
+
+
+def _definitions(report: Report) -> Table:
+    return table(
+        (*report.criteria, *report.checks),
+        {
+            "Criterion": lambda c: c.title,
+            "Definition": lambda c: c.definition,
+            "Profile": lambda c: c.profile_line,
+            "Raw files": lambda c: ", ".join(c.raw),
+        },
+    )
+
+
+def _runs(report: Report) -> Table:
+    return table(
+        overview_runs(report),
+        {
+            "Run": lambda r: r.name,
+            "Devices": lambda r: r.label,
+            "Total": lambda r: number(r.total_s, 2, " s"),
+            "Staging": lambda r: number(r.staging_s, 2, " s"),
+            "Rest": lambda r: number(r.wall_s, 2, " s"),
+            "Reads": lambda r: r.n_reads,
+            "Rows": lambda r: r.n_rows,
+            "Distinct": lambda r: r.n_uniques,
+            "Reads/s": lambda r: number(r.reads_per_s),
+            f"Projected {report.profile.projection_reads:,}": lambda r: number(r.hours_projected, 2, " h"),
+            "Precision": lambda r: r.precision,
+            "Resumed": lambda r: "yes" if r.resumed else "no",
+            "Restarts": lambda r: r.restarts,
+        },
+    )
+
+
+def _stages(report: Report) -> Table:
+    runs = overview_runs(report)
+    rows = zip(*(run.stages for run in runs), strict=True)
+    return Table(
+        ("Stage", *(run.label for run in runs)),
+        tuple((same[0].name, *(Number(stage_text(stage)) for stage in same)) for same in rows),
+    )
+
+
+def scaling(report: Report) -> Table:
+    """Time, speed-up and verdict by number of devices."""
+    header = ("GPUs", "Time", "Speedup", "Efficiency", "ESM-2", "DNABERT-S", "Required", "Verdict", "Why")
+    one = report.single
+    rows: list[tuple[object, ...]] = []
+    if one is not None and one.total_s and not one.resumed:
+        time = number(one.total_s, 1, " s")
+        rows.append((len(one.devices), time, Number("1.00x"), Number("100.0%"), None, None, None, None, ""))
+    for figure, found in zip(report.scaling, report.scaling_criteria, strict=True):
+        n, target = figure.num_gpus, found.target
+        share = None if target is None else Target(op=target.op, value=100 * target.value / n)
+        row = (
+            number(figure.time_seconds, 1, " s"),
+            Number(f"{near(figure.speedup, 2, target)}x"),
+            Number(f"{near(100 * figure.efficiency, 1, share)}%"),
+            number(figure.esm2_scaling, 2, "x"),
+            number(figure.dnabert_scaling, 2, "x"),
+            Number(target_text(target, found.unit)),
+        )
+        rows.append((n, *row, Mark(found.verdict), found.reason))
+    return Table(header, tuple(rows))
+
+
+def _devices(report: Report) -> Section:
+    telemetry, found = telemetry_of(report), criterion(report, "gpu_utilisation")
+    if telemetry is None:
+        return Section("GPU Utilization")
+    devices = table(
+        telemetry.devices,
+        {
+            "GPU": lambda d: d.device,
+            "Avg Util %": lambda d: number(d.embedding_percent),
+            "Min to max %": lambda d: Number(
+                f"{cell(number(d.embedding_min_percent, 0))} to {cell(number(d.embedding_max_percent, 0))}"
+            ),
+            "ESM-2 %": lambda d: number(d.esm2_percent),
+            "DNABERT-S %": lambda d: number(d.dnabert_s_percent),
+            "Peak Mem (GB)": lambda d: number(d.memory_peak_bytes, 2, scale=1 / GIB),
+            "Power (W)": lambda d: number(d.power_mean_w, 0),
+            "Max °C": lambda d: number(d.temperature_max_c, 0),
+            "kWh": lambda d: number(d.energy_kwh, 4),
+            "Samples": lambda d: d.embedding_samples,
+        },
+    )
+    required = target_text(found.target, found.unit)
+    line = f"{found.perf_id}: lowest device {shown(found)}, required {required}: {Mark(found.verdict)} {found.reason}"
+    return Section("GPU Utilization", (line.strip(),), (devices,))
+
+
+def _packing(report: Report) -> Section:
+    telemetry = telemetry_of(report)
+    if telemetry is None:
+        return Section("Packing and loader")
+    encoders = table(
+        telemetry.encoders,
+        {
+            "Encoder": lambda e: ENCODER_TITLES[e.encoder],
+            "Batches": lambda e: e.batches,
+            "Tokens": lambda e: e.tokens,
+            "Slots": lambda e: e.slots,
+            "Packing": lambda e: percent(e.packing_efficiency),
+            "Tokens/s": lambda e: number(e.tokens_per_s, 0),
+            "Ceiling (tokens/s)": lambda e: measured(e.ceiling_tokens_per_s, 0),
+            "MFU of ceiling": lambda e: measured(e.mfu_of_ceiling, 1, " %", 100),
+            "MFU of datasheet": lambda e: measured(e.mfu_of_datasheet, 1, " %", 100),
+        },
+    )
+    queue = telemetry.queue
+    prose = queue and (
+        f"Waits: mean {queue.mean_wait_ms:.2f} ms, p95 {queue.p95_wait_ms:.2f} ms, max {queue.max_wait_ms:.2f} ms. "
+        f"Queue: full {percent(queue.full)}, normal {percent(queue.normal)}, starved {percent(queue.starved)} "
+        f"(waited over 1 ms: {percent(queue.waiting_over_1ms)}). "
+        f"Batches packed under 80 %: {telemetry.batches_below_80:,} of {telemetry.batches:,}. "
+        f"Windows: {telemetry.windows:,}, without a batch {telemetry.windows_without_batch:,}."
+    )
+    return Section("Packing and loader", (prose,) if prose else (), (encoders,))
+
+
+def economy(report: Report) -> Table:
+    """MFU of each encoder against its ceiling and its data sheet, what a million reads take, and what commits cost."""
+    run, telemetry = report.run, telemetry_of(report)
+    shares = {e.encoder: (e.mfu_of_ceiling, e.mfu_of_datasheet) for e in (telemetry.encoders if telemetry else ())}
+    rows: list[tuple[str, object]] = []
+    for name, title in ENCODER_TITLES.items():
+        ceiling, sheet = (measured(share, 1, "%", 100) for share in shares.get(name, (None, None)))
+        both = NOT_RUN if ceiling == sheet == NOT_RUN else f"measured ceiling {ceiling}, datasheet {sheet}"
+        rows.append((f"MFU of {title}", both))
+    core = run is not None and run.devices and run.devices[0].kind == "cpu"
+    hours, kwh, price = (
+        (None,) * 3 if run is None else (run.device_hours_per_million, run.kwh_per_million, run.price_per_million)
+    )
+    priced = report.profile.price_per_device_hour is not None
+    rows += [
+        (f"{'Core' if core else 'GPU'}-hours per million reads", str(measured(hours, 3))),
+        ("kWh per million reads", str(measured(kwh, 3))),
+        ("Price per million reads", str(measured(price, 2)) if priced else f"{NOT_RUN} (the profile gives no price)"),
+        ("Checkpoint overhead", overhead_text(report.overhead)),
+    ]
+    return Table(("What", "Value"), tuple(rows))
+
+
+def _correctness(report: Report) -> Section:
+    prose = []
+    for c in report.comparisons:
+        if (e := c.bitwise) is not None:
+            word = "the same bytes" if e.identical else f"DIFFERENT bytes: {'; '.join(e.differing)}"
+            prose.append(f"{c.a} and {c.b}: {word} ({e.files_compared} files, {e.shards_compared} shards)")
+        for part in (c.frames, c.consensus):
+            prose += [f"{c.a} / {c.b}: {example}" for example in (part.examples if part else ())]
+    cosines = table(
+        [(c, cosine) for c in report.comparisons for cosine in c.cosines],
+        {
+            "Pair": lambda row: f"{row[0].a} / {row[0].b}",
+            "Part": lambda row: row[1].part,
+            "Rows": lambda row: row[1].n,
+            "Minimum": lambda row: number(row[1].minimum, 7),
+            "p1": lambda row: number(row[1].p1, 7),
+            "Mean": lambda row: number(row[1].mean, 7),
+        },
+        "Cosine of pooled embeddings",
+    )
+    return Section("Correctness", prose, (agreements(report.comparisons), cosines))
+
+
+def agreements(comparisons: Iterable[Comparison]) -> Table:
+    """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
+    header = ("Pair", "What", "In both", "Only A / B", "Agreement", "Mean Δ", "Median Δ", "p99 Δ", "Max Δ")
+    rows = [
+        (
+            f"{c.a} / {c.b}",
+            kind,
+            *_agreement(part),
+            None if c.bitwise is None else "yes" if c.bitwise.identical else "no",
+        )
+        for c in comparisons
+        for kind, part in (("frames", c.frames), ("consensus", c.consensus))
+        if part is not None
+    ]
+    return Table((*header, "Within tolerance", "allclose 1e-3", "Same bytes"), tuple(rows))
+
+
+def _agreement(part: LabelAgreement) -> Iterator[object]:
+    yield part.in_both
+    yield Number(f"{part.only_in_a:,} / {part.only_in_b:,}")
+    yield percent(part.agreement, 3)
+    if part.score is None:
+        yield from [None] * 6
+        return
+    yield from (Number(f"{v:.2e}") for v in (part.score.mean, part.score.median, part.score.p99, part.score.max))
+    yield percent(part.score.share_within_tolerance, 2)
+    yield "yes" if part.score.allclose else "no"
+
+
+def _bottleneck(report: Report) -> Section:
+    b, word = report.bottleneck, {True: "expected", False: "actionable"}
+    findings = table(
+        report.findings,
+        {
+            "Stage": lambda f: f.stage,
+            "Share of time": lambda f: percent(f.share),
+            "GPU utilisation": lambda f: number(f.utilisation, 1, " %"),
+            "Verdict": lambda f: word[f.expected],
+            "Advice": lambda f: f.advice,
+        },
+    )
+    return Section("Bottleneck", (f"({word[b.expected]}): {b.detail}. Advice: {b.advice}.",), (findings,), b.kind)
+
+
+def _regression(report: Report) -> Section:
+    found = report.regression
+    if found is None:
+        return Section("Regression")
+    against = f"against {found.against_commit} of {found.against_created}" if found.against_commit else ""
+    metrics = table(
+        found.metrics,
+        {
+            "Metric": lambda m: m.name,
+            "Before": lambda m: number(m.before, 2),
+            "Now": lambda m: number(m.now, 2),
+            "Change": lambda m: percent(m.change),
+            "Verdict": lambda m: Mark(m.verdict),
+        },
+    )
+    return Section("Regression", (": ".join(filter(None, (against, found.reason))),), (metrics,), Mark(found.verdict))
+
+
+def accounts(report: Report) -> Table:
+    """What became of the reads of the run that is judged, the remarks on them, and what never became a read."""
+    header, found = ("What", "Count", "Share"), report.accounting
+    if found is None:
+        return Table(header, ())
+
+    def row(what: str, n: int | None) -> tuple[object, ...]:
+        return what, n, percent(n / found.reads if found.reads and n is not None else None)
+
+    whole = "sum of the fates" if found.adds_up else "sum of the fates: does NOT add up"
+    left = (("records skipped", found.skipped_records), ("files ignored", found.ignored_files))
+    return Table(
+        header,
+        (
+            *(row(name, n) for name, n in found.fates.items()),
+            row(whole, sum(found.fates.values())),
+            row("reads that came in", report.run.n_reads if report.run else None),
+            *(row(f"reads: {name}", n) for name, n in found.flags.items()),
+            *((name, "not recorded" if n is None else n, None) for name, n in left),
+        ),
+    )
+
+
+def _provenance(report: Report) -> Table:
+    made = report.provenance
+    rows = [
+        ("created", made.created),
+        ("virnuc", made.virnuc_version),
+        ("commit", made.git_commit),
+        ("model length", made.model_length and str(made.model_length)),
+        *((f"fingerprint of {part}", print_) for part, print_ in made.fingerprints.items()),
+        *((f"seed of {part}", str(seed)) for part, seed in made.seeds.items()),
+        *made.versions.items(),
+        *made.settings.items(),
+    ]
+    return Table(("What", "Value"), tuple(rows))
+
+
+def _evidence(report: Report) -> Section:
+    files = table(
+        report.evidence,
+        {"File": lambda f: f.path, "Bytes": lambda f: f.bytes, "SHA-256": lambda f: f.sha256},
+    )
+    said = "Every figure above is computed from these files; virnuc verify computes them again."
+    return Section("Raw files", (said,) if report.evidence else (), (files,))
