@@ -34,7 +34,7 @@ def prefect_backend() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _prefects_own_sockets() -> Iterator[None]:
     """Prefect leaves sockets to the garbage collector; collect them here, where nobody is blamed for the warning."""
     yield
@@ -74,6 +74,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 simulated reads."""
     return simulate(SimulateSpec(reads=300, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz").reads_file
+
+
+@pytest.fixture(scope="session")
+def few_reads(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 simulated reads, where it does not matter what they are."""
+    return simulate(SimulateSpec(reads=60, seed=3), tmp_path_factory.mktemp("reads") / "few.fastq.gz").reads_file
 
 
 @pytest.fixture(scope="session")

@@ -100,6 +100,7 @@ def edit(part: str, **changes: object) -> Spoil:
 BAD_MODELS: dict[str, tuple[Spoil, str]] = {
     "missing": (shutil.rmtree, "no such directory"),
     "no part": (lambda m: shutil.rmtree(m / "esm2"), "no esm2/ in it"),
+    "no other part": (lambda m: shutil.rmtree(m / "dnabert_s"), "no dnabert_s/ in it"),
     "no config": (lambda m: (m / "head" / "config.json").unlink(), "head/config.json: no such file"),
     "no weights": (lambda m: (m / "esm2" / "model.safetensors").unlink(), "esm2/model.safetensors: no such file"),
     "no tokenizer": (lambda m: (m / "dnabert_s" / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
@@ -122,13 +123,30 @@ def test_weights_that_cannot_be_used(spoil: Spoil, said: str, tmp_path: Path, mo
     assert not out.exists()
 
 
-@pytest.mark.parametrize(("name", "code"), [("absent.fq", 2), ("r.fa", 3)])
-def test_as_a_process_it_is_one_line_too(name: str, code: int, tmp_path: Path, models: Path) -> None:
+BAD_SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
+    "cuda:63": (("--devices", "cuda:63"), 4),
+    "cpu:4096": (("--devices", "cpu:4096"), 4),
+    "fp16": (("--precision", "fp16"), 2),
+    "token_budget": (("--token-budget", "3"), 2),
+}
+
+
+@pytest.mark.parametrize(("said", "words", "code"), [(said, *case) for said, case in BAD_SETTINGS.items()])
+def test_settings_that_cannot_run(
+    said: str, words: tuple[str, ...], code: int, tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    devices = () if "--devices" in words else ("--devices", "cpu:1")
+    given = ["predict", file(tmp_path, "r.fa"), "-o", tmp_path / "out", "--models", models, *devices, *words]
+    assert said in virnuc.refuses(code, *given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_as_a_process_it_is_one_line_too(tmp_path: Path, models: Path) -> None:
     copied, out = tmp_path / "models", tmp_path / "out"
     shutil.copytree(models, copied)
     os.truncate(copied / "esm2" / "model.safetensors", 200_000)
     file(tmp_path, "r.fa")
-    words = ["predict", str(tmp_path / name), "-o", str(out), "--models", str(copied), "--devices", "cpu:1"]
+    words = ["predict", str(tmp_path / "r.fa"), "-o", str(out), "--models", str(copied), "--devices", "cpu:1"]
     done = subprocess.run(
         [sys.executable, "-m", "flows.cli", *words],
         capture_output=True,
@@ -137,7 +155,7 @@ def test_as_a_process_it_is_one_line_too(name: str, code: int, tmp_path: Path, m
         check=False,
         env={**os.environ, "PREFECT_API_URL": "http://127.0.0.1:9"},  # a flow would fail otherwise, and later
     )
-    only_line(done.returncode, done.stdout, done.stderr, code)
+    only_line(done.returncode, done.stdout, done.stderr, 3)
     assert not out.exists()
 
 

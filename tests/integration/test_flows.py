@@ -25,6 +25,8 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
 
+from .processes import committed
+
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 
@@ -81,9 +83,11 @@ def test_a_finished_prediction_is_not_computed_again(tmp_path: Path, reads: Path
     assert [name for name in changed if "shards/0" in name or "orfs" in name or "results" in name] == []
 
 
-def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(tmp_path: Path, reads: Path, models: Path) -> None:
+def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
     out = tmp_path / "run"
-    predict(reads=[str(reads)], out=out, models=models, devices="cpu:1")
+    predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1")
     other = simulate(SimulateSpec(reads=50, seed=9), tmp_path / "other.fasta").reads_file
     with pytest.raises(RunMismatchError, match="reads"):
         predict(reads=[str(other)], out=out, models=models, devices="cpu:1")
@@ -128,48 +132,50 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     assert verify_report(out).ok
 
 
-@pytest.mark.parametrize(("fails", "kind"), [(True, "FAILED"), (False, "COMPLETED")])
-def test_a_criterion_that_is_missed_is_seen_in_the_run_list(
-    tmp_path: Path, reads: Path, models: Path, fails: bool, kind: str
-) -> None:
-    profile = tmp_path / "impossible.toml"
-    profile.write_text(
-        'name = "impossible"\ntitle = "Nobody meets this"\ndevice_names = [""]\n'
-        '[baseline]\nname = "vanilla"\nreads = 100\n'
-        '[targets]\none_device_seconds = { op = "<", value = 0.001 }\n'
+def write_profile(path: Path, settings: str, limit_s: float) -> str:
+    """A profile that asks for the time on one device only."""
+    path.write_text(
+        f'name = "{path.stem}"\ntitle = "Of a test"\ndevice_names = [""]\n{settings}'
+        f'[baseline]\nname = "vanilla"\nreads = 50\n[targets]\none_device_seconds = {{ op = "<", value = {limit_s} }}\n'
     )
-    state = validate(
-        reads=[str(reads)],
-        out=tmp_path / "validation",
-        models=models,
-        devices="cpu:1",
-        profile=str(profile),
-        fail_on_criteria=fails,
-        return_state=True,
-    )
-    assert (state.type.value, state.name) == (kind, "Criteria not met")
-    assert "not met: Time on one device" in (state.message or "")
+    return str(path)
+
+
+def test_a_criterion_that_is_missed_is_seen_in_the_run_list(tmp_path: Path, few_reads: Path, models: Path) -> None:
+    given = {"reads": [str(few_reads)], "out": tmp_path / "validation", "models": models, "devices": "cpu:1"}
+    given |= {"profile": write_profile(tmp_path / "impossible.toml", "", 0.001)}
+    for fails, kind in ((True, "FAILED"), (False, "COMPLETED")):
+        state = validate(**given, fail_on_criteria=fails, return_state=True)
+        assert (state.type.value, state.name) == (kind, "Criteria not met")
+        assert "not met: Time on one device" in (state.message or "")
 
 
 def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
-    tmp_path: Path, many_reads: Path, models: Path
+    tmp_path: Path, many_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile = tmp_path / "hasty.toml"
-    profile.write_text(
-        'name = "hasty"\ntitle = "In a hurry"\ndevice_names = [""]\n'
-        "time_limit_s = 4\nsample_s = 0.2\n"
-        "[engine]\nshard_tokens = 4096\n"
-        '[baseline]\nname = "vanilla"\nreads = 50\n[targets]\none_device_seconds = { op = "<", value = 4 }\n'
-    )
-    out = tmp_path / "validation"
-    given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1", "profile": str(profile)}
+    settings = "time_limit_s = 3600\nsample_s = 0.2\n[engine]\nshard_tokens = 4096\n"
+    out, enough = tmp_path / "validation", 0
+    run = out / "devices-1"
+
+    class AfterShards(threading.Timer):
+        """The limit of an hour is over once there are `enough` shards: the machine may be as slow as it likes."""
+
+        def run(self) -> None:
+            while self.interval == 3600 and committed(run) < enough and not self.finished.wait(0.02):
+                pass
+            super().run() if self.interval != 3600 else self.finished.is_set() or self.function()
+
+    monkeypatch.setattr(threading, "Timer", AfterShards)
+    given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}
+    given |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
+    enough = 2
     state = validate(**given, return_state=True)
     assert "not met: Time on one device" in (state.message or "")
-    assert json.loads((out / "devices-1" / "summary.json").read_text())["stopped_at_limit"] is True
-    committed = len(list((out / "devices-1" / "shards").glob("*.h5")))
-    assert committed > 0
+    assert json.loads((run / "summary.json").read_text())["stopped_at_limit"] is True
+    before = committed(run)
+    enough = before + 2
     validate(**given, return_state=True)  # goes on where it was
-    assert len(list((out / "devices-1" / "shards").glob("*.h5"))) > committed
+    assert committed(run) >= enough
 
 
 def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
@@ -177,7 +183,7 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
 
     folder = tmp_path / "models"
     init_random(folder)
-    made = simulate(SimulateSpec(reads=400, seed=5), tmp_path / "train.fastq")
+    made = simulate(SimulateSpec(reads=200, seed=5), tmp_path / "train.fastq")
     before = (folder / "head" / "model.safetensors").read_bytes()
     state = train(
         reads=[str(made.reads_file)],
@@ -264,6 +270,14 @@ def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again
     assert [path.name for path in (tmp_path / "run").rglob("*") if path.name != ".lock"] == []
 
 
+def test_duplicate_ids_are_refused_where_that_is_asked_for(tmp_path: Path, models: Path) -> None:
+    twice = tmp_path / "twice.fasta"
+    twice.write_text(">r1\nACGTACGTACGT\n>r1\nACGTACGTACGA\n")
+    given = {"reads": [str(twice)], "out": tmp_path / "run", "models": models, "devices": "cpu:1"}
+    with pytest.raises(InputError, match="r1"):
+        predict(**given, strict=True)
+
+
 def test_reads_without_an_open_frame_give_files_with_headers_only(tmp_path: Path, models: Path) -> None:
     stops = tmp_path / "stops.fasta"
     stops.write_text(f">none\n>stops\n{'TAACTAGTTAG' * 9}\n")
@@ -272,7 +286,7 @@ def test_reads_without_an_open_frame_give_files_with_headers_only(tmp_path: Path
     assert len((tmp_path / "run" / "prediction_results.txt").read_text().splitlines()) == 1
 
 
-def test_no_thread_of_ours_outlives_a_flow(tmp_path: Path, reads: Path, models: Path) -> None:
-    predict(reads=[str(reads)], out=tmp_path / "run", models=models, devices="cpu:1")
+def test_no_thread_of_ours_outlives_a_flow(tmp_path: Path, few_reads: Path, models: Path) -> None:
+    predict(reads=[str(few_reads)], out=tmp_path / "run", models=models, devices="cpu:1")
     names = [thread.name for thread in threading.enumerate()]
     assert [name for name in names if name.startswith(("progress artifact", "cancel watch", "read cpu"))] == []
