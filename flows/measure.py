@@ -23,7 +23,7 @@ from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.report.build import RUN_PREFIX
 from virnuc_core.report.model import Report
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.flops import ModelFlops
+from virnuc_core.runfiles import ModelFlops
 
 HISTORY = "virnuc-history.jsonl"
 

@@ -16,7 +16,8 @@ from tasks.logs import core_logs
 from tasks.states import done
 from tasks.tables import fate_rows
 from tasks.viral import viral_reads
-from virnuc_core.pipeline import RunSummary, read_summary
+from virnuc_core.pipeline import read_summary
+from virnuc_core.runfiles import RunSummary
 
 
 def _run_name() -> str:

@@ -24,8 +24,8 @@ from tasks.states import done
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import InputError
 from virnuc_core.measure.inbox import Fate, Ledger, Row, RowFate
-from virnuc_core.pipeline import RunSummary
 from virnuc_core.provenance import now
+from virnuc_core.runfiles import RunSummary
 
 logger = logging.getLogger(__name__)
 

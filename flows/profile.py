@@ -39,7 +39,7 @@ def profile(settings: ProfileSettings) -> State[Traces]:
         summary = begun.embed()
         bench = Bench(run.store, settings.models, devices)
         found = trace(run, bench, begun.engine, _spec(run, settings), label=label).result()
-        write_profile(found, summary.stages, summary.total_s)
+        write_profile(found, summary.stages, summary.total_s or 0.0)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
         publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")
         publish_table(f"marks-{label}-{devices}", marks, f"Recorded stages of {label}: {found.folder}")

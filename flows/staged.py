@@ -19,10 +19,11 @@ from tasks.stage import stage
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import PrewarmedWorkers
-from virnuc_core.pipeline import RunSummary, model_length, prewarm, read_summary
+from virnuc_core.pipeline import model_length, prewarm, read_summary
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary
 
 FREE_NOW_S: Final = 1.0  # a device's slot that takes longer to get is another run's
 

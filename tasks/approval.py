@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,13 +10,12 @@ from typing import Any, Final, Literal
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.runfiles import ApprovalRecord, write
 
 Answer = Literal["yes", "no", "not answered"]
 Verdict = Literal["approved", "rejected", "pending"]
 NOBODY: Final = "nobody (time-out)"
 FILE: Final = "approval.json"
-SCHEMA_VERSION: Final = 1
 
 
 class Approval(RunInput):
@@ -61,14 +59,8 @@ def time_out() -> dict[str, str]:
 def record(report_dir: Path, approval: Approval, *, flow_run: str, when: datetime | None = None) -> Path:
     """Keep who decided what and when beside the report; returns the file."""
     path = report_dir / FILE
-    body = {
-        "schema_version": SCHEMA_VERSION,
-        "when": (when or datetime.now(UTC)).isoformat(timespec="seconds"),
-        "flow_run": flow_run,
-        **approval.model_dump(mode="json"),
-    }
-    write_text_whole(path, json.dumps(body, indent=2, ensure_ascii=False) + "\n")
-    return path
+    moment = (when or datetime.now(UTC)).isoformat(timespec="seconds")
+    return write(path, ApprovalRecord(when=moment, flow_run=flow_run, **approval.model_dump(mode="json")))
 
 
 def as_markdown(approval: Approval) -> str:

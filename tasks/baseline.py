@@ -16,10 +16,11 @@ from tasks.progress import ProgressArtifact
 from tasks.retries import POLICY
 from tasks.states import done
 from virnuc_core.baseline.record import record
-from virnuc_core.baseline.run import BaselineProgress, BaselineSummary, run_baseline
+from virnuc_core.baseline.run import BaselineProgress, run_baseline
 from virnuc_core.config import BaselineSpec, Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import BaselineSummary
 
 
 @task(name="baseline", task_run_name="baseline {spec.name} on {devices}", cache_policy=NO_CACHE, **POLICY)

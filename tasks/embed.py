@@ -21,11 +21,11 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import WorkerError
-from virnuc_core.pipeline import ClassifySpec, RunSummary, Watch, classify, read_summary
+from virnuc_core.pipeline import ClassifySpec, Watch, classify, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.flops import ModelFlops
+from virnuc_core.runfiles import ModelFlops, RunSummary
 
 
 @task(name="embed", task_run_name="embed {label} on {devices}", cache_policy=NO_CACHE, **POLICY)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from types import TracebackType
@@ -13,7 +12,8 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary, device_records, read, write
 
 
 class TimeLimitError(VirnucError):
@@ -54,18 +54,18 @@ class TimeLimit:
 
 def write_stopped(run: RunDir, staging: StageSummary, devices: Devices, wall_s: float) -> None:
     """summary.json of a run that was ended: how long it had taken, and nothing that was not measured."""
-    body = {
-        "stopped_at_limit": True,
-        "wall_s": wall_s,
-        "staging_s": staging.total_s,
-        "total_s": staging.total_s + wall_s,
-        "n_reads": staging.counts.n_reads,
-        "devices": [device.record() for device in resolve(devices)],
-    }
-    write_text_whole(run.summary, json.dumps(body, indent=2) + "\n")
+    stopped = RunSummary(
+        stopped_at_limit=True,
+        wall_s=wall_s,
+        staging_s=staging.total_s,
+        total_s=staging.total_s + wall_s,
+        n_reads=staging.counts.n_reads,
+        devices=device_records(device.record() for device in resolve(devices)),
+    )
+    write(run.summary, stopped)
 
 
 def forget_stopped(run: RunDir) -> None:
     """Remove the summary of a run that was ended, so that the run can go on."""
-    if run.summary.is_file() and json.loads(run.summary.read_text(encoding="utf-8")).get("stopped_at_limit"):
+    if run.summary.is_file() and read(run.summary, RunSummary).stopped_at_limit:
         run.summary.unlink()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.render import write_report
 from virnuc_core.report.views import accounts, criteria, scaling
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import StagingTally, ValidationRecord, read, write
 
 
 @task(name="report", task_run_name="report {label}", cache_policy=NO_CACHE, **POLICY)
@@ -69,23 +69,26 @@ def record_validation(
         model_length=model_length,
         fingerprints={"reads": staging.fingerprint, **asdict(weights)},
         resolved={},
-        devices=tuple(device.record() for device in devices),
+        devices=[device.record() for device in devices],
         store=RunDir(out).store.name,
     )
-    body = {**fresh.model_dump(mode="json"), "profile": profile.model_dump(mode="json")}
-    body["versions"] |= cuda_version()
-    body["staging"] = {**staging.tally, "ignored_files": list(staging.ignored_files), "warnings": staging.warnings()}
+    tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
+    record = ValidationRecord(
+        **dict(fresh) | {"versions": fresh.versions | cuda_version()},
+        profile=profile,
+        staging=StagingTally.model_validate(tally),
+    )
     path = RunDir(out).record
     if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        others = [name for name, print_ in body["fingerprints"].items() if before["fingerprints"].get(name) != print_]
+        before = read(path, ValidationRecord)
+        others = [name for name, own in record.fingerprints.items() if before.fingerprints.get(name) != own]
         if others and not force:
             raise RunMismatchError(
                 f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
             )
-        if all(before.get(name) == body[name] for name in ("fingerprints", "devices", "profile")):
-            body["created"] = before["created"]
-    write_text_whole(path, json.dumps(body, indent=2) + "\n")
+        if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
+            record = record.model_copy(update={"created": before.created})
+    write(path, record)
 
 
 def cuda_version() -> dict[str, str]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from tasks.artifacts import cell, verdict_cell
-from virnuc_core.pipeline import RunSummary
 from virnuc_core.report import formatting
 from virnuc_core.report.formatting import Mark, Table, number
 from virnuc_core.report.model import Report
 from virnuc_core.report.overhead import OverheadFile
+from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.records import STAGES
 
 Rows = list[dict[str, str]]
@@ -39,12 +39,15 @@ def stage_rows(summary: RunSummary) -> Rows:
     rows = []
     for place, name in enumerate(STAGES, start=1):
         seconds = summary.stages.get(name)
-        share = seconds / summary.total_s if seconds is not None and summary.total_s > 0 else None
+        share = seconds / summary.total_s if seconds is not None and summary.total_s else None
         spent = (
             cell(number(seconds, 2)) if seconds is not None else "fused" if name in summary.stages else "not measured"
         )
         rows.append({"stage": f"Stage {place}: {name}", "seconds": spent, "share": percent(share)})
-    return [*rows, {"stage": "**Total wall time**", "seconds": cell(number(summary.total_s, 2)), "share": "100 %"}]
+    return [
+        *rows,
+        {"stage": "**Total wall time**", "seconds": cell(number(summary.total_s or 0.0, 2)), "share": "100 %"},
+    ]
 
 
 def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:

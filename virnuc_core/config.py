@@ -213,10 +213,10 @@ def load_profile(name_or_path: str) -> Profile:
         raise ConfigError(f"profile {name_or_path}: {explain(error)}") from error
 
 
-def explain(error: ValidationError) -> str:
-    """A pydantic error as one line: `engine.token_budget: should be ≥ 64 (given 3)`."""
+def explain(error: ValidationError, most: int | None = None) -> str:
+    """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`."""
     parts = []
-    for item in error.errors():
+    for item in error.errors()[:most]:
         place = ".".join(str(step) for step in item["loc"]) or "settings"
         parts.append(f"{place}: {item['msg'][0].lower()}{item['msg'][1:]} (given {item.get('input')!r})")
     return "; ".join(parts)

@@ -6,7 +6,6 @@ embeds what is not committed yet, writes the result files, and measures all of i
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -39,10 +38,10 @@ from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
-from virnuc_core.rundir import RunDir, run_lock, write_text_whole
+from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
 from virnuc_core.telemetry.batches import busiest, device_busy, embedding_window
 from virnuc_core.telemetry.clock import StageClock, pipeline_summary
-from virnuc_core.telemetry.flops import ModelFlops
 from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
 from virnuc_core.telemetry.monitor import RunMonitor
 from virnuc_core.telemetry.progress import InferenceProgressReporter, ProgressSnapshot
@@ -51,7 +50,6 @@ from virnuc_core.telemetry.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
 ENCODER_STAGES: Final[tuple[tuple[str, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
 
 
@@ -77,56 +75,16 @@ class ClassifySpec(Spec):
     asked: dict[str, Any] = Field(default_factory=dict)  # the user's own words, for run.json
 
 
-@dataclass(frozen=True, slots=True)
-class RunSummary:
-    """summary.json: what a run did and how long it took. Written last: its presence means the run is complete."""
-
-    schema_version: int
-    wall_s: float  # this run, without staging
-    staging_s: float
-    total_s: float
-    stages: dict[str, float | None]  # the nine; None: fused
-    n_reads: int
-    n_chunks: int
-    n_rows: int
-    n_uniques: int
-    protein_tokens: int  # of the uniques, specials included
-    fates: dict[str, int]
-    threshold: float  # viral score from which a read is called viral
-    rows_virus: int
-    chunks_virus: int
-    chunks_scored: int
-    telemetry: str | None  # file name within telemetry/; None when nothing had to be computed
-    devices: tuple[dict[str, Any], ...]
-    workers: tuple[dict[str, Any], ...]
-    resumed: bool
-    shards: int
-    shards_computed: int
-    shards_reused: int
-    restarts: int
-    deaths: tuple[str, ...]
-    damaged: tuple[str, ...]
-    rows_set_aside: int  # uniques that ended every worker
-    reduced_budgets: dict[str, int]  # shard → what its token budgets were divided by, for want of memory
-    flops: dict[str, Any] | None = None  # `ModelFlops`; None in runs of before it was kept
-
-    def to_json(self) -> str:
-        """As written to summary.json."""
-        return json.dumps({**asdict(self)}, indent=2) + "\n"
-
-
 def read_summary(run: RunDir) -> RunSummary | None:
     """The summary of a complete run; None when it is not complete."""
     if not run.summary.is_file():
         return None
     try:
-        body = json.loads(run.summary.read_text(encoding="utf-8"))
-        for name in ("devices", "workers", "deaths", "damaged"):
-            body[name] = tuple(body[name])
-        return RunSummary(**body)
-    except (ValueError, KeyError, TypeError) as error:
-        log.warning("%s cannot be read (%s); the run counts as not complete", run.summary, error)
+        summary = read(run.summary, RunSummary)
+    except ConfigError as error:
+        log.warning("%s; the run counts as not complete", error)
         return None
+    return summary if summary.complete else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +123,7 @@ def model_length(models: Path) -> int:
 def model_flops(models: Path) -> ModelFlops:
     """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
     esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
-    return ModelFlops(2.0 * esm2.linear_weights, 2.0 * dnabert_s.linear_weights)
+    return ModelFlops(esm2_per_token=2.0 * esm2.linear_weights, dnabert_s_per_token=2.0 * dnabert_s.linear_weights)
 
 
 def classify(
@@ -217,7 +175,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
         widths={"dna": dnabert_s.width, "protein": esm2.width},
         fingerprints=asdict(prints),
         resolved={**result_settings(resolved), "kind": found[0].kind},
-        devices=tuple(device.record() for device in found),
+        devices=[device.record() for device in found],
         store=os.path.relpath(store, run.root),
     )
     if spec.force:
@@ -230,7 +188,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
         job_fingerprint(prints, resolved, found[0].kind),
     )
     shards.write_plan(run, plan)
-    provenance.write_record(run, record)
+    write(run.record, record)
     done, damaged = shards.committed(run, plan)
     for line in damaged:
         log.warning("%s; it will be computed again", line)
@@ -241,14 +199,15 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
 def _judge_again(job: Job, before: RunSummary) -> RunSummary:
     """The result files of a complete run once more: they were removed, or the threshold is another."""
     results = _write_results(job, StageClock())
-    summary = replace(
-        before,
-        fates=_fates(results),
-        threshold=job.threshold,
-        rows_virus=results.rows_virus,
-        chunks_virus=results.chunks_virus,
+    summary = before.model_copy(
+        update={
+            "fates": _fates(results),
+            "threshold": job.threshold,
+            "rows_virus": results.rows_virus,
+            "chunks_virus": results.chunks_virus,
+        }
     )
-    write_text_whole(job.run.summary, summary.to_json())
+    write(job.run.summary, summary)
     return summary
 
 
@@ -295,8 +254,8 @@ def _compute(
             sampler.samples(), sampler.host_samples(), clock.times(), n_reads=job.store.n_reads, wall_s=wall_s
         )
     summary = _summary(job, staging, pool, results, clock, wall_s, files)
-    write_text_whole(job.run.summary, summary.to_json())
-    for line in pipeline_summary(clock.times(), summary.total_s).splitlines():
+    write(job.run.summary, summary)
+    for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
         log.info("%s", line)
     return summary
 
@@ -412,7 +371,6 @@ def _summary(
 ) -> RunSummary:
     orfs = job.store
     return RunSummary(
-        schema_version=SCHEMA_VERSION,
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
@@ -428,7 +386,7 @@ def _summary(
         chunks_virus=results.chunks_virus,
         chunks_scored=results.chunks,
         telemetry=files.json.name if files else None,
-        devices=tuple(device.record() for device in job.devices),
+        devices=device_records(device.record() for device in job.devices),
         workers=pool.workers,
         resumed=len(job.todo) < len(job.plan),
         shards=len(job.plan),
@@ -439,7 +397,7 @@ def _summary(
         damaged=job.damaged,
         rows_set_aside=len(pool.set_aside),
         reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced},
-        flops=None if job.flops is None else job.flops.to_json(),
+        flops=job.flops,
     )
 
 

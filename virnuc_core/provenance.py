@@ -1,51 +1,22 @@
-"""run.json: what a run was made of, so that nothing foreign is ever mixed into it."""
+"""What a run is made of, so that nothing foreign is ever mixed into it."""
 
 from __future__ import annotations
 
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
-
 import virnuc_core
-from virnuc_core.config import Spec, explain
 from virnuc_core.errors import ConfigError, RunMismatchError
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Attempt, RunRecord, device_records, read
 from virnuc_core.telemetry.sampler import driver_versions
 
-SCHEMA_VERSION = 1
 PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
-
-
-class Attempt(Spec):
-    """One start of the run: the first, or a resume."""
-
-    started: str
-    devices: tuple[dict[str, Any], ...]
-
-
-class RunRecord(Spec):
-    """The content of run.json."""
-
-    schema_version: int = SCHEMA_VERSION
-    virnuc_version: str
-    git_commit: str | None
-    versions: dict[str, str]
-    created: str
-    host: str
-    spec: dict[str, Any]
-    model_length: int
-    widths: dict[str, int] = Field(default_factory=dict, description="of an embedding's two parts: dna, protein")
-    fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head
-    resolved: dict[str, Any]  # the settings that decide result bytes, `auto` replaced; and the kind of device
-    devices: tuple[dict[str, Any], ...]  # of the newest attempt
-    seeds: dict[str, int]
-    store: str  # relative to the run directory
-    attempts: tuple[Attempt, ...] = Field(default=())
 
 
 def now() -> str:
@@ -91,13 +62,12 @@ def new_record(
     model_length: int,
     fingerprints: dict[str, str],
     resolved: dict[str, Any],
-    devices: tuple[dict[str, Any], ...],
+    devices: Iterable[Mapping[str, Any]],
     store: str,
-    seeds: dict[str, int] | None = None,
     widths: dict[str, int] | None = None,
 ) -> RunRecord:
     """A record of a run that starts now."""
-    started = now()
+    started, found = now(), device_records(devices)
     return RunRecord(
         virnuc_version=virnuc_core.__version__,
         git_commit=git_commit(),
@@ -109,26 +79,17 @@ def new_record(
         widths=widths or {},
         fingerprints=fingerprints,
         resolved=resolved,
-        devices=devices,
-        seeds=seeds or {},
+        devices=found,
         store=store,
-        attempts=(Attempt(started=started, devices=devices),),
+        attempts=(Attempt(started=started, devices=found),),
     )
 
 
 def read_record(run: RunDir) -> RunRecord:
-    """Read run.json; `ConfigError` when it is absent or not readable."""
-    try:
-        return RunRecord.model_validate_json(run.record.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{run.root}: not a run directory (no readable run.json)") from error
-    except ValidationError as error:
-        raise ConfigError(f"{run.record}: {explain(error)}") from error
-
-
-def write_record(run: RunDir, record: RunRecord) -> None:
-    """Write run.json whole."""
-    write_text_whole(run.record, record.model_dump_json(indent=2) + "\n")
+    """The record of a run; `ConfigError` when it is absent or not readable."""
+    if not run.record.is_file():
+        raise ConfigError(f"{run.root}: not a run directory (no readable run.json)")
+    return read(run.record, RunRecord)
 
 
 def differences(before: RunRecord, after: RunRecord) -> list[str]:

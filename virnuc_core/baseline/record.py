@@ -7,11 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from virnuc_core import provenance
-from virnuc_core.baseline.run import BaselineSummary
 from virnuc_core.config import BaselineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import BaselineSummary, write
 
 
 def record(run: RunDir, summary: BaselineSummary, *, store: Path, models: Path, spec: BaselineSpec) -> None:
@@ -28,8 +28,8 @@ def record(run: RunDir, summary: BaselineSummary, *, store: Path, models: Path, 
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **asdict(fingerprint(models))},
         resolved={},
-        devices=tuple(device.record() for device in summary.devices),
+        devices=[device.model_dump() for device in summary.devices],
         store=os.path.relpath(store, run.root),
     )
     if not run.record.exists() or provenance.differences(provenance.read_record(run), fresh):
-        provenance.write_record(run, fresh)
+        write(run.record, fresh)

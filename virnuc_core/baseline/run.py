@@ -8,75 +8,32 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.baseline.crew import Crew, Operation, Phase
 from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, cut, write_fasta
-from virnuc_core.baseline.scaling import Growth, Subset, scale_phase, scale_stage
+from virnuc_core.baseline.scaling import Growth, scale_phase, scale_stage
 from virnuc_core.baseline.worker import WorkerSpec
-from virnuc_core.config import BaselineName, BaselineSpec, Devices
+from virnuc_core.config import BaselineSpec, Devices
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.process import cancel_token
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
-from virnuc_core.rundir import RunDir, run_lock, write_text_whole
+from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.runfiles import BaselineSubset, BaselineSummary, DeviceRecord, device_records, read, write
 from virnuc_core.telemetry.records import STAGES
 
-SCHEMA_VERSION: Final = 1
 _CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 OWN_STAGES: Final = STAGES[2:]  # rows come from the store, chunked and translated
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class BaselineSummary:
-    """A baseline's time and what it stands on; written to `summary.json`.
-
-    `stages` are seconds on the whole input, scaled where a subset was measured, and empty for a recorded baseline.
-    Chunking and translation are not among them: the rows are taken from the store, which favours the baseline.
-    """
-
-    schema_version: int
-    name: BaselineName
-    source: Literal["measured", "recorded"]
-    wall_s: float  # seconds for the whole input: what a run is compared with
-    stages: dict[str, float]
-    subset: Subset | None  # what was measured; None: everything, or nothing
-    measured_s: float | None  # seconds that really passed; None when recorded
-    measured_stages: dict[str, float]
-    scaled_s: float | None  # `measured_s` scaled to the whole input; None unless a subset was measured
-    n_reads: int  # of the whole input
-    n_rows: int
-    measured_rows: int
-    file_rows: int  # rows of the files that were measured
-    devices: tuple[Device, ...]
-    fingerprint: str  # of reads, weights, algorithm, devices and subset
-    reused: bool = field(default=False, compare=False)
-
-    def to_json(self) -> str:
-        """As written to `summary.json`."""
-        body = asdict(self)
-        del body["reused"]
-        return json.dumps(body, indent=2) + "\n"
-
-    @classmethod
-    def from_json(cls, text: str) -> BaselineSummary:
-        """As read from `summary.json`; `ConfigError` when it is not one."""
-        try:
-            body: dict[str, Any] = json.loads(text)
-            body["subset"] = None if body["subset"] is None else Subset(**body["subset"])
-            body["devices"] = tuple(Device(**device) for device in body["devices"])
-            return cls(**body)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ConfigError(f"not a baseline's summary ({error})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +43,6 @@ class BaselineProgress:
     stage: str
     rows: int
     total_rows: int
-
-
-def read_baseline(run: RunDir) -> BaselineSummary:
-    """The summary of a baseline that has finished; `ConfigError` when there is none."""
-    try:
-        return BaselineSummary.from_json(run.summary.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{run.root}: no baseline has finished here ({error.strerror})") from error
 
 
 def run_baseline(
@@ -116,7 +65,7 @@ def run_baseline(
     opened = OrfStore.open(store)
     if spec.source == "recorded":
         summary = _recorded(opened, spec)
-        write_text_whole(run.summary, summary.to_json())
+        write(run.summary, summary)
         return summary
     token = cancel_token()
     chosen = resolve(devices)
@@ -125,14 +74,14 @@ def run_baseline(
     identity = _identity(opened, models, chosen, spec, seed)
     with run_lock(run.root):
         if run.summary.exists() and run.predictions.exists() and run.consensus.exists():
-            before = read_baseline(run)
+            before = read(run.summary, BaselineSummary)
             if before.fingerprint == identity:
-                return replace(before, reused=True)
+                return before.model_copy(update={"reused": True})
         run.summary.unlink(missing_ok=True)
         measurement = _Measurement(run, opened, models, chosen, spec, token, on_progress)
         summary = measurement.measure(seed, identity)
         shutil.rmtree(measurement.folder.root)
-        write_text_whole(run.summary, summary.to_json())
+        write(run.summary, summary)
     return summary
 
 
@@ -141,7 +90,6 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         raise ConfigError("baseline: a recorded one needs recorded_seconds and recorded_device")
     count = spec.recorded_devices or 1
     return BaselineSummary(
-        schema_version=SCHEMA_VERSION,
         name=spec.name,
         source="recorded",
         wall_s=spec.recorded_seconds,
@@ -154,7 +102,7 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         n_rows=store.n_rows,
         measured_rows=0,
         file_rows=0,
-        devices=tuple(Device(f"recorded-{i}", "cuda", spec.recorded_device) for i in range(count)),
+        devices=tuple(DeviceRecord(id=f"recorded-{i}", kind="cuda", name=spec.recorded_device) for i in range(count)),
         fingerprint="recorded",
     )
 
@@ -213,7 +161,6 @@ class _Measurement:
         scaled = None if subset is None else self._scaled(seconds, phases, subset, len(rows))
         scaled_s = None if scaled is None else sum(scaled.values()) + start_s
         return BaselineSummary(
-            schema_version=SCHEMA_VERSION,
             name=self.spec.name,
             source="measured",
             wall_s=measured_s if scaled_s is None else scaled_s,
@@ -226,16 +173,21 @@ class _Measurement:
             n_rows=self.store.n_rows,
             measured_rows=len(rows),
             file_rows=file_rows,
-            devices=self.devices,
+            devices=device_records(device.record() for device in self.devices),
             fingerprint=identity,
         )
 
-    def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64], seed: int) -> Subset | None:
+    def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64], seed: int) -> BaselineSubset | None:
         if len(reads) == self.store.n_reads:
             return None
         tokens = np.diff(np.asarray(self.store.protein_offsets)) + 2
         unique = np.asarray(self.store.row_unique)
-        return Subset(len(reads), int(tokens[unique[rows]].sum()), int(tokens[unique].sum()), seed)
+        return BaselineSubset(
+            reads=len(reads),
+            tokens=int(tokens[unique[rows]].sum()),
+            total_tokens=int(tokens[unique].sum()),
+            seed=seed,
+        )
 
     def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]], seconds: dict[str, float]) -> None:
         """Write the rows as files of both kinds."""
@@ -282,7 +234,7 @@ class _Measurement:
         return tell
 
     def _scaled(
-        self, seconds: dict[str, float], phases: dict[str, Phase], subset: Subset, rows: int
+        self, seconds: dict[str, float], phases: dict[str, Phase], subset: BaselineSubset, rows: int
     ) -> dict[str, float]:
         """The stages' seconds on the whole input."""
         growth = Growth(

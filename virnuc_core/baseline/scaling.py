@@ -9,16 +9,6 @@ from virnuc_core.baseline.files import FILE_ROWS, assign, cut
 
 
 @dataclass(frozen=True, slots=True)
-class Subset:
-    """The part of the input that was measured."""
-
-    reads: int
-    tokens: int  # ESM-2 tokens of its rows, start and end tokens included
-    total_tokens: int  # of all rows
-    seed: int = 0  # they were drawn by
-
-
-@dataclass(frozen=True, slots=True)
 class Growth:
     """How much larger the whole input is than what was measured."""
 

@@ -20,7 +20,8 @@ from virnuc_core.engine.pool import NOT_TO_BE_RETRIED, as_raised
 from virnuc_core.engine.process import Child, Parent, cancel_token, end_children, spawn
 from virnuc_core.errors import WorkerError
 from virnuc_core.pipeline import model_flops
-from virnuc_core.telemetry.flops import ModelFlops, ceiling_tokens_per_s
+from virnuc_core.runfiles import ModelFlops
+from virnuc_core.telemetry.flops import ceiling_tokens_per_s
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +51,9 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
                     found[encoder][child.name] = rate
     finally:
         end_children(children)
-    return ModelFlops(plain.esm2_per_token, plain.dnabert_s_per_token, found["esm2"], found["dnabert_s"])
+    return plain.model_copy(
+        update={"esm2_ceiling_tokens_s": found["esm2"], "dnabert_s_ceiling_tokens_s": found["dnabert_s"]}
+    )
 
 
 def _start(

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
+from virnuc_core.runfiles import File, read_usable
 from virnuc_core.telemetry.log import Telemetry, read_telemetry
 
 SUMMARY: Final = "summary.json"
@@ -41,6 +42,16 @@ class RawFolder:
             self.problems.append(f"{self._relative(path)} holds no JSON object")
             return {}
         return body
+
+    def read(self, kind: type[File], *parts: str) -> File | None:
+        """What can be used of a file; `None` when it is missing or useless. What cannot be used is noted."""
+        path = self.root.joinpath(*parts)
+        if not path.is_file():
+            return None
+        self.use(path)
+        found, said = read_usable(path, kind)
+        self.problems += [f"{self._relative(path)} {one}" for one in said]
+        return found
 
     def telemetry(self, run: str, named: object) -> tuple[str, Telemetry] | None:
         """The telemetry of a run: the file its summary names, else the newest; `None` when there is none."""

@@ -20,6 +20,7 @@ from virnuc_core.report.model import (
     TelemetryMetrics,
 )
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import ModelFlops, RunSummary
 from virnuc_core.telemetry.batches import (
     BatchSummary,
     by_encoder,
@@ -31,7 +32,6 @@ from virnuc_core.telemetry.batches import (
 )
 from virnuc_core.telemetry.flops import (
     EncoderWork,
-    ModelFlops,
     cost_per_million,
     mean_ceiling,
     mfu_of_ceiling,
@@ -106,7 +106,9 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     measured = raw.telemetry(name, summary.get("telemetry"))
     resolved = mapping(record, "resolved")
     precision = text(resolved, "precision")
-    telemetry = None if measured is None else telemetry_metrics(*measured, devices, summary, precision, profile)
+    told = raw.read(RunSummary, name, SUMMARY)
+    flops = None if told is None else told.flops
+    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
     n_reads, reused = count(summary, "n_reads"), count(summary, "shards_reused")
     resumed = bool(summary.get("resumed")) or bool(reused)
     cost = cost_per_million(
@@ -156,7 +158,7 @@ def telemetry_metrics(
     file: str,
     measured: Telemetry,
     devices: Sequence[DeviceInfo],
-    summary: dict[str, Any],
+    summary_flops: ModelFlops | None,
     precision: str | None,
     profile: Profile,
 ) -> TelemetryMetrics:
@@ -168,7 +170,7 @@ def telemetry_metrics(
     used = [device_metrics(measured, device.id) for device in devices]
     energies = [figure.energy_kwh for figure in used]
     host = host_stats(measured.host)
-    flops = ModelFlops.from_json(mapping(summary, "flops"))
+    flops = summary_flops or ModelFlops()
     return TelemetryMetrics(
         file=file,
         batches=whole.batches,

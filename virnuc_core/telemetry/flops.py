@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
-
-from virnuc_core.telemetry.records import Encoder
+from dataclasses import dataclass
+from typing import Final
 
 TERA: Final = 1e12
-LARGEST: Final = 1e18  # a number in a file beyond it is no measurement
 
 # Dense peak of the tensor cores in TFLOP/s, from the makers' data sheets (without sparsity).
 # Keys: part of the device's name; the first that fits counts, so longer names stand first.
@@ -66,55 +63,6 @@ def ceiling_tokens_per_s(slots: int, passes: int, elapsed_s: float) -> float | N
     """Tokens/s of a model that were nothing but its linear layers, from `passes` through all of them over `slots`
     tokens in `elapsed_s` seconds of a synchronised clock; `None` when nothing was measured."""
     return slots * passes / elapsed_s if slots > 0 and passes > 0 and elapsed_s > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFlops:
-    """`flops` of a run's summary.json: FLOPs of a token in the linear layers of each encoder, and by device the
-    tokens/s those layers alone sustain there. A device without an entry was not measured."""
-
-    esm2_per_token: float | None = None
-    dnabert_s_per_token: float | None = None
-    esm2_ceiling_tokens_s: Mapping[str, float] = field(default_factory=dict)
-    dnabert_s_ceiling_tokens_s: Mapping[str, float] = field(default_factory=dict)
-
-    def to_json(self) -> dict[str, Any]:
-        """As written to summary.json."""
-        return {
-            "esm2_per_token": self.esm2_per_token,
-            "dnabert_s_per_token": self.dnabert_s_per_token,
-            "esm2_ceiling_tokens_s": dict(self.esm2_ceiling_tokens_s),
-            "dnabert_s_ceiling_tokens_s": dict(self.dnabert_s_ceiling_tokens_s),
-        }
-
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> ModelFlops:
-        """As read from summary.json; what is missing, or no positive number, was not measured."""
-
-        def ceilings(key: str) -> dict[str, float]:
-            found = body.get(key)
-            known = {str(k): _positive(v) for k, v in found.items()} if isinstance(found, Mapping) else {}
-            return {device: value for device, value in known.items() if value is not None}
-
-        return cls(
-            _positive(body.get("esm2_per_token")),
-            _positive(body.get("dnabert_s_per_token")),
-            ceilings("esm2_ceiling_tokens_s"),
-            ceilings("dnabert_s_ceiling_tokens_s"),
-        )
-
-    def per_token(self, encoder: Encoder) -> float | None:
-        """FLOPs of one token."""
-        return self.esm2_per_token if encoder == "esm2" else self.dnabert_s_per_token
-
-    def ceilings(self, encoder: Encoder) -> Mapping[str, float]:
-        """Tokens/s by device."""
-        return self.esm2_ceiling_tokens_s if encoder == "esm2" else self.dnabert_s_ceiling_tokens_s
-
-
-def _positive(value: object) -> float | None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if number and 0 < value <= LARGEST else None  # type: ignore[arg-type, operator]
 
 
 @dataclass(frozen=True, slots=True)

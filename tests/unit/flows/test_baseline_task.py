@@ -9,15 +9,14 @@ import pytest
 
 from tasks.baseline import start_over
 from virnuc_core.baseline.record import record
-from virnuc_core.baseline.run import BaselineSummary
 from virnuc_core.config import BaselineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, init_random
-from virnuc_core.engine.devices import Device
 from virnuc_core.provenance import read_record
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import BaselineSummary, DeviceRecord
 
 SPEC = BaselineSpec(name="vanilla")
 MEASURED = BaselineSummary(
@@ -34,7 +33,7 @@ MEASURED = BaselineSummary(
     n_rows=1,
     measured_rows=1,
     file_rows=1,
-    devices=(Device("cpu-core-0", "cpu", "Some Processor", 0),),
+    devices=(DeviceRecord(id="cpu-core-0", kind="cpu", name="Some Processor", core=0),),
     fingerprint="f",
 )
 
@@ -82,6 +81,6 @@ def test_the_record_says_what_the_baseline_was_made_from(tmp_path: Path, store: 
 def test_a_time_out_of_the_profile_has_no_record(tmp_path: Path, store: Path, models: Path) -> None:
     run = RunDir(tmp_path / "baseline")
     record(run, MEASURED, store=store, models=models, spec=SPEC)
-    recorded = dataclasses.replace(MEASURED, source="recorded")
+    recorded = MEASURED.model_copy(update={"source": "recorded"})
     record(run, recorded, store=store, models=models, spec=SPEC)
     assert not run.record.exists()

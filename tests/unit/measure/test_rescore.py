@@ -22,6 +22,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import write
 
 FILES = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
 
@@ -53,7 +54,7 @@ def run(tmp_path: Path, models: Path) -> RunDir:
         store="orfs.h5",
         widths={"dna": 64, "protein": 64},
     )
-    provenance.write_record(run, record)
+    write(run.record, record)
     plan = shards.ShardPlan((*range(0, store.n_uniques, 53), store.n_uniques), "made")
     shards.write_plan(run, plan)
     rng = np.random.default_rng(0)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tasks.tables import fate_rows, overhead_rows, overhead_sentence, rows_of
 from virnuc_core.config import Profile, load_profile
-from virnuc_core.pipeline import RunSummary
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
@@ -27,6 +25,7 @@ from virnuc_core.report.render import render, rerender, write_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.log import TelemetryLog
 
 from .validate_directory import (
@@ -375,8 +374,7 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
 
 
 def test_remarks_of_staging_stand_below_the_fates() -> None:
-    fields: dict[str, Any] = dict.fromkeys(RunSummary.__dataclass_fields__)
-    summary = RunSummary(**(fields | {"n_reads": 4, "fates": {"viral": 1, "others": 3}}))
+    summary = RunSummary(n_reads=4, fates={"viral": 1, "others": 3})
     rows = fate_rows(summary, {"reads": 4, "ambiguous": 2, "skipped": 0})
     assert [row["fate"] for row in rows] == ["viral", "others", "**all reads**", "remark: ambiguous", "remark: skipped"]
     assert rows[3] == {"fate": "remark: ambiguous", "reads": "2", "share": "50.0 %"}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
+from virnuc_core.runfiles import ModelFlops, read, read_usable, write
 from virnuc_core.telemetry.flops import (
     EncoderShape,
     EncoderWork,
-    ModelFlops,
     attention_flops_per_token,
     ceiling_tokens_per_s,
     cost_per_million,
@@ -76,14 +79,17 @@ def test_a_ceiling_is_tokens_over_seconds() -> None:
     assert ceiling_tokens_per_s(16_384, 0, 2.0) is None
 
 
-def test_model_flops_survive_the_file_and_bad_numbers_do_not() -> None:
-    flops = ModelFlops(5.6e9, 1.7e8, {"GPU-1": 90_000.0}, {})
-    assert ModelFlops.from_json(flops.to_json()) == flops
+def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> None:
+    flops = ModelFlops(esm2_per_token=5.6e9, dnabert_s_per_token=1.7e8, esm2_ceiling_tokens_s={"GPU-1": 90_000.0})
+    path = write(tmp_path / "flops.json", flops)
+    assert read(path, ModelFlops) == flops
     assert flops.per_token("esm2") == 5.6e9
     assert flops.ceilings("dnabert_s") == {}
     odd = {"esm2_per_token": True, "esm2_ceiling_tokens_s": {"a": -1, "b": "x", "c": 2}, "dnabert_s_per_token": None}
-    assert ModelFlops.from_json(odd) == ModelFlops(None, None, {"c": 2.0}, {})
-    assert ModelFlops.from_json({"esm2_ceiling_tokens_s": None}) == ModelFlops()
+    path.write_text(json.dumps(odd))
+    found, said = read_usable(path, ModelFlops)
+    assert found == ModelFlops(esm2_ceiling_tokens_s={"c": 2.0})
+    assert len(said) == 3
 
 
 def test_cost_of_a_million_reads() -> None:
