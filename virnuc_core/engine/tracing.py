@@ -5,8 +5,6 @@ Recording slows the launch loop, so that its times are for shares and for findin
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Literal, Self
@@ -17,7 +15,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.loader import Item, Ready, ShardEnd, ShardStart, Source
 from virnuc_core.engine.messages import TraceSpec
-from virnuc_core.rundir import whole_file, write_text_whole
+from virnuc_core.rundir import whole_file
+from virnuc_core.runfiles import RunFile, read, write
 
 SCHEMA_VERSION: Final = 1
 WAIT: Final = "dataloader_fetch"
@@ -25,8 +24,7 @@ SHAPES_WIDTH: Final = 200
 MARKS: Final = (WAIT, "dnabert_s", "esm2", "head")  # the launch loop's own ranges, in its order
 
 
-@dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(RunFile):
     """One operation, or one mark of the launch loop, added up over the recorded shards."""
 
     name: str
@@ -37,10 +35,10 @@ class Operation:
     shapes: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TraceTable:
-    """What one device's recording adds up to."""
+class TraceTable(RunFile):
+    """`<device>.operations.json`: what one device's recording adds up to."""
 
+    schema_version: int = SCHEMA_VERSION
     device: str
     kind: str
     shards: int
@@ -55,11 +53,7 @@ class TraceTable:
 
 def read_table(path: Path) -> TraceTable:
     """A table that a worker wrote."""
-    body = json.loads(path.read_text(encoding="utf-8"))
-    del body["schema_version"]
-    for name in ("marks", "operations"):
-        body[name] = tuple(Operation(**row) for row in body[name])
-    return TraceTable(**body)
+    return read(path, TraceTable)
 
 
 def table_path(folder: Path, device: str) -> Path:
@@ -123,9 +117,7 @@ class Traced:
         recorded, self._profiler, self._done = self._profiler, None, True
         folder = Path(self._spec.folder)
         size = self._export(recorded, folder / f"{self._device.id}.json.gz")
-        table = self._table(recorded, size)
-        text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(table)}, indent=1)
-        write_text_whole(table_path(folder, self._device.id), text + "\n")
+        write(table_path(folder, self._device.id), self._table(recorded, size))
 
     def _export(self, recorded: profile, path: Path) -> int:
         """Write the trace, gzipped; its size, though it was removed again for being too large."""
@@ -167,25 +159,30 @@ def _marks(averages: Any) -> tuple[Operation, ...]:
     for name in MARKS:
         rows = [row for row in averages if row.key == name and _on(row) == "host"]
         if rows:
-            host = sum(row.cpu_time_total for row in rows) / 1e3
-            device = sum(row.device_time_total for row in rows) / 1e3
-            found.append(Operation(name, "host", sum(int(row.count) for row in rows), host, device))
+            calls, host, device = (
+                sum(getattr(row, figure) for row in rows) for figure in ("count", "cpu_time_total", "device_time_total")
+            )
+            found.append(Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3))
     return tuple(found)
 
 
 def _operations(averages: Any, limit: int) -> tuple[Operation, ...]:
-    rows = [_operation(row) for row in averages if row.key not in MARKS]
+    """Rows of torch's table, each without the time of what it calls; those that took most time of either side."""
+    rows = [
+        Operation(
+            name=row.key,
+            on=_on(row),
+            calls=row.count,
+            host_ms=row.self_cpu_time_total / 1e3,
+            device_ms=row.self_device_time_total / 1e3 if _on(row) == "device" else 0.0,
+            shapes=str(row.input_shapes)[:SHAPES_WIDTH] if getattr(row, "input_shapes", None) else "",
+        )
+        for row in averages
+        if row.key not in MARKS
+    ]
     kernels = sorted((row for row in rows if row.on == "device"), key=lambda row: row.device_ms, reverse=True)
     host = sorted((row for row in rows if row.on == "host"), key=lambda row: row.host_ms, reverse=True)
     return (*kernels[:limit], *host[:limit])
-
-
-def _operation(row: Any) -> Operation:
-    """A row of torch's table, without the time of what it calls."""
-    shapes = str(row.input_shapes)[:SHAPES_WIDTH] if getattr(row, "input_shapes", None) else ""
-    on = _on(row)
-    host_ms, device_ms = row.self_cpu_time_total / 1e3, row.self_device_time_total / 1e3
-    return Operation(row.key, on, int(row.count), host_ms, device_ms if on == "device" else 0.0, shapes)
 
 
 def _on(row: Any) -> Literal["host", "device"]:

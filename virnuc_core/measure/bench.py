@@ -13,13 +13,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from virnuc_core.config import Devices, EngineSpec, Spec
+from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.messages import resolve_engine
 from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunFile
 from virnuc_core.telemetry.batches import committed_tokens_per_s, embedding_window, summarise
 from virnuc_core.telemetry.log import read_telemetry
 from virnuc_core.telemetry.usage import device_stats
@@ -59,7 +60,7 @@ class Bench:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-class Measurement(Spec):
+class Measurement(RunFile):
     """What one embedding run came to. Rates count both encoders' real tokens."""
 
     tokens_per_s: float  # from the first launch to the last finish

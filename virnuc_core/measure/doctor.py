@@ -27,12 +27,12 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint, init_random
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.errors import DeviceError, VirnucError
+from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, device_lock_path
+from virnuc_core.rundir import RunDir, device_lock_path, run_lock, whole_file
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
@@ -207,37 +207,30 @@ def file_system(folder: Path) -> Iterator[Finding]:
     place = _nearest(folder)
     try:
         with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=place) as scratch:
-            yield _locking(Path(scratch) / "lock", place)
-            yield _commit(Path(scratch), place)
+            yield _locking(Path(scratch), place)
+            yield _commit(Path(scratch) / "shard")
     except OSError as error:
         yield Finding("file locks", "fail", f"{place} cannot be written: {error.strerror or error}")
 
 
-def _locking(path: Path, place: Path) -> Finding:
-    first, second = (os.open(path, os.O_RDWR | os.O_CREAT) for _ in range(2))
+def _locking(scratch: Path, place: Path) -> Finding:
+    """The lock of a run directory, asked for twice."""
     try:
-        fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            fcntl.flock(second, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return Finding("file locks", "ok", f"locks exclude in {place}")
-        return Finding("file locks", "fail", f"two holders of one lock in {place}; use a local folder for runs")
+        with run_lock(scratch):
+            try:
+                with run_lock(scratch):
+                    return Finding("file locks", "fail", f"two holders of one lock in {place}; use a local folder")
+            except ConfigError:
+                return Finding("file locks", "ok", f"locks exclude in {place}")
     except OSError as error:
         return Finding("file locks", "fail", f"no locks in {place} ({error.strerror}); use a local folder for runs")
-    finally:
-        os.close(first)
-        os.close(second)
 
 
-def _commit(scratch: Path, place: Path) -> Finding:
+def _commit(path: Path) -> Finding:
     """Write aside, flush, rename: what a shard's commit is made of."""
     started = time.perf_counter()
-    aside, path = scratch / "aside", scratch / "whole"
-    with aside.open("wb") as handle:
-        handle.write(b"\0" * (1 << 20))
-        handle.flush()
-        os.fsync(handle.fileno())
-    aside.replace(path)
+    with whole_file(path) as aside:
+        aside.write_bytes(bytes(1 << 20))
     seconds = time.perf_counter() - started
     slow = seconds > FSYNC_WARN_S
     return Finding("commits", "warn" if slow else "ok", f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")

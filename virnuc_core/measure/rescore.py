@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -20,26 +18,22 @@ from virnuc_core.errors import ConfigError
 from virnuc_core.provenance import read_record
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import THRESHOLD, ResultSummary, write_results
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunFile, write
 
 SCHEMA_VERSION: Final = 1
 
 
-@dataclass(frozen=True, slots=True)
-class RescoreSummary:
-    """What the new result files stand on; written to `rescore.json` beside them."""
+class RescoreSummary(RunFile):
+    """`rescore.json`: what the result files beside it stand on."""
 
-    schema_version: int
+    schema_version: int = SCHEMA_VERSION
     run: str  # the run whose embeddings were scored
     reads: str  # fingerprint of its reads
     head: str  # fingerprint of the head that scored
     model_length: int
     results: ResultSummary
     elapsed_s: float
-
-    def to_json(self) -> str:
-        """As written to `rescore.json`."""
-        return json.dumps(asdict(self), indent=2) + "\n"
 
 
 def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float = THRESHOLD) -> RescoreSummary:
@@ -69,7 +63,6 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         digest = head_digest(folder)
     results = write_results(out, store, scores, failed, threshold=threshold)
     summary = RescoreSummary(
-        schema_version=SCHEMA_VERSION,
         run=str(run.root.resolve()),
         reads=store.fingerprint,
         head=digest,
@@ -77,7 +70,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         results=results,
         elapsed_s=time.perf_counter() - started,
     )
-    write_text_whole(out.root / "rescore.json", summary.to_json())
+    write(out.root / "rescore.json", summary)
     return summary
 
 
@@ -87,22 +80,18 @@ def head_scores(run: RunDir, head: Head, uniques: int) -> tuple[NDArray[np.float
     Errors: `ConfigError` when the embeddings are not as wide as the head's input.
     """
     scores = np.full((uniques, 2), np.nan, dtype=np.float32)
-    for lo, embeddings in _embeddings(run):
-        if embeddings.shape[1] != head.shape.width:
-            raise ConfigError(
-                f"{run.root}: embeddings have {embeddings.shape[1]} columns, the head takes {head.shape.width}; "
-                "it belongs to other encoders"
-            )
-        scores[lo : lo + len(embeddings)] = head.scores(torch.from_numpy(embeddings)).numpy()
-    failed: NDArray[np.bool_] = np.isnan(scores[:, 0])
-    return scores, failed
-
-
-def _embeddings(run: RunDir) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Each shard's first unique and its embeddings, proven by their checksum."""
     plan = shards.read_plan(run)
     for shard, result in shards.results(run, plan):
-        yield plan.range(shard)[0], result.embeddings
+        lo, hi = plan.range(shard)
+        width = result.embeddings.shape[1]
+        if width != head.shape.width:
+            raise ConfigError(
+                f"{run.root}: embeddings have {width} columns, the head takes {head.shape.width}; "
+                "it belongs to other encoders"
+            )
+        scores[lo:hi] = head.scores(torch.from_numpy(result.embeddings)).numpy()
+    failed: NDArray[np.bool_] = np.isnan(scores[:, 0])
+    return scores, failed
 
 
 def _check_finished(run: RunDir) -> None:

@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
@@ -68,7 +68,7 @@ def write_profile(found: Traces, stages: Mapping[str, float | None], total_s: fl
     body = {
         "schema_version": SCHEMA_VERSION,
         "run": {"total_s": total_s, "stages": dict(stages)},
-        "recorded": [asdict(table) for table in found.tables],
+        "recorded": [table.model_dump(exclude={"schema_version"}) for table in found.tables],
     }
     path = found.folder / "profile.json"
     write_text_whole(path, json.dumps(body, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""Fit the head on labelled reads, from embeddings a run has stored. No genome is on two sides.
+"""Fit the head on labelled reads, from embeddings a run has stored. No genome is in two splits.
 
-The reads' genomes are dealt to three sides, each class by itself: one to learn from, one to say when to stop, one that
-is looked at once, for the numbers in the summary. Each side holds as many viral rows as others.
+The reads' genomes are dealt to three splits, each class by itself: one to learn from, one to say when to stop, one that
+is looked at once, for the numbers in the summary. Each split holds as many viral rows as others.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from virnuc_core.rundir import RunDir, whole_file
 log = logging.getLogger(__name__)
 
 CLASSES: Final = ("others", "virus")
-SIDES: Final = ("train", "validation", "test")
+SPLITS: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
 READ_IDS_AT_ONCE: Final = 65_536
 SHARED_FROM: Final = 100_000_000  # multiplications of one step from which several threads pay
@@ -55,9 +55,7 @@ class TrainSpec(Spec):
     dropout: float = Field(0.5, ge=0, lt=1)
     validation_share: float = Field(0.1, gt=0, lt=0.5)
     test_share: float = Field(0.1, gt=0, lt=0.5)
-    max_rows_per_class: int = Field(
-        25_000, ge=2, description="rows of a class on the learning side; the rest is left out"
-    )
+    max_rows_per_class: int = Field(25_000, ge=2, description="rows of a class to learn from; the rest is left out")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +72,8 @@ class Truth:
 class TrainSummary:
     """What was learnt, and how well it does on genomes it has never met."""
 
-    rows: dict[str, int]  # by side
-    genomes: dict[str, int]  # by side
+    rows: dict[str, int]  # by split
+    genomes: dict[str, int]  # by split
     epochs: int
     best_epoch: int
     validation_loss: float
@@ -92,8 +90,8 @@ class TrainSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class Example:
-    """Rows of one side: where each row's embedding is, and its class."""
+class Split:
+    """Rows of one split: where each row's embedding is, and its class."""
 
     unique: NDArray[np.int64]
     label: NDArray[np.int64]
@@ -148,34 +146,33 @@ def read_truth(path: Path) -> Truth:
 def split_genomes(
     genome: NDArray[np.int64], label: NDArray[np.int64], spec: TrainSpec, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """Which side each row is on, [rows] index into `SIDES`; rows of one genome are on one side.
+    """Which split each row is in, [rows] index into `SPLITS`; rows of one genome are in one split.
 
-    Within a class, genomes in random order fill the test side and then the validation side to their share; a genome far
-    larger than the share is passed over unless no other is left. Errors: `InputError` when a class has fewer than three
-    genomes, or a genome has both labels.
+    Within a class, genomes in random order fill the test split and then the validation split to their share; a genome
+    far larger than the share is passed over unless no other is left. Errors: `InputError` when a class has fewer than
+    three genomes, or a genome has both labels.
     """
-    side = np.zeros(len(genome), dtype=np.int64)
+    split = np.zeros(len(genome), dtype=np.int64)
     for value, name in enumerate(CLASSES):
         members, sizes = np.unique(genome[label == value], return_counts=True)
         if np.isin(members, genome[label != value]).any():
             raise InputError("a genome has reads of both labels; give the parts different genome names")
-        if len(members) < len(SIDES):
+        if len(members) < len(SPLITS):
             raise InputError(
                 f"{len(members)} genomes labelled {name} have open frames; three are needed: to learn, stop and test"
             )
-        taken = np.zeros(len(members), dtype=bool)
+        free = np.ones(len(members), dtype=bool)
         for number, share in ((2, spec.test_share), (1, spec.validation_share)):
-            chosen = _deal(sizes, taken, share * float(sizes.sum()), rng, keep=number)
-            taken[chosen] = True
-            side[np.isin(genome, members[chosen])] = number
-    return side
+            chosen = _deal(sizes, np.flatnonzero(free), share * float(sizes.sum()), rng, keep=number)
+            free[chosen] = False
+            split[np.isin(genome, members[chosen])] = number
+    return split
 
 
 def _deal(
-    sizes: NDArray[np.int64], taken: NDArray[np.bool_], target: float, rng: np.random.Generator, *, keep: int
+    sizes: NDArray[np.int64], free: NDArray[np.int64], target: float, rng: np.random.Generator, *, keep: int
 ) -> list[int]:
-    """Genomes that together hold about `target` rows, `keep` free ones left over; at least one."""
-    free = np.flatnonzero(~taken)
+    """Genomes of `free` that together hold about `target` rows, at least one; `keep` of them are left over."""
     chosen: list[int] = []
     held = 0
     for index in rng.permutation(free).tolist():
@@ -189,28 +186,26 @@ def _deal(
 
 def choose_rows(
     store: OrfStore, truth: Truth, spec: TrainSpec, rng: np.random.Generator
-) -> tuple[tuple[Example, ...], dict[str, int]]:
-    """The rows of each side, balanced, in random order; and the number of genomes of each side.
+) -> tuple[tuple[Split, ...], dict[str, int]]:
+    """The rows of each split, balanced, in random order; and the number of genomes of each split.
 
     Errors: `InputError` names reads of the store that the truth file does not know.
     """
-    read_truth_index = _match(store, truth)
-    index = read_truth_index[np.asarray(store.row_read)]
-    label, genome = truth.label[index], truth.genome[index]
-    side = split_genomes(genome, label, spec, rng)
-    unique = np.asarray(store.row_unique)
-    examples, genomes = [], {}
-    for number, name in enumerate(SIDES):
+    line = _truth_lines(store, truth)[np.asarray(store.row_read)]
+    label, genome, unique = truth.label[line], truth.genome[line], np.asarray(store.row_unique)
+    split = split_genomes(genome, label, spec, rng)
+    found, genomes = [], {}
+    for number, name in enumerate(SPLITS):
         limit = spec.max_rows_per_class if number == 0 else max(2, spec.max_rows_per_class // 4)
-        rows = [rng.permutation(np.flatnonzero((side == number) & (label == value))) for value in (0, 1)]
+        rows = [rng.permutation(np.flatnonzero((split == number) & (label == value))) for value in (0, 1)]
         count = min(limit, *map(len, rows))
         chosen = rng.permutation(np.concatenate([part[:count] for part in rows]))
-        examples.append(Example(unique[chosen], label[chosen]))
-        genomes[name] = len(np.unique(genome[side == number]))
-    return tuple(examples), genomes
+        found.append(Split(unique[chosen], label[chosen]))
+        genomes[name] = len(np.unique(genome[split == number]))
+    return tuple(found), genomes
 
 
-def _match(store: OrfStore, truth: Truth) -> NDArray[np.int64]:
+def _truth_lines(store: OrfStore, truth: Truth) -> NDArray[np.int64]:
     """For each read of the store its line of the truth file, [n_reads]."""
     place = {name: number for number, name in enumerate(truth.ids)}
     if len(place) != len(truth.ids):
@@ -226,71 +221,63 @@ def _match(store: OrfStore, truth: Truth) -> NDArray[np.int64]:
     return found
 
 
-def gather(run: RunDir, wanted: Sequence[NDArray[np.int64]]) -> list[Tensor]:
+def stored_embeddings(run: RunDir, wanted: Sequence[NDArray[np.int64]]) -> list[Tensor]:
     """Embeddings of the wanted uniques, float32 [n, width] for each array, read shard by shard.
 
     Errors: `ShardError` when a shard is missing, damaged, or a wanted sequence failed.
     """
     plan = shards.read_plan(run)
-    out: list[NDArray[np.float32]] | None = None
+    out: list[NDArray[np.float32]] = []
     for shard, result in shards.results(run, plan):
         lo, hi = plan.range(shard)
-        if out is None:
-            out = [np.full((len(w), result.embeddings.shape[1]), np.nan, dtype=np.float32) for w in wanted]
+        out = out or [np.full((len(one), result.embeddings.shape[1]), np.nan, dtype=np.float32) for one in wanted]
         for target, uniques in zip(out, wanted, strict=True):
             here = np.flatnonzero((uniques >= lo) & (uniques < hi))
             target[here] = result.embeddings[uniques[here] - lo]
-    if out is None or not all(np.isfinite(part).all() for part in out):
+    if not out or not all(np.isfinite(part).all() for part in out):
         raise ShardError(f"{run.root}: some of the sequences have no embedding; finish the run first")
     return [torch.from_numpy(part) for part in out]
 
 
 def train_head(
-    run: RunDir,
-    store: OrfStore,
-    truth: Path,
-    out: Path,
-    *,
-    models: Path | None = None,
-    seed: int = 0,
-    spec: TrainSpec | None = None,
+    run: RunDir, store: OrfStore, truth: Path, out: Path, *, models: Path, seed: int = 0, spec: TrainSpec | None = None
 ) -> TrainSummary:
     """Fit a head on the run's embeddings and write `out/head/config.json` and `out/head/model.safetensors`.
 
-    `models` (default `out`) is the models directory whose encoders made the embeddings; the head is bound to the
-    store's model length. The same run, truth, settings and seed give the same head on the same machine. Errors:
-    `InputError` for truth that does not fit the reads or has too few genomes; `ShardError` for missing embeddings.
+    `models` is the directory whose encoders made the embeddings; the head is bound to the store's model length. The
+    same run, truth, settings and seed give the same head on the same machine. Errors: `InputError` for truth that does
+    not fit the reads or has too few genomes; `ShardError` for missing embeddings.
     """
     started = time.perf_counter()
     spec = spec or TrainSpec()
-    rng = np.random.default_rng(seed)
-    examples, genomes = choose_rows(store, read_truth(truth), spec, rng)
-    features = gather(run, [example.unique for example in examples])
-    labels = [torch.from_numpy(example.label) for example in examples]
-    shape = _shape(models or out, store.model_length, spec.hidden)
+    splits, genomes = choose_rows(store, read_truth(truth), spec, np.random.default_rng(seed))
+    features = stored_embeddings(run, [split.unique for split in splits])
+    labels = [torch.from_numpy(split.label) for split in splits]
+    shape = HeadShape(
+        model_length=store.model_length,
+        dna_width=read_dnabert_shape(models / "dnabert_s" / "config.json").width,
+        protein_width=read_esm2_shape(models / "esm2" / "config.json").width,
+        hidden=spec.hidden,
+    )
     with torch.random.fork_rng(devices=[]), _few_threads(spec.batch_rows * shape.width * shape.hidden):
         torch.manual_seed(seed)
         network = _Mlp(shape, spec.dropout)
-        fit = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
-    virus = _virus_probability(network, features[2])
+        epochs, best_epoch, loss = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
+    with torch.inference_mode():
+        virus = torch.softmax(network(features[2]), dim=-1)[:, 1]
     summary = TrainSummary(
-        rows={name: len(example.label) for name, example in zip(SIDES, examples, strict=True)},
+        rows={name: len(split.label) for name, split in zip(SPLITS, splits, strict=True)},
         genomes=genomes,
-        epochs=fit.epochs,
-        best_epoch=fit.best_epoch,
-        validation_loss=fit.loss,
+        epochs=epochs,
+        best_epoch=best_epoch,
+        validation_loss=loss,
         test_accuracy=float(((virus > 0.5).long() == labels[2]).float().mean()),
-        test_auc=auc(virus.numpy(), examples[2].label),
+        test_auc=auc(virus.numpy(), splits[2].label),
         elapsed_s=time.perf_counter() - started,
         head=out / "head",
     )
     _write_head(network, shape, summary.head)
-    log.info(
-        "head: %d epochs, accuracy %.3f, AUC %.3f on unseen genomes",
-        fit.epochs,
-        summary.test_accuracy,
-        summary.test_auc,
-    )
+    log.info("head: %s", summary)
     return summary
 
 
@@ -305,15 +292,13 @@ def _few_threads(products: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-@dataclass(frozen=True, slots=True)
-class _FitResult:
-    epochs: int
-    best_epoch: int
-    loss: float
+def _fit(
+    network: _Mlp, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], spec: TrainSpec
+) -> tuple[int, int, float]:
+    """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss.
 
-
-def _fit(network: _Mlp, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], spec: TrainSpec) -> _FitResult:
-    """Train until the validation loss stays up for `patience` epochs; the network is left with its best weights."""
+    The network is left with its best weights, to be used and not to learn.
+    """
     optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, spec.step_epochs, spec.step_decay)
     best_loss, best_epoch, best = float("inf"), 0, copy.deepcopy(network.state_dict())
@@ -321,14 +306,16 @@ def _fit(network: _Mlp, train: tuple[Tensor, Tensor], validation: tuple[Tensor, 
     for epoch in range(1, spec.max_epochs + 1):
         _epoch(network, optimiser, *train, spec.batch_rows)
         schedule.step()
-        loss = _loss(network, *validation)
+        network.eval()
+        with torch.inference_mode():
+            loss = float(nn.functional.cross_entropy(network(validation[0]), validation[1]))
         if loss < best_loss:
             best_loss, best_epoch, best = loss, epoch, copy.deepcopy(network.state_dict())
         elif epoch - best_epoch >= spec.patience:
             break
     network.load_state_dict(best)
     network.eval()
-    return _FitResult(epoch, best_epoch, best_loss)
+    return epoch, best_epoch, best_loss
 
 
 def _epoch(network: _Mlp, optimiser: torch.optim.SGD, features: Tensor, labels: Tensor, batch_rows: int) -> None:
@@ -339,19 +326,6 @@ def _epoch(network: _Mlp, optimiser: torch.optim.SGD, features: Tensor, labels: 
         optimiser.zero_grad()
         nn.functional.cross_entropy(network(features[batch]), labels[batch]).backward()
         optimiser.step()
-
-
-def _loss(network: _Mlp, features: Tensor, labels: Tensor) -> float:
-    network.eval()
-    with torch.inference_mode():
-        return float(nn.functional.cross_entropy(network(features), labels))
-
-
-def _virus_probability(network: _Mlp, features: Tensor) -> Tensor:
-    network.eval()
-    with torch.inference_mode():
-        virus: Tensor = torch.softmax(network(features), dim=-1)[:, 1]
-    return virus
 
 
 def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
@@ -365,15 +339,6 @@ def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
     virus = int((label == 1).sum())
     others = len(label) - virus
     return float((rank[label == 1].sum() - virus * (virus + 1) / 2) / (virus * others))
-
-
-def _shape(models: Path, model_length: int, hidden: int) -> HeadShape:
-    return HeadShape(
-        model_length=model_length,
-        dna_width=read_dnabert_shape(models / "dnabert_s" / "config.json").width,
-        protein_width=read_esm2_shape(models / "esm2" / "config.json").width,
-        hidden=hidden,
-    )
 
 
 def _write_head(network: _Mlp, shape: HeadShape, folder: Path) -> None:
@@ -400,6 +365,6 @@ def install_head(new: Path, models: Path) -> Path | None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove what an earlier run left; what cannot be removed is an `OSError`, not an older head taken for the new."""
+    """What cannot be removed is an `OSError`, not an older head taken for the new."""
     if folder.exists():
         shutil.rmtree(folder)

@@ -17,7 +17,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from virnuc_core import provenance
 from virnuc_core.config import EngineSpec
@@ -28,6 +27,7 @@ from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir, lock_device, run_lock, whole_file, write_text_whole
+from virnuc_core.runfiles import read_usable, write
 
 SCHEMA_VERSION: Final = 1
 MAX_CANDIDATES: Final = 200
@@ -204,12 +204,12 @@ class Sweep:
         run = RunDir(self.trials / f"{self._fingerprint(candidate.engine)}-{repeat}")
         kept = run.root / "trial.json"
         with run_lock(run.root):
-            before = _read(kept)
+            before = read_usable(kept, Trial)[0]
             if before is not None and (candidate.number or self.reference.exists()):
-                return before
+                return before.model_copy(update={"reused": True})
             trial = self._measure(candidate, run)
             if isinstance(trial, Trial):  # what is refused today may run after an update
-                write_text_whole(kept, trial.model_dump_json(indent=1) + "\n")
+                write(kept, trial)
         return trial
 
     def _measure(self, candidate: Candidate, run: RunDir) -> Trial | str:
@@ -300,14 +300,6 @@ def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) 
     apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b)))
     turned = alone | ((a >= THRESHOLD) != (b >= THRESHOLD))
     return float(apart.max(initial=0.0)), int(turned.sum())
-
-
-def _read(path: Path) -> Trial | None:
-    """A trial that was kept; None for none, or one that cannot be read."""
-    try:
-        return Trial.model_validate_json(path.read_bytes()).model_copy(update={"reused": True})
-    except (OSError, ValidationError):
-        return None
 
 
 def _taken(devices: Sequence[Device]) -> bool:

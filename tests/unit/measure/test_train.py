@@ -19,7 +19,15 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, read_he
 from virnuc_core.engine import shards
 from virnuc_core.errors import InputError, ShardError
 from virnuc_core.measure import train as training
-from virnuc_core.measure.train import TrainSpec, auc, choose_rows, gather, read_truth, split_genomes, train_head
+from virnuc_core.measure.train import (
+    TrainSpec,
+    auc,
+    choose_rows,
+    read_truth,
+    split_genomes,
+    stored_embeddings,
+    train_head,
+)
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -71,21 +79,21 @@ def new_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
 
 def test_a_signal_is_learnt_and_the_head_can_be_used(world: World, new_models: Callable[[], Path]) -> None:
     models = new_models()
-    summary = train_head(world.run, world.store, world.truth, models, spec=QUICK)
+    summary = train_head(world.run, world.store, world.truth, models, models=models, spec=QUICK)
     assert summary.test_accuracy > 0.85
     assert summary.test_auc > 0.95
     head = load_head(models, torch.device("cpu"))
     assert (head.model_length, head.dna_width, head.protein_width) == (500, 64, 64)
     truth = read_truth(world.truth)
-    examples, _ = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
-    scores = head.scores(gather(world.run, [examples[2].unique])[0])
-    found = (scores[:, 1] > 0.5).numpy() == (examples[2].label == 1)
+    splits, _ = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
+    scores = head.scores(stored_embeddings(world.run, [splits[2].unique])[0])
+    found = (scores[:, 1] > 0.5).numpy() == (splits[2].label == 1)
     assert found.mean() == pytest.approx(summary.test_accuracy), "what is written is what was judged"
 
 
 def test_noise_is_not_learnt(tmp_path: Path, new_models: Callable[[], Path]) -> None:
     noise = World(tmp_path, signal=0.0)
-    summary = train_head(noise.run, noise.store, noise.truth, new_models(), spec=QUICK)
+    summary = train_head(noise.run, noise.store, noise.truth, new_models(), models=new_models(), spec=QUICK)
     spread = 0.5 / np.sqrt(summary.rows["test"])
     assert abs(summary.test_accuracy - 0.5) < 5 * spread  # 5 standard deviations of guessing
     assert abs(summary.test_auc - 0.5) < 6 * spread
@@ -94,12 +102,12 @@ def test_noise_is_not_learnt(tmp_path: Path, new_models: Callable[[], Path]) -> 
 def test_the_written_head_is_the_best_one_not_the_last(world: World, new_models: Callable[[], Path]) -> None:
     models = new_models()
     spec = TrainSpec(hidden=64, learning_rate=0.2, patience=3, max_epochs=40)  # a step far too large: it overfits
-    summary = train_head(world.run, world.store, world.truth, models, spec=spec)
+    summary = train_head(world.run, world.store, world.truth, models, models=models, spec=spec)
     assert summary.best_epoch < summary.epochs, "the case needs a loss that rises again"
-    examples, _ = choose_rows(world.store, read_truth(world.truth), spec, np.random.default_rng(0))
-    features = gather(world.run, [examples[1].unique])[0]
+    splits, _ = choose_rows(world.store, read_truth(world.truth), spec, np.random.default_rng(0))
+    features = stored_embeddings(world.run, [splits[1].unique])[0]
     scores = load_head(models, torch.device("cpu")).scores(features)
-    loss = nn.functional.nll_loss(scores.clamp(min=1e-30).log(), torch.from_numpy(examples[1].label))
+    loss = nn.functional.nll_loss(scores.clamp(min=1e-30).log(), torch.from_numpy(splits[1].label))
     assert float(loss) == pytest.approx(summary.validation_loss, rel=1e-4)  # softmax and logarithm in float32
 
 
@@ -107,7 +115,7 @@ def test_the_same_seed_gives_the_same_bytes(world: World, new_models: Callable[[
     folders = [new_models() for _ in range(3)]
     before = torch.random.get_rng_state()
     for folder, seed in zip(folders, (0, 0, 1), strict=True):
-        train_head(world.run, world.store, world.truth, folder, seed=seed, spec=QUICK)
+        train_head(world.run, world.store, world.truth, folder, models=folder, seed=seed, spec=QUICK)
     assert torch.equal(torch.random.get_rng_state(), before), "the caller's random numbers are left alone"
     heads = [(folder / "head" / "model.safetensors").read_bytes() for folder in folders]
     assert heads[0] == heads[1]
@@ -116,7 +124,7 @@ def test_the_same_seed_gives_the_same_bytes(world: World, new_models: Callable[[
 
 def test_the_file_has_the_original_names(world: World, new_models: Callable[[], Path]) -> None:
     models = new_models()
-    train_head(world.run, world.store, world.truth, models, spec=QUICK)
+    train_head(world.run, world.store, world.truth, models, models=models, spec=QUICK)
     assert set(load_file(models / "head" / "model.safetensors")) == {
         "hidden_layer.weight",
         "hidden_layer.bias",
@@ -130,15 +138,15 @@ def test_the_file_has_the_original_names(world: World, new_models: Callable[[], 
     assert read_head_shape(models / "head" / "config.json").hidden == 32
 
 
-def test_sides_are_balanced_and_share_no_genome(world: World) -> None:
+def test_splits_are_balanced_and_share_no_genome(world: World) -> None:
     truth = read_truth(world.truth)
-    examples, genomes = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
+    splits, genomes = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
     assert sum(genomes.values()) == len(truth.genomes)
-    for example in examples:
-        assert len(example.label) > 0
-        assert example.label.mean() == 0.5
+    for split in splits:
+        assert len(split.label) > 0
+        assert split.label.mean() == 0.5
     limited, _ = choose_rows(world.store, truth, TrainSpec(max_rows_per_class=20), np.random.default_rng(0))
-    assert [len(example.label) for example in limited] == [40, 10, 10]
+    assert [len(split.label) for split in limited] == [40, 10, 10]
 
 
 @given(
@@ -146,22 +154,22 @@ def test_sides_are_balanced_and_share_no_genome(world: World) -> None:
     st.lists(st.integers(1, 400), min_size=3, max_size=12),
     st.integers(0, 5),
 )
-def test_no_genome_is_on_two_sides_and_no_side_is_empty(others: list[int], virus: list[int], seed: int) -> None:
+def test_no_genome_is_in_two_splits_and_no_split_is_empty(others: list[int], virus: list[int], seed: int) -> None:
     sizes = [*others, *virus]
     genome = np.repeat(np.arange(len(sizes)), sizes)
     label = (genome >= len(others)).astype(np.int64)
-    side = split_genomes(genome, label, TrainSpec(), np.random.default_rng(seed))
+    split = split_genomes(genome, label, TrainSpec(), np.random.default_rng(seed))
     for number in range(len(sizes)):
-        assert len(set(side[genome == number].tolist())) == 1
+        assert len(set(split[genome == number].tolist())) == 1
     for value in (0, 1):
-        assert set(side[label == value].tolist()) == {0, 1, 2}
+        assert set(split[label == value].tolist()) == {0, 1, 2}
 
 
 def test_equal_genomes_are_dealt_by_their_shares() -> None:
     genome = np.repeat(np.arange(40), 50)
     label = (genome >= 20).astype(np.int64)
-    side = split_genomes(genome, label, TrainSpec(), np.random.default_rng(0))
-    assert [(side == number).mean() for number in range(3)] == pytest.approx([0.8, 0.1, 0.1])
+    split = split_genomes(genome, label, TrainSpec(), np.random.default_rng(0))
+    assert [(split == number).mean() for number in range(3)] == pytest.approx([0.8, 0.1, 0.1])
 
 
 def test_too_few_genomes_and_mixed_genomes_are_refused() -> None:
@@ -198,10 +206,10 @@ def test_reads_without_truth_and_reads_named_twice_are_refused(
     short.write_text("".join(lines[:-2]))
     last = lines[-1].split("\t")[0]
     with pytest.raises(InputError, match=f"2 reads have no line in the truth file, among them .*{last}"):
-        train_head(world.run, world.store, short, new_models(), spec=QUICK)
+        train_head(world.run, world.store, short, new_models(), models=new_models(), spec=QUICK)
     short.write_text("".join([*lines, lines[-1]]))
     with pytest.raises(InputError, match="names a read twice"):
-        train_head(world.run, world.store, short, new_models(), spec=QUICK)
+        train_head(world.run, world.store, short, new_models(), models=new_models(), spec=QUICK)
 
 
 def test_a_run_without_all_embeddings_is_refused(tmp_path: Path, new_models: Callable[[], Path]) -> None:
@@ -210,13 +218,13 @@ def test_a_run_without_all_embeddings_is_refused(tmp_path: Path, new_models: Cal
     models = new_models()
     before = (models / "head" / "model.safetensors").read_bytes()
     with pytest.raises(ShardError, match="00001"):
-        train_head(part.run, part.store, part.truth, models, spec=QUICK)
+        train_head(part.run, part.store, part.truth, models, models=models, spec=QUICK)
     assert (models / "head" / "model.safetensors").read_bytes() == before
 
 
-def test_gather_finds_each_row_in_its_shard(world: World) -> None:
+def test_stored_embeddings_finds_each_row_in_its_shard(world: World) -> None:
     wanted = np.random.default_rng(2).integers(0, world.store.n_uniques, 200)
-    first, second = gather(world.run, [wanted, wanted[::-1]])
+    first, second = stored_embeddings(world.run, [wanted, wanted[::-1]])
     assert np.array_equal(first.numpy(), world.embeddings[wanted])
     assert np.array_equal(second.numpy(), world.embeddings[wanted[::-1]])
 
@@ -242,6 +250,6 @@ def test_training_writes_whole_files(
 
     monkeypatch.setattr(training, "write_shape", fail)
     with pytest.raises(OSError, match="disk full"):
-        train_head(world.run, world.store, world.truth, models, spec=TrainSpec(max_epochs=1))
+        train_head(world.run, world.store, world.truth, models, models=models, spec=TrainSpec(max_epochs=1))
     assert (models / "head" / "config.json").read_text() == before
     assert not list((models / "head").glob(".*"))
