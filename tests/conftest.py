@@ -11,11 +11,11 @@ from hypothesis import settings
 
 @pytest.fixture(scope="session")
 def real_data() -> Path:
-    """Folder of real genomes, reads and broken files; tests that want it skip where it is absent."""
+    """Folder of real genomes, reads and broken files: `../shared/data` beside the checkout, or `VIRNUC_TEST_DATA`."""
     named = os.environ.get("VIRNUC_TEST_DATA")
     folder = Path(named) if named else Path(__file__).resolve().parents[2] / "shared" / "data"
     if not (folder / "manifest.tsv").is_file():
-        pytest.skip("real sequence data is not here; name its folder in VIRNUC_TEST_DATA")
+        pytest.skip("real sequences (manifest.tsv) are not in ../shared/data; put them there or set VIRNUC_TEST_DATA")
     return folder
 
 

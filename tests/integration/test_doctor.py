@@ -32,7 +32,7 @@ def doctor(*words: object, **environment: str) -> subprocess.CompletedProcess[st
     )
 
 
-def test_a_sound_machine_is_said_to_be_one_line_a_check_and_soon(tmp_path: Path, models: Path) -> None:
+def test_a_sound_machine_is_said_to_be_one_line_a_check(tmp_path: Path, models: Path) -> None:
     done = doctor("-o", tmp_path, "--models", models, "--devices", "cpu:1", "--json")
     assert done.returncode == 0, done.stdout + done.stderr
     body = json.loads(done.stdout)

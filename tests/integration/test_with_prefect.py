@@ -8,7 +8,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,19 +37,10 @@ from tasks.states import done, not_met
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import ConfigError, InputError, WorkerError
 
+from .processes import PATIENCE_S, wait_for
+
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 GPU = Device("GPU-aaaa", "cuda", "a GPU")
-
-
-def wait_for(truth: Callable[[], Any], timeout_s: float = 20) -> Any:
-    """The first true answer of `truth`."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        found = truth()
-        if found:
-            return found
-        time.sleep(0.1)
-    raise AssertionError("waited in vain")
 
 
 def run_id() -> UUID:
@@ -103,7 +93,7 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
         found = {line.message: line.task_run_id is not None for line in lines if line.name.startswith("virnuc_core")}
         return found if len(found) >= 3 else {}
 
-    found = wait_for(logged)
+    found = wait_for(logged, "the records")
     assert found == {"from the flow": False, "from the task": True, "from a thread": True}
     assert logging.getLogger("virnuc_core").handlers == []
 
@@ -265,16 +255,16 @@ def waiting_run() -> Any:
             runs = client.read_flow_runs()
         return next((run for run in runs if run.state is not None and run.state.is_paused()), None)
 
-    return wait_for(paused)
+    return wait_for(paused, "the run to pause")
 
 
 def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    thread, states = in_thread(tmp_path, timeout_s=60)
+    thread, states = in_thread(tmp_path, timeout_s=600)
     run = waiting_run()
     words = ["--reviewer", "Ada", "--note", "raise the budget", "--tuning-could-help", "yes"]
     assert approve([str(run.id), "--no", *words]) == 0
     assert "rejected by Ada" in capsys.readouterr().out
-    thread.join(30)
+    thread.join(PATIENCE_S)
     answer = states[0].result()
     assert (answer["verdict"], answer["tuning_could_help"], answer["all_criteria_met"]) == (
         "rejected",
@@ -290,19 +280,19 @@ def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureF
 
 def test_a_gate_nobody_answers_is_pending(tmp_path: Path) -> None:
     thread, states = in_thread(tmp_path, timeout_s=2)
-    thread.join(40)
+    thread.join(PATIENCE_S)
     assert states[0].is_completed()
     assert json.loads((tmp_path / "approval.json").read_text())["verdict"] == "pending"
 
 
 def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
-    thread, states = in_thread(tmp_path, timeout_s=60)
+    thread, states = in_thread(tmp_path, timeout_s=600)
     run = waiting_run()
     with get_client(sync_client=True) as client:
         response = client.resume_flow_run(run.id, run_input={})
         assert response.status.value == "REJECT"
         client.resume_flow_run(run.id, run_input={"verdict": "approved", "reviewer": "Ada"})
-    thread.join(30)
+    thread.join(PATIENCE_S)
     assert states[0].result()["verdict"] == "approved"
 
 
