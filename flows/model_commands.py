@@ -115,7 +115,7 @@ def _convert(words: Sequence[str]) -> int:
 
 def _fetch(words: Sequence[str]) -> int:
     from virnuc_core.encoders.checkpoint import STORAGE
-    from virnuc_core.encoders.fetch import fetch
+    from virnuc_core.encoders.convert import fetch
 
     parser = _parser("fetch")
     parser.add_argument("out", metavar="DIR", type=Path, help="models directory to write")

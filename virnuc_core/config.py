@@ -33,9 +33,6 @@ class EngineSpec(Spec):
         "auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8 is for ESM-2, DNABERT-S keeps fp16 then"
     )
     attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
-    compile: bool | None = Field(
-        None, description="compile the encoder blocks with torch instead of using our own kernels"
-    )
     token_budget: int = Field(16_384, ge=64, description="token slots of one packed ESM-2 batch")
     dna_token_budget: int = Field(16_384, ge=64, description="token slots of one packed DNABERT-S batch")
     shard_tokens: int = Field(262_144, ge=64, description="ESM-2 tokens of one shard: the unit of commit and of loss")
@@ -50,7 +47,7 @@ class EngineSpec(Spec):
     silence_s: float = Field(120.0, gt=0, description="a worker silent for longer is ended and restarted")
 
 
-RESULT_FIELDS = ("precision", "attention", "compile", "token_budget", "dna_token_budget", "shard_tokens", "dedup")
+RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens", "dedup")
 
 
 class Devices(Spec):

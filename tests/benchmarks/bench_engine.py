@@ -25,9 +25,8 @@ from typing import Any
 import torch
 
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import init_random
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2
-from virnuc_core.encoders.packed import PackedBatch
+from virnuc_core.encoders.checkpoint import init_random, load_dnabert_s, load_esm2
+from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import Loader, Ready
 from virnuc_core.engine.messages import ShardTask, resolve_engine
@@ -98,7 +97,7 @@ def bare(job: Job, seconds: float) -> Bare:
     items = [i for i in loader.load(ShardTask(0, *job.plan.range(0))) if isinstance(i, Ready)]
     rates = {}
     for name, load in (("esm2", load_esm2), ("dnabert_s", load_dnabert_s)):
-        encoder = load(job.models, device, engine.precision, engine.attention, bool(engine.compile))
+        encoder = load(job.models, device, engine.precision, engine.attention)
         batches = [item.batch.to(device) for item in items if item.encoder == name]
         rates[name] = spin(encoder, batches, seconds)
         del encoder

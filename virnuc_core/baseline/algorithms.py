@@ -14,8 +14,7 @@ from virnuc_core.baseline.files import HEAD_BATCH_ROWS, dna_token_estimate, fill
 from virnuc_core.baseline.networks import PaddedDnabertS, PaddedEsm2, PlainHead, Sizes, pad, placed
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
-from virnuc_core.encoders.packed import Tokenizer
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 Batches = list[list[int]]
 

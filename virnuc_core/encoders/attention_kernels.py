@@ -7,9 +7,7 @@ size of its blocks, follows from the power of two above the bound a batch was pa
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -17,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from virnuc_core.encoders.attention import Rows
 from virnuc_core.encoders.kernels import jit
 
 WHOLE: Final = 256  # longest row whose keys are held at once
@@ -237,51 +236,25 @@ def _long_rows(
         _clear_tail(head_out, start + length, slots, width, head_dim, block)
 
 
-def fused_attention(
-    qkv: Tensor,
-    cu_seqlens: Tensor,
-    cos_table: Tensor | None,
-    sin_table: Tensor | None,
-    slopes: Tensor | None,
-    heads: int,
-    max_seqlen: int,
-    rows: int,
-) -> Tensor:
-    """Attention within the first `rows` rows: [slots, 3 * width] to [slots, width]; zero in dead slots.
+def fused_attention(qkv: Tensor, rows: Rows) -> Tensor:
+    """Attention within the real rows: [slots, 3 * width] to [slots, width]; zero in dead slots.
 
-    `cos_table` and `sin_table` (float32 [positions, head_dim / 2]) for rotary positions, or `slopes` (float32 [heads])
-    for ALiBi. `max_seqlen` bounds the rows' lengths; a row's numbers depend on the power of two above it, no further.
+    ALiBi where the rows have slopes, else rotary positions. `max_seqlen` bounds the rows' lengths; a row's numbers
+    depend on the power of two above it, no further.
     """
     slots, width = qkv.shape[0], qkv.shape[1] // 3
     wide = qkv.dtype == torch.float32
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
-    given = (qkv, out, cu_seqlens, cos_table, sin_table, slopes, slots)
-    sizes = {"width": width, "head_dim": width // heads, "factor": 1 / math.sqrt(width // heads)}
-    kind = {"rotary": slopes is None, "product": "ieee" if wide else "tf32"}  # the second matters for float32 only
-    if wide or max_seqlen > WHOLE:
+    given = (qkv, out, rows.cu_seqlens, rows.cos_table, rows.sin_table, rows.slopes, slots)
+    sizes = {"width": width, "head_dim": width // rows.heads, "factor": 1 / math.sqrt(width // rows.heads)}
+    kind = {"rotary": rows.slopes is None, "product": "ieee" if wide else "tf32"}  # the second is for float32 only
+    grid = (rows.heads, max(1, rows.rows))
+    if wide or rows.max_seqlen > WHOLE:
         block = WIDE_QUERIES if wide else QUERIES
-        grid = (heads, max(1, rows), triton.cdiv(max_seqlen, block))
-        _long_rows[grid](*given, **sizes, **kind, block=block, num_warps=4, num_stages=2)
+        blocks = triton.cdiv(rows.max_seqlen, block)
+        _long_rows[(*grid, blocks)](*given, **sizes, **kind, block=block, num_warps=4, num_stages=2)
     else:
-        near = QUERIES if max_seqlen <= QUERIES else WHOLE // 2
-        far = 0 if max_seqlen <= near else WHOLE // 2
-        _whole_rows[(heads, max(1, rows))](
-            *given, **sizes, **kind, queries=QUERIES, near=near, far=far, num_warps=4, num_stages=2
-        )
+        near = QUERIES if rows.max_seqlen <= QUERIES else WHOLE // 2
+        far = 0 if rows.max_seqlen <= near else WHOLE // 2
+        _whole_rows[grid](*given, **sizes, **kind, queries=QUERIES, near=near, far=far, num_warps=4, num_stages=2)
     return out
-
-
-@functools.cache
-def attention_op() -> Callable[..., Tensor]:
-    """`fused_attention` as an operator that a compiled block calls without looking inside."""
-    schema = (
-        "(Tensor qkv, Tensor cu_seqlens, Tensor? cos_table, Tensor? sin_table, Tensor? slopes, "
-        "int heads, int max_seqlen, int rows) -> Tensor"
-    )
-    op = torch.library.custom_op("virnuc::fused_attention", fused_attention, mutates_args=(), schema=schema)
-
-    @op.register_fake
-    def _(qkv: Tensor, *_args: object) -> Tensor:
-        return qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
-
-    return op

@@ -1,20 +1,23 @@
-"""A models directory: opened and checked, fingerprinted, or made with random weights."""
+"""A models directory: opened and checked, fingerprinted, loaded to a device, or made with random weights."""
 
 from __future__ import annotations
 
 import hashlib
 import zlib
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH
-from virnuc_core.encoders.layouts import dnabert_tensors, esm2_tensors, head_tensors, inv_freq
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, Attention, EngineSpec, Precision
+from virnuc_core.encoders.attention import choose_backend, has_triton
+from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
+from virnuc_core.encoders.esm2 import Esm2, place_esm2
+from virnuc_core.encoders.head import Head, place_head
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,
@@ -30,8 +33,18 @@ from virnuc_core.encoders.model_config import (
     read_head_shape,
     write_shape,
 )
-from virnuc_core.encoders.tensor_files import SafetensorsSource, Tensors, find_safetensors, write_tensors
-from virnuc_core.encoders.tokenize import DnabertTokenizer
+from virnuc_core.encoders.precision import resolve_precision
+from virnuc_core.encoders.tensor_files import (
+    Tensors,
+    dnabert_tensors,
+    esm2_tensors,
+    find_safetensors,
+    head_tensors,
+    inv_freq,
+    open_safetensors,
+    write_tensors,
+)
+from virnuc_core.encoders.tokenize import DnabertTokenizer, train_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 
 Part = Literal["esm2", "dnabert_s", "head"]
@@ -39,7 +52,6 @@ PARTS: Final[tuple[Part, ...]] = ("esm2", "dnabert_s", "head")
 Storage = Literal["fp32", "fp16", "bf16"]
 STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-HASH_PIECE_BYTES: Final = 1 << 22
 DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a tensor
 THREADS: Final = 16
 
@@ -47,13 +59,13 @@ THREADS: Final = 16
 def open_esm2(models: Path) -> tuple[Esm2Shape, Tensors]:
     """Sizes and weights of `models/esm2`; raises `WeightsError` when they are missing or do not fit each other."""
     shape = read_esm2_shape(_config(models, "esm2"))
-    return shape, esm2_tensors(_source(models, "esm2"), shape)
+    return shape, esm2_tensors(open_safetensors(_tensor_files(models / "esm2")), shape)
 
 
 def open_dnabert(models: Path) -> tuple[DnabertShape, Tensors]:
     """Sizes and weights of `models/dnabert_s`; raises `WeightsError` when they are missing or do not fit each other."""
     shape = read_dnabert_shape(_config(models, "dnabert_s"))
-    return shape, dnabert_tensors(_source(models, "dnabert_s"), shape)
+    return shape, dnabert_tensors(open_safetensors(_tensor_files(models / "dnabert_s")), shape)
 
 
 def open_head(models: Path) -> tuple[HeadShape, Tensors]:
@@ -65,7 +77,7 @@ def open_head(models: Path) -> tuple[HeadShape, Tensors]:
             f"{models / 'head'}: made for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
             f"the encoders beside it give {dna.width} + {protein.width}; use the head that belongs to them"
         )
-    return shape, head_tensors(_source(models, "head"), shape)
+    return open_head_folder(models / "head")
 
 
 def open_head_folder(folder: Path) -> tuple[HeadShape, Tensors]:
@@ -73,12 +85,7 @@ def open_head_folder(folder: Path) -> tuple[HeadShape, Tensors]:
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder}: no head here; it needs config.json and model.safetensors")
     shape = read_head_shape(folder / "config.json")
-    return shape, head_tensors(SafetensorsSource(_tensor_files(folder)), shape)
-
-
-def head_digest(folder: Path) -> str:
-    """The digest of a head alone, equal to `fingerprint(models).head` for the head of a models directory."""
-    return _digest([folder / "config.json", *_tensor_files(folder)])
+    return shape, head_tensors(open_safetensors(_tensor_files(folder)), shape)
 
 
 def check_models(models: Path) -> None:
@@ -90,37 +97,42 @@ def check_models(models: Path) -> None:
     """
     open_esm2(models)[1].check()
     shape, tensors = open_dnabert(models)
-    check_tokenizer(models, DnabertTokenizer(models), shape)
+    _open_tokenizer(models, shape)
     tensors.check()
     open_head(models)[1].check()
 
 
-def check_tokenizer(models: Path, tokenizer: DnabertTokenizer, shape: DnabertShape) -> None:
+def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:
     """`WeightsError` when a token of the tokenizer has no row in the embedding table of the model beside it."""
+    tokenizer = DnabertTokenizer(models)
     if tokenizer.vocab > shape.vocab:
         raise WeightsError(
             f"{models / 'dnabert_s'}: the tokenizer has {tokenizer.vocab} tokens, the model only {shape.vocab}"
         )
-
-
-def _folder(models: Path, part: Part) -> Path:
-    if not models.is_dir():
-        raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
-    folder = models / part
-    if not folder.is_dir():
-        raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {', '.join(f'{p}/' for p in PARTS)}")
-    return folder
+    return tokenizer
 
 
 def _config(models: Path, part: Part) -> Path:
-    path = _folder(models, part) / "config.json"
+    if not models.is_dir():
+        raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
+    if not (models / part).is_dir():
+        raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {', '.join(f'{p}/' for p in PARTS)}")
+    path = models / part / "config.json"
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; each part of a models directory has its config.json")
     return path
 
 
-def _source(models: Path, part: Part) -> SafetensorsSource:
-    return SafetensorsSource(_source_files(models, part))
+def _tensor_files(folder: Path) -> list[Path]:
+    files = find_safetensors(folder)
+    if not files:
+        raise WeightsError(
+            f"{folder / 'model.safetensors'}: no such file; convert a checkpoint with virnuc models convert"
+        )
+    return files
+
+
+# -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,48 +149,99 @@ _digests: dict[tuple[str, int, int], str] = {}
 
 def fingerprint(models: Path) -> WeightsPrint:
     """Digests of the three parts; a file's is remembered in this process while its size and time stay the same."""
-    return WeightsPrint(*(_part_digest(models, part) for part in PARTS))
+    for part in PARTS:
+        _config(models, part)
+    tokenizer = models / "dnabert_s" / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
+    return WeightsPrint(
+        _folder_digest(models / "esm2"), _folder_digest(models / "dnabert_s", tokenizer), head_digest(models / "head")
+    )
 
 
-def _part_digest(models: Path, part: Part) -> str:
-    files = [_config(models, part), *_source_files(models, part)]
-    if part == "dnabert_s":
-        tokenizer = models / part / "tokenizer.json"
-        if not tokenizer.is_file():
-            raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
-        files.append(tokenizer)
-    return _digest(files)
+def head_digest(folder: Path) -> str:
+    """The digest of a head alone, equal to `fingerprint(models).head` for the head of a models directory."""
+    return _folder_digest(folder)
 
 
-def _digest(files: list[Path]) -> str:
-    body = "".join(f"{file.name} {file_digest(file)}\n" for file in files)
+def _folder_digest(folder: Path, *further: Path) -> str:
+    files = [folder / "config.json", *_tensor_files(folder), *further]
+    body = "".join(f"{file.name} {_file_digest(file)}\n" for file in files)
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def _source_files(models: Path, part: Part) -> list[Path]:
-    return _tensor_files(_folder(models, part))
-
-
-def _tensor_files(folder: Path) -> list[Path]:
-    files = find_safetensors(folder)
-    if not files:
-        raise WeightsError(
-            f"{folder / 'model.safetensors'}: no such file; convert a checkpoint with virnuc models convert"
-        )
-    return files
-
-
-def file_digest(path: Path) -> str:
-    """SHA-256 of a file's content, as hex."""
+def _file_digest(path: Path) -> str:
     state = path.stat()
     key = (str(path.resolve()), state.st_size, state.st_mtime_ns)
     if key not in _digests:
-        digest = hashlib.sha256()
         with path.open("rb") as file:
-            while piece := file.read(HASH_PIECE_BYTES):
-                digest.update(piece)
-        _digests[key] = digest.hexdigest()
+            _digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
     return _digests[key]
+
+
+# -- loading -----------------------------------------------------------------------------------------------------------
+
+
+def load_esm2(models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto") -> Esm2:
+    """The ESM-2 of a models directory on `device`, through our own kernels where they can run.
+
+    Raises `WeightsError` when a file is missing or wrong, `DeviceError` or `ConfigError` when the device cannot run
+    what is asked for.
+    """
+    shape, tensors = open_esm2(models)
+    ready = resolve_precision(precision, device)
+    backend = choose_backend(attention, bias="rotary", head_dim=shape.head_dim, precision=ready, device=device)
+    weights = place_esm2(tensors, shape, ready, device)
+    return Esm2(shape, weights, precision=ready, attention=backend, kernels=_runs_kernels(device))
+
+
+def load_dnabert_s(
+    models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
+) -> DnabertS:
+    """The DNABERT-S of a models directory on `device`; raises as `load_esm2` does.
+
+    `attention="varlen"` is meant for ESM-2: flash attention takes no ALiBi bias, so it raises `ConfigError` here.
+    """
+    shape, tensors = open_dnabert(models)
+    pad_id = _open_tokenizer(models, shape).pad_id
+    ready = resolve_precision(precision, device)
+    backend = choose_backend(attention, bias="alibi", head_dim=shape.head_dim, precision=ready, device=device)
+    weights = place_dnabert(tensors, shape, ready, device)
+    kernels = _runs_kernels(device)
+    return DnabertS(shape, weights, pad_id=pad_id, precision=ready, attention=backend, kernels=kernels)
+
+
+def _runs_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and has_triton()
+
+
+def load_head(models: Path, device: torch.device) -> Head:
+    """The classifier of a models directory; `WeightsError` when its inputs are not what the encoders give."""
+    shape, tensors = open_head(models)
+    return Head(shape, place_head(tensors, device))
+
+
+class Encoders(NamedTuple):
+    """All three models on one device."""
+
+    esm2: Esm2
+    dnabert_s: DnabertS
+    head: Head
+
+
+def load_all(models: Path, device: torch.device, engine: EngineSpec) -> Encoders:
+    """The models as an engine's settings want them; raises as the three loaders do."""
+    biased: Attention = "auto" if engine.attention == "varlen" else engine.attention  # varlen takes no ALiBi bias
+    # fp8 turns DNABERT-S's vectors (cosine 0.89), and it is a thirtieth of the time: it keeps fp16
+    dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
+    return Encoders(
+        load_esm2(models, device, engine.precision, engine.attention),
+        load_dnabert_s(models, device, dna_precision, biased),
+        load_head(models, device),
+    )
+
+
+# -- random weights ----------------------------------------------------------------------------------------------------
 
 
 def init_random(
@@ -195,17 +258,14 @@ def init_random(
     precision too. `dtype` is what the encoders are stored in. Raises `ConfigError` for a size that is not known and
     `WeightsError` when `out` already holds a model.
     """
-    if esm2 not in ESM2_SIZES:
-        raise ConfigError(f"esm2 size '{esm2}' is not known; choose {', '.join(ESM2_SIZES)}")
-    if dnabert_s not in DNABERT_SIZES:
-        raise ConfigError(f"dnabert_s size '{dnabert_s}' is not known; choose {', '.join(DNABERT_SIZES)}")
+    for name, asked, known in (("esm2", esm2, ESM2_SIZES), ("dnabert_s", dnabert_s, DNABERT_SIZES)):
+        if asked not in known:
+            raise ConfigError(f"{name} size '{asked}' is not known; choose {', '.join(known)}")
     if dtype not in STORAGE:
         raise ConfigError(f"dtype '{dtype}' is not known; choose {', '.join(STORAGE)}")
     taken = [part for part in PARTS if (out / part).exists()]
     if taken:
         raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
-    from virnuc_core.encoders.vocabulary import train_tokenizer
-
     protein, dna = ESM2_SIZES[esm2], DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
     write_random(out / "esm2", protein, seed, STORAGE[dtype])
@@ -222,26 +282,27 @@ def write_random(folder: Path, shape: Shape, seed: int, dtype: torch.dtype) -> N
             folder / "model.safetensors",
             shape.tensors(),
             dtype,
-            lambda name: random_tensor(name, shape, seed, dtype, threads),
+            lambda name: _random_tensor(name, shape, seed, dtype, threads),
         )
     write_shape(shape.model_copy(update={"origin": f"{RANDOM_ORIGIN}, seed {seed}"}), folder / "config.json")
 
 
-def random_tensor(name: str, shape: Shape, seed: int, dtype: torch.dtype, threads: ThreadPoolExecutor) -> Tensor:
+def _random_tensor(name: str, shape: Shape, seed: int, dtype: torch.dtype, threads: ThreadPoolExecutor) -> Tensor:
     """One tensor of a random model: a function of its name, its size and the seed only."""
     size = shape.tensors()[name]
     if name == "inv_freq":
-        assert isinstance(shape, Esm2Shape)
-        return inv_freq(shape.head_dim)
-    middle, spread = _distribution(name, size, shape)
+        return inv_freq(2 * size[0])
     out = torch.empty(size, dtype=dtype)
-    flat = out.view(-1)
-    jobs: list[Future[None]] = []
-    for start in range(0, len(flat), DRAWN_AT_ONCE):
-        key = (seed, zlib.crc32(f"{shape.model}/{name}".encode()), start)
-        jobs.append(threads.submit(_draw, flat[start : start + DRAWN_AT_ONCE], key, middle, spread))
-    for job in jobs:
-        job.result()
+    pieces = out.view(-1).split(DRAWN_AT_ONCE)
+    middle, spread = _distribution(name, size, shape)
+    name_digest = zlib.crc32(f"{shape.model}/{name}".encode())
+
+    def draw(i: int) -> None:
+        random = np.random.Generator(np.random.SFC64((seed, name_digest, i * DRAWN_AT_ONCE)))
+        drawn = torch.from_numpy(random.random(len(pieces[i]), dtype=np.float32))
+        pieces[i].copy_(drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle))
+
+    list(threads.map(draw, range(len(pieces))))
     return out
 
 
@@ -256,16 +317,10 @@ class RandomTensors:
         size = self._shape.tensors()[name]
         if name == "inv_freq":
             return inv_freq(2 * size[0]).to(device)
-        middle, spread = _distribution(name, size, self._shape)
         generator = torch.Generator(device).manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
+        middle, spread = _distribution(name, size, self._shape)
         drawn = torch.rand(size, generator=generator, device=device)
         return drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle)
-
-
-def _draw(into: Tensor, key: tuple[int, int, int], middle: float, spread: float) -> None:
-    """Fill with even draws of the given mean and standard deviation."""
-    drawn = torch.from_numpy(np.random.Generator(np.random.SFC64(key)).random(len(into), dtype=np.float32))
-    into.copy_(drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle))
 
 
 def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float, float]:
@@ -273,7 +328,6 @@ def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float
 
     A matrix keeps the size of what passes through it; what is added to a stream is smaller the more layers add to it.
     """
-    layer_sum = (2 * getattr(shape, "layers", 1)) ** -0.5
     leaf = name.rsplit(".", 1)[-1]
     if name.endswith("running_var"):
         return 1.0, 0.1
@@ -284,6 +338,6 @@ def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float
     if leaf == "bias":
         return 0.0, 0.02
     fan_in = size[1] ** -0.5
-    if shape.model == "esm2" and name.split(".")[-2] in ("out", "fc2"):
-        return 0.0, 2 * fan_in * layer_sum
+    if isinstance(shape, Esm2Shape) and name.split(".")[-2] in ("out", "fc2"):
+        return 0.0, 2 * fan_in * (2 * shape.layers) ** -0.5
     return 0.0, fan_in

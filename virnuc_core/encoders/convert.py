@@ -1,12 +1,15 @@
-"""Public checkpoints into a models directory."""
+"""Public checkpoints into a models directory: from files at hand, or fetched at pinned revisions."""
 
 from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +17,6 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import STORAGE, Part, Storage
-from virnuc_core.encoders.layouts import dnabert_tensors, esm2_tensors, head_tensors
 from virnuc_core.encoders.model_config import (
     DnabertShape,
     Esm2Shape,
@@ -25,20 +27,30 @@ from virnuc_core.encoders.model_config import (
     write_shape,
 )
 from virnuc_core.encoders.tensor_files import (
-    DictSource,
-    SafetensorsSource,
     Source,
     Tensors,
+    dnabert_tensors,
+    esm2_tensors,
     find_safetensors,
+    head_tensors,
+    in_memory,
+    open_safetensors,
     read_index,
     write_tensors,
 )
 from virnuc_core.encoders.tokenize import read_tokenizer
-from virnuc_core.encoders.unpickle import read_head
 from virnuc_core.errors import ConfigError, WeightsError
 
 DNABERT_WIDTH: Final = 768
 HEAD_NAME: Final = re.compile(r"(\d+)_model\.pth")
+HEAD_CLASS: Final = "MLPClassifier"
+HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; what claims to be one and is larger than this is not read
+
+ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")
+DNABERT_REPOSITORY: Final = ("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6")
+# weights and sizes only: no code of a repository is downloaded, let alone run
+FETCHED_FILES: Final = ("config.json", "tokenizer.json", "model*.safetensors*", "pytorch_model*.bin*")
+Download = Callable[[str, str], Path]  # of a repository at a revision: the folder with its files
 
 
 def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2Shape:
@@ -88,14 +100,11 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     length = model_length or (int(named[1]) if named else None)
     if length is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
-    opened: Source
-    if source.suffix == ".safetensors":
-        opened = SafetensorsSource([source])
-    else:
-        opened = DictSource(str(source), read_head(source))
-    if "hidden_layer.weight" not in opened.names():
+    safe = source.suffix == ".safetensors"
+    opened = open_safetensors([source]) if safe else in_memory(str(source), read_head(source))
+    if "hidden_layer.weight" not in opened.tensors:
         raise WeightsError(f"{source}: no tensor hidden_layer.weight; not a head of VirNucPro")
-    hidden, width = opened.get("hidden_layer.weight").shape
+    hidden, width = opened.tensors["hidden_layer.weight"].shape
     if width <= dna_width:
         raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
     shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
@@ -103,34 +112,72 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     return shape
 
 
+def fetch(
+    out: Path,
+    head: Path,
+    *,
+    model_length: int | None = None,
+    dtype: Storage | None = None,
+    download: Download | None = None,
+) -> None:
+    """Make a models directory of the public ESM-2 3B and DNABERT-S, and a head file of VirNucPro.
+
+    The head (`300_model.pth` or `500_model.pth`) comes with VirNucPro's own repository and is not downloaded here.
+    Parts that `out` already holds are left as they are. Raises `WeightsError` when the network does not answer.
+    """
+    if not head.is_file():
+        raise WeightsError(f"{head}: no such file; 300_model.pth and 500_model.pth come with VirNucPro's repository")
+    get = download or _download
+    if not (out / "head").exists():
+        convert_head(head, out, model_length)
+    if not (out / "dnabert_s").exists():
+        convert_dnabert_s(get(*DNABERT_REPOSITORY), out, dtype=dtype)
+    if not (out / "esm2").exists():
+        convert_esm2(get(*ESM2_REPOSITORY), out, dtype=dtype)
+
+
+def _download(repository: str, revision: str) -> Path:
+    """Folder of a repository's weights at one revision, in the cache of huggingface_hub."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED_FILES)))
+    except Exception as error:  # the library and what it stands on raise many kinds
+        raise WeightsError(
+            f"{repository} at {revision[:12]}: cannot be downloaded ({_first_line(error)}); "
+            f"without a network, copy its files here and use virnuc models convert"
+        ) from error
+
+
 def open_public(source: Path) -> Source:
     """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin or .pt file."""
     if source.is_dir():
         if files := find_safetensors(source):
-            return SafetensorsSource(files)
+            return open_safetensors(files)
         files = read_index(source / "pytorch_model.bin.index.json") or [source / "pytorch_model.bin"]
         if not files[0].is_file():
             raise WeightsError(f"{source}: no model.safetensors and no pytorch_model.bin in it")
     elif source.is_file():
         if source.suffix == ".safetensors":
-            return SafetensorsSource([source])
+            return open_safetensors([source])
         files = [source]
     else:
         raise WeightsError(f"{source}: no such file or directory")
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= _load_tensors(file)
-    return DictSource(str(source), tensors)
+    return in_memory(str(source), tensors)
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     """State of a `.bin` or `.pt`; only tensors and plain settings are unpickled."""
+    with path.open("rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"  # the newer format can be mapped, not copied, into memory
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # fair-esm keeps its arguments in one
-            content = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
+        # fair-esm keeps its arguments in a namespace
+        content = _load_pickle(path, [argparse.Namespace], mmap=zipped)
     except Exception as error:  # torch raises whatever a broken file leads to
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {first}") from error
+        raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {_first_line(error)}") from error
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         content = content["model"]
     if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
@@ -138,28 +185,100 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
     return content
 
 
-def _can_map(path: Path) -> bool:
-    """Files of the newer format are mapped, not copied, into memory."""
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"
+def _load_pickle(path: Path, allowed: list[Any], *, mmap: bool) -> object:
+    """What torch's own restricted loader makes of a file that may name `allowed` beside tensors and plain containers.
+
+    Nothing else that the file names is imported, let alone called. Raises whatever torch raises.
+    """
+    with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+        warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _first_line(error: Exception) -> str:
+    """What was wrong, in one line; around what its loader found, torch puts advice that nobody should follow."""
+    found = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    text = str(found).strip()
+    return text.splitlines()[0].split(". ")[0] if text else type(found).__name__
+
+
+class ModuleState:
+    """What stands for a pickled module: its tensors and children, none of its code."""
+
+    tensors: dict[str, Tensor]
+    children: dict[str, ModuleState]
+
+    def __setstate__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        found = {**state["_parameters"], **state["_buffers"]}
+        self.tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+        self.children = {name: one for name, one in state["_modules"].items() if isinstance(one, ModuleState)}
+
+    def flat(self, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
+        """All tensors under their dotted names."""
+        if depth > 4:
+            raise ValueError("modules within modules, deeper than any head")
+        found = {prefix + name: tensor for name, tensor in self.tensors.items()}
+        for name, child in self.children.items():
+            found |= child.flat(f"{prefix}{name}.", depth + 1)
+        return found
+
+
+HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each becomes the inert stand-in
+    (ModuleState, name)
+    for name in (
+        f"__main__.{HEAD_CLASS}",
+        "torch.nn.modules.linear.Linear",
+        "torch.nn.modules.batchnorm.BatchNorm1d",
+        "torch.nn.modules.dropout.Dropout",
+        "torch.nn.modules.activation.ReLU",
+    )
+)
+
+
+def read_head(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled head: a whole module, a state dictionary, or one under `model_state_dict`.
+
+    VirNucPro's are whole modules of a class of its training script. Nothing the file holds is executed. Raises
+    `WeightsError` naming what it asked for that a head has no use for.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > HEAD_MAX_BYTES:
+                raise ValueError(f"{unpacked:,} bytes is no head (at most {HEAD_MAX_BYTES:,})")
+            if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
+                raise ValueError("saved on a big-endian machine")
+        content = _load_pickle(path, list(HEAD_MODULES), mmap=False)
+        state = content.flat() if isinstance(content, ModuleState) else content
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
+    except zipfile.BadZipFile as error:
+        raise WeightsError(f"{path}: not a file of torch.save (1.6 or later); save the head again with it") from error
+    except Exception as error:  # a broken pickle can fail in any way; all of them mean the same
+        raise WeightsError(f"{path}: refused, not a head that can be read safely: {_first_line(error)}") from error
+    if isinstance(state, Mapping) and isinstance(state.get("model_state_dict"), Mapping):
+        state = state["model_state_dict"]
+    if not isinstance(state, Mapping) or not state or not all(isinstance(v, Tensor) for v in state.values()):
+        raise WeightsError(f"{path}: holds neither a pickled {HEAD_CLASS} nor a state dictionary; not a head")
+    return {str(name): tensor.detach() for name, tensor in state.items()}
 
 
 def guess_esm2_shape(source: Source) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
-    names = list(source.names())
+    names = list(source.tensors)
     layers = {int(match[1]) for name in names if (match := re.search(r"\blayers\.(\d+)\.", name))}
     by_end: dict[str, str] = {name.split("layers.0.")[-1]: name for name in names if "layers.0." in name}
     embedding = next((name for name in names if name.endswith("embed_tokens.weight")), None)
     angles = by_end.get("self_attn.rot_emb.inv_freq")
     if not layers or embedding is None or angles is None or "fc1.weight" not in by_end:
         raise WeightsError(f"{source.origin}: no config.json beside it, and not the layout of fair-esm's ESM-2")
-    vocab, width = source.get(embedding).shape
-    head_dim = 2 * source.get(angles).numel()
+    vocab, width = source.tensors[embedding].shape
+    head_dim = 2 * source.tensors[angles].shape[0]
     return Esm2Shape(
         layers=max(layers) + 1,
         width=width,
         heads=width // head_dim,
-        ffn_width=source.get(by_end["fc1.weight"]).shape[0],
+        ffn_width=source.tensors[by_end["fc1.weight"]].shape[0],
         vocab=vocab,
     )
 

@@ -8,14 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Attend, Backend, Layers, Rows, alibi_slopes, bind, rows_to_launch
-from virnuc_core.encoders.compiling import compile_block
+from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes
+from virnuc_core.encoders.layers import Affine, Encoder, Placing
 from virnuc_core.encoders.model_config import DnabertShape
-from virnuc_core.encoders.packed import PackedBatch
-from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, make_dense
-from virnuc_core.encoders.segments import mean_of
+from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
 from virnuc_core.encoders.tensor_files import Readable
-from virnuc_core.encoders.tuning import PLAIN, Tuning
+from virnuc_core.encoders.tokenize import PackedBatch
 
 
 class DnabertLayer(NamedTuple):
@@ -23,57 +21,45 @@ class DnabertLayer(NamedTuple):
 
     qkv: Dense
     out: Dense
-    attn_norm: tuple[Tensor, Tensor]
+    attn_norm: Affine
     gated: Dense  # first half of its output is activated, the second half multiplied in
     wo: Dense
-    ffn_norm: tuple[Tensor, Tensor]
+    ffn_norm: Affine
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        """The linear layers."""
+        return self.qkv, self.out, self.gated, self.wo
 
 
 class DnabertWeights(NamedTuple):
     """Weights of the model on one device, in the form one precision runs on."""
 
     embed: Tensor  # [vocab, width]; the embedding of token type 0 already added
-    embed_norm: tuple[Tensor, Tensor]
+    embed_norm: Affine
     layers: tuple[DnabertLayer, ...]
 
 
 def place_dnabert(tensors: Readable, shape: DnabertShape, precision: Resolved, device: torch.device) -> DnabertWeights:
     """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    dtype = DTYPES[precision]
-
-    def norm(name: str) -> tuple[Tensor, Tensor]:
-        return tensors.read(f"{name}.weight", device).to(dtype), tensors.read(f"{name}.bias", device).to(dtype)
-
-    def linear(name: str, *, bias: bool = True) -> Dense:
-        shift = tensors.read(f"{name}.bias", device) if bias else None
-        return make_dense(tensors.read(f"{name}.weight", device), shift, precision)
-
-    embed = tensors.read("embed.weight", device).float() + tensors.read("token_type.weight", device).float()[0]
+    read = Placing(tensors, precision, device)
+    embed = read.wide("embed.weight") + read.wide("token_type.weight")[0]
     layers = tuple(
         DnabertLayer(
-            qkv=linear(f"layers.{i}.qkv"),
-            out=linear(f"layers.{i}.out"),
-            attn_norm=norm(f"layers.{i}.attn_norm"),
-            gated=linear(f"layers.{i}.gated", bias=False),
-            wo=linear(f"layers.{i}.wo"),
-            ffn_norm=norm(f"layers.{i}.ffn_norm"),
+            qkv=read.linear(f"layers.{i}.qkv"),
+            out=read.linear(f"layers.{i}.out"),
+            attn_norm=read.norm(f"layers.{i}.attn_norm"),
+            gated=read.linear(f"layers.{i}.gated", bias=False),
+            wo=read.linear(f"layers.{i}.wo"),
+            ffn_norm=read.norm(f"layers.{i}.ffn_norm"),
         )
         for i in range(shape.layers)
     )
-    return DnabertWeights(embed.to(dtype), norm("embed_norm"), layers)
+    return DnabertWeights(embed.to(DTYPES[precision]), read.norm("embed_norm"), layers)
 
 
-def dnabert_block(x: Tensor, layer: DnabertLayer, rows: Rows, attend: Attend, eps: float) -> Tensor:
-    """One layer, [slots, width] to the same."""
-    width = (x.shape[1],)
-    attended = dense(attend(dense(x, layer.qkv), rows), layer.out)
-    x = F.layer_norm(attended + x, width, *layer.attn_norm, eps)
-    active, passed = dense(x, layer.gated).chunk(2, dim=-1)
-    return F.layer_norm(dense(F.gelu(active) * passed, layer.wo) + x, width, *layer.ffn_norm, eps)
-
-
-class DnabertS:
-    """The encoder: packed tokens to one vector a row."""
+class DnabertS(Encoder):
+    """The encoder: mean over all tokens of each row, first and last included."""
 
     def __init__(
         self,
@@ -83,69 +69,78 @@ class DnabertS:
         pad_id: int,
         precision: Resolved,
         attention: Backend,
-        compile: bool,
-        tuning: Tuning = PLAIN,
+        kernels: bool = False,
     ) -> None:
-        tuning.check(precision, compile=compile)
-        self.shape, self.weights, self.tuning = shape, weights, tuning
-        self.precision: Resolved = precision
-        self.attention: Backend = attention
-        self.compiled = compile
-        self._attend = bind(attention, compiled=compile)
-        self._pad_id = pad_id
+        device = weights.embed.device
+        super().__init__(shape, device, pad_id=pad_id, precision=precision, attention=attention, kernels=kernels)
+        self.shape, self.weights = shape, weights
         # there are no positions to add, so the norm behind the embedding is a property of each token
         self._embed = F.layer_norm(weights.embed, (shape.width,), *weights.embed_norm, shape.norm_eps)
-        self._layers = self._kernel_layers() if tuning.kernels else self._block_layers()
-        self._slopes = torch.tensor(alibi_slopes(shape.heads), dtype=torch.float32, device=weights.embed.device)
+        self._slopes = torch.tensor(alibi_slopes(shape.heads), dtype=torch.float32, device=device)
+        self._gated = self._gated_weights() if self._adds_in_product else []
+        self._shifts = [(_wide_bias(layer.out), _wide_bias(layer.wo)) for layer in weights.layers]
 
-    @property
-    def width(self) -> int:
-        return self.shape.width
+    def _gated_weights(self) -> list[Tensor]:
+        """The gated units' weights as the kernel for them wants them; empty where it cannot run."""
+        from virnuc_core.encoders.kernels import can_gate, interleave
 
-    @property
-    def pad_id(self) -> int:
-        return self._pad_id
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embed.device
-
-    def flops_per_token(self, seq_len: float) -> float:
-        """Floating-point operations of one token in a row of `seq_len` tokens: linear layers and attention."""
-        return 2.0 * self.shape.linear_weights + 4.0 * seq_len * self.shape.width * self.shape.layers
-
-    def embed(self, batch: PackedBatch) -> Tensor:
-        """Mean over all tokens of each row, first and last included: float32 [row_capacity, width]."""
-        with torch.inference_mode():
-            mean = mean_of(kernels=self.tuning.kernels)
-            return mean(self.hidden(batch), batch.cu_seqlens[:-1], batch.cu_seqlens[1:])
+        able = can_gate(self.shape.ffn_width, self.device)
+        return [interleave(layer.gated.weight) for layer in self.weights.layers] if able else []
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""
         with torch.inference_mode():
             x = F.embedding(batch.tokens, self._embed)
-            rows = Rows(
-                cu_seqlens=batch.cu_seqlens,
-                max_seqlen=batch.max_seqlen,
-                launched=rows_to_launch(batch, compiled=self.compiled),
-                heads=self.shape.heads,
-                slopes=self._slopes,
-            )
-            return self._layers(x, rows, self._attend)
+            rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
+            return self._by_kernels(x, rows) if self.kernels else self._by_torch(x, rows)
 
-    def _block_layers(self) -> Layers:
-        """The layers one by one, in torch operations; compiled, one graph serves all of them."""
-        layers, eps = self.weights.layers, self.shape.norm_eps
-        block = compile_block(dnabert_block) if self.compiled else dnabert_block
+    def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole rows."""
+        return cu_seqlens[:-1], cu_seqlens[1:]
 
-        def run(x: Tensor, rows: Rows, attend: Attend) -> Tensor:
-            for layer in layers:
-                x = block(x, layer, rows, attend, eps)
-            return x
+    def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
+        """The layers one by one: [slots, width] to the last hidden state."""
+        width, eps = (self.width,), self.shape.norm_eps
+        for layer in self.weights.layers:
+            mixed = dense(self._attend(dense(x, layer.qkv), rows), layer.out)
+            x = F.layer_norm(mixed + x, width, *layer.attn_norm, eps)
+            active, passed = dense(x, layer.gated).chunk(2, dim=-1)
+            x = F.layer_norm(dense(F.gelu(active) * passed, layer.wo) + x, width, *layer.ffn_norm, eps)
+        return x
 
-        return run
+    def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
+        """The same with one pass over memory between two products; `x` is used up.
 
-    def _kernel_layers(self) -> Layers:
-        from virnuc_core.encoders.stacks import DnabertStack
+        Where the product adds onto the stream in place, its bias is left to the norm behind it.
+        """
+        from virnuc_core.encoders.kernels import activation, gated_unit, norm  # triton is needed here only
 
-        return DnabertStack(self.weights, self.shape.norm_eps, self.tuning)
+        def ready(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            return activation(x, gelu=False, quantise=True) if self._quantises else (x, None)
+
+        def gated(x: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+            if self._gated:
+                return gated_unit(x, self._gated[i]), None
+            both = product(*ready(x), self.weights.layers[i].gated)
+            return activation(both, gated=True, quantise=self._quantises)
+
+        def add_and_norm(
+            x: Tensor, rows: tuple[Tensor, Tensor | None], last: Dense, shift: Tensor, affine: Affine
+        ) -> Tensor:
+            if not self._adds_in_product:
+                return norm(x, affine, self.shape.norm_eps, delta=product(*rows, last))[0]
+            x.addmm_(rows[0], last.weight.t())
+            return norm(x, affine, self.shape.norm_eps, shift=shift)[0]
+
+        for i, layer in enumerate(self.weights.layers):
+            after_mix, after_unit = self._shifts[i]
+            mixed = self._attend(product(*ready(x), layer.qkv), rows)
+            x = add_and_norm(x, ready(mixed), layer.out, after_mix, layer.attn_norm)
+            x = add_and_norm(x, gated(x, i), layer.wo, after_unit, layer.ffn_norm)
+        return x
+
+
+def _wide_bias(layer: Dense) -> Tensor:
+    """The bias of a product in float32, for the norm behind it to add."""
+    assert layer.bias is not None
+    return layer.bias.float()

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Attend, Backend, Layers, Rows, bind, rotary_tables, rows_to_launch
-from virnuc_core.encoders.compiling import compile_block
+from virnuc_core.encoders.attention import Backend, Rows, positions, rotary_tables
+from virnuc_core.encoders.layers import Affine, Encoder, Placing
 from virnuc_core.encoders.model_config import Esm2Shape
-from virnuc_core.encoders.packed import PackedBatch
-from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, make_dense
-from virnuc_core.encoders.segments import mean_of, positions
+from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
 from virnuc_core.encoders.tensor_files import Readable
-from virnuc_core.encoders.tuning import PLAIN, Tuning
+from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
 
-PAD_ID: Final = 1
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
 TOKEN_DROPOUT_SCALE: Final = 1 - 0.15 * 0.8  # training hid this share of the residues; no token is hidden here
 
@@ -25,12 +23,17 @@ TOKEN_DROPOUT_SCALE: Final = 1 - 0.15 * 0.8  # training hid this share of the re
 class Esm2Layer(NamedTuple):
     """Weights of one layer."""
 
-    attn_norm: tuple[Tensor, Tensor]
+    attn_norm: Affine
     qkv: Dense
     out: Dense
-    ffn_norm: tuple[Tensor, Tensor]
+    ffn_norm: Affine
     fc1: Dense
     fc2: Dense
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        """The linear layers."""
+        return self.qkv, self.out, self.fc1, self.fc2
 
 
 class Esm2Weights(NamedTuple):
@@ -39,128 +42,118 @@ class Esm2Weights(NamedTuple):
     embed: Tensor  # [vocab, width]; already scaled, zero for the pad token
     inv_freq: Tensor  # float32 [head_dim / 2]
     layers: tuple[Esm2Layer, ...]
-    final_norm: tuple[Tensor, Tensor]
+    final_norm: Affine
 
 
 def place_esm2(tensors: Readable, shape: Esm2Shape, precision: Resolved, device: torch.device) -> Esm2Weights:
     """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    dtype = DTYPES[precision]
-
-    def norm(name: str) -> tuple[Tensor, Tensor]:
-        return tensors.read(f"{name}.weight", device).to(dtype), tensors.read(f"{name}.bias", device).to(dtype)
-
-    def linear(name: str) -> Dense:
-        return make_dense(tensors.read(f"{name}.weight", device), tensors.read(f"{name}.bias", device), precision)
-
-    embed = tensors.read("embed.weight", device).float()
+    read = Placing(tensors, precision, device)
+    embed = read.wide("embed.weight")
     if shape.token_dropout:
         embed = embed * TOKEN_DROPOUT_SCALE
-    embed[PAD_ID] = 0
+    embed[ESM2_PAD] = 0
     layers = tuple(
         Esm2Layer(
-            attn_norm=norm(f"layers.{i}.attn_norm"),
-            qkv=linear(f"layers.{i}.qkv"),
-            out=linear(f"layers.{i}.out"),
-            ffn_norm=norm(f"layers.{i}.ffn_norm"),
-            fc1=linear(f"layers.{i}.fc1"),
-            fc2=linear(f"layers.{i}.fc2"),
+            attn_norm=read.norm(f"layers.{i}.attn_norm"),
+            qkv=read.linear(f"layers.{i}.qkv"),
+            out=read.linear(f"layers.{i}.out"),
+            ffn_norm=read.norm(f"layers.{i}.ffn_norm"),
+            fc1=read.linear(f"layers.{i}.fc1"),
+            fc2=read.linear(f"layers.{i}.fc2"),
         )
         for i in range(shape.layers)
     )
-    return Esm2Weights(embed.to(dtype), tensors.read("inv_freq", device).float(), layers, norm("final_norm"))
+    return Esm2Weights(embed.to(DTYPES[precision]), read.wide("inv_freq"), layers, read.norm("final_norm"))
 
 
-def esm2_block(x: Tensor, layer: Esm2Layer, rows: Rows, attend: Attend, eps: float) -> Tensor:
-    """One layer, [slots, width] to the same."""
-    width = (x.shape[1],)
-    normed = F.layer_norm(x, width, *layer.attn_norm, eps)
-    x = x + dense(attend(dense(normed, layer.qkv), rows), layer.out)
-    normed = F.layer_norm(x, width, *layer.ffn_norm, eps)
-    return x + dense(F.gelu(dense(normed, layer.fc1)), layer.fc2)
-
-
-class Esm2:
-    """The encoder: packed tokens to one vector a row."""
+class Esm2(Encoder):
+    """The encoder: mean over each row's first 1,024 residues, start and end tokens left out."""
 
     def __init__(
-        self,
-        shape: Esm2Shape,
-        weights: Esm2Weights,
-        *,
-        precision: Resolved,
-        attention: Backend,
-        compile: bool,
-        tuning: Tuning = PLAIN,
+        self, shape: Esm2Shape, weights: Esm2Weights, *, precision: Resolved, attention: Backend, kernels: bool = False
     ) -> None:
-        tuning.check(precision, compile=compile)
-        self.shape, self.weights, self.tuning = shape, weights, tuning
-        self.precision: Resolved = precision
-        self.attention: Backend = attention
-        self.compiled = compile
-        self._attend = bind(attention, compiled=compile)
-        self._layers = self._kernel_layers() if tuning.kernels else self._block_layers()
+        device = weights.embed.device
+        super().__init__(shape, device, pad_id=ESM2_PAD, precision=precision, attention=attention, kernels=kernels)
+        self.shape, self.weights = shape, weights
         self._tables = rotary_tables(weights.inv_freq, POOLED_RESIDUES + 2)
-
-    @property
-    def width(self) -> int:
-        return self.shape.width
-
-    @property
-    def pad_id(self) -> int:
-        return PAD_ID
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.embed.device
-
-    def flops_per_token(self, seq_len: float) -> float:
-        """Floating-point operations of one token in a row of `seq_len` tokens: linear layers and attention."""
-        return 2.0 * self.shape.linear_weights + 4.0 * seq_len * self.shape.width * self.shape.layers
-
-    def embed(self, batch: PackedBatch) -> Tensor:
-        """Mean over each row's first 1,024 residues, start and end tokens left out: float32 [row_capacity, width]."""
-        with torch.inference_mode():
-            return self._pool(self.hidden(batch), batch.cu_seqlens)
+        self._shifts = _running_biases(weights) if self._adds_in_product else [None] * (2 * shape.layers + 1)
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer, after the final norm: [slots, width]."""
         with torch.inference_mode():
-            return self._layers(F.embedding(batch.tokens, self.weights.embed), self._rows(batch), self._attend)
+            x, rows = F.embedding(batch.tokens, self.weights.embed), self._rows(batch)
+            return self._by_kernels(x, rows) if self.kernels else self._by_torch(x, rows)
 
-    def _block_layers(self) -> Layers:
-        """The layers one by one, in torch operations; compiled, one graph serves all of them."""
-        weights, eps = self.weights, self.shape.norm_eps
-        block = compile_block(esm2_block) if self.compiled else esm2_block
-
-        def run(x: Tensor, rows: Rows, attend: Attend) -> Tensor:
-            for layer in weights.layers:
-                x = block(x, layer, rows, attend, eps)
-            return F.layer_norm(x, (x.shape[1],), *weights.final_norm, eps)
-
-        return run
-
-    def _kernel_layers(self) -> Layers:
-        from virnuc_core.encoders.stacks import Esm2Stack
-
-        return Esm2Stack(self.weights, self.shape.norm_eps, self.tuning)
+    def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """The residues, as far as they are averaged; a row without any has an empty span."""
+        starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
+        return starts, torch.maximum(starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES))
 
     def _rows(self, batch: PackedBatch) -> Rows:
         if batch.max_seqlen > self._tables[0].shape[0]:
             self._tables = rotary_tables(self.weights.inv_freq, 1 << (batch.max_seqlen - 1).bit_length())
         cos, sin = self._tables
-        place = None if self.attention == "fused" else positions(batch.cu_seqlens, batch.slots)
-        return Rows(
-            cu_seqlens=batch.cu_seqlens,
-            max_seqlen=batch.max_seqlen,
-            launched=rows_to_launch(batch, compiled=self.compiled),
-            heads=self.shape.heads,
-            cos_table=cos,
-            sin_table=sin,
-            cos=None if place is None else cos[place],
-            sin=None if place is None else sin[place],
-        )
+        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, cos_table=cos, sin_table=sin)
+        if self.attention == "fused":  # looks the angles up by itself
+            return rows
+        place = positions(batch.cu_seqlens, batch.slots)
+        return rows._replace(cos=cos[place], sin=sin[place])
 
-    def _pool(self, hidden: Tensor, cu_seqlens: Tensor) -> Tensor:
-        starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
-        ends = torch.maximum(starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES))
-        return mean_of(kernels=self.tuning.kernels)(hidden, starts, ends)
+    def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
+        """The layers one by one: [slots, width] to the last hidden state."""
+        width, eps = (self.width,), self.shape.norm_eps
+        for layer in self.weights.layers:
+            normed = F.layer_norm(x, width, *layer.attn_norm, eps)
+            x = x + dense(self._attend(dense(normed, layer.qkv), rows), layer.out)
+            normed = F.layer_norm(x, width, *layer.ffn_norm, eps)
+            x = x + dense(F.gelu(dense(normed, layer.fc1)), layer.fc2)
+        return F.layer_norm(x, width, *self.weights.final_norm, eps)
+
+    def _by_kernels(self, stream: Tensor, rows: Rows) -> Tensor:
+        """The same with one pass over memory between two products; `stream` is used up.
+
+        What a layer adds to the stream is kept pending until the norm that follows reads it anyway; or the product
+        adds onto the stream in place, and its bias, left out of the stream, is added up for the norms to see.
+        """
+        from virnuc_core.encoders.kernels import activation, norm  # triton is needed here only
+
+        quantises, eps = self._quantises, self.shape.norm_eps
+
+        def attention(x: Tensor, scale: Tensor | None, layer: Esm2Layer) -> tuple[Tensor, Tensor | None]:
+            mixed = self._attend(product(x, scale, layer.qkv), rows)
+            return activation(mixed, gelu=False, quantise=True) if quantises else (mixed, None)
+
+        def feed_forward(x: Tensor, scale: Tensor | None, layer: Esm2Layer) -> tuple[Tensor, Tensor | None]:
+            wide = product(x, scale, layer.fc1)
+            return activation(wide, quantise=True) if quantises else (F.gelu(wide), None)
+
+        def half(place: int, pending: Tensor | None, inner: Inner, affine: Affine, last: Dense) -> Tensor | None:
+            """One half of a layer: what is pending after it, or None when the product has added it."""
+            keep, shift = pending is not None, self._shifts[place]
+            normed = norm(stream, affine, eps, delta=pending, keep=keep, shift=shift, quantise=quantises)
+            ready = inner(*normed, self.weights.layers[place // 2])
+            if not self._adds_in_product:
+                return product(*ready, last)
+            stream.addmm_(ready[0], last.weight.t())
+            return None
+
+        pending: Tensor | None = None
+        for i, layer in enumerate(self.weights.layers):
+            pending = half(2 * i, pending, attention, layer.attn_norm, layer.out)
+            pending = half(2 * i + 1, pending, feed_forward, layer.ffn_norm, layer.fc2)
+        return norm(stream, self.weights.final_norm, eps, delta=pending, shift=self._shifts[-1])[0]
+
+
+Inner = Callable[[Tensor, Tensor | None, Esm2Layer], tuple[Tensor, Tensor | None]]
+
+
+def _running_biases(weights: Esm2Weights) -> list[Tensor | None]:
+    """What the stream lacks, float32 [width], before each norm when the products' biases are left out of it."""
+    total = torch.zeros_like(weights.final_norm[0], dtype=torch.float32)
+    shifts: list[Tensor | None] = [total]
+    for layer in weights.layers:
+        for one in (layer.out, layer.fc2):
+            assert one.bias is not None
+            total = total + one.bias.float()
+            shifts.append(total)
+    return shifts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeVar
@@ -16,24 +17,15 @@ Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
 
 
-class Esm2Shape(Spec):
-    """An ESM-2: pre-norm layers with rotary positions."""
+class EncoderShape(Spec):
+    """What the sizes of both encoders have in common."""
 
-    model: Literal["esm2"] = "esm2"
+    model: str
     origin: str = Field("", description="where the weights come from")
     layers: int = Field(ge=1)
     width: int = Field(ge=4)
     heads: int = Field(ge=1)
     ffn_width: int = Field(ge=4)
-    vocab: int = Field(33, ge=33, description="rows of the embedding table; some ports pad it beyond the 33 symbols")
-    norm_eps: float = Field(1e-5, gt=0)
-    token_dropout: bool = True
-
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads or (self.width // self.heads) % 2:
-            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
-        return self
 
     @property
     def head_dim(self) -> int:
@@ -42,7 +34,27 @@ class Esm2Shape(Spec):
     @property
     def linear_weights(self) -> int:
         """Numbers in the weight matrices that every token meets."""
-        return self.layers * (4 * self.width**2 + 2 * self.width * self.ffn_width)
+        shapes = self.tensors().items()
+        return sum(math.prod(shape) for name, shape in shapes if name.startswith("layers.") and len(shape) == 2)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the model."""
+        raise NotImplementedError
+
+
+class Esm2Shape(EncoderShape):
+    """An ESM-2: pre-norm layers with rotary positions."""
+
+    model: Literal["esm2"] = "esm2"
+    vocab: int = Field(33, ge=33, description="rows of the embedding table; some ports pad it beyond the 33 symbols")
+    norm_eps: float = Field(1e-5, gt=0)
+    token_dropout: bool = True
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.width % self.heads or self.head_dim % 2:
+            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
+        return self
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the model."""
@@ -55,15 +67,10 @@ class Esm2Shape(Spec):
         return shapes | _norm("final_norm", w)
 
 
-class DnabertShape(Spec):
+class DnabertShape(EncoderShape):
     """A DNABERT-S: post-norm layers with ALiBi and gated linear units."""
 
     model: Literal["dnabert_s"] = "dnabert_s"
-    origin: str = Field("", description="where the weights come from")
-    layers: int = Field(ge=1)
-    width: int = Field(ge=4)
-    heads: int = Field(ge=1)
-    ffn_width: int = Field(ge=4)
     vocab: int = Field(ge=9)
     token_types: int = Field(2, ge=1)
     norm_eps: float = Field(1e-12, gt=0)
@@ -74,23 +81,11 @@ class DnabertShape(Spec):
             raise ValueError(f"width {self.width} does not split into {self.heads} heads")
         return self
 
-    @property
-    def head_dim(self) -> int:
-        return self.width // self.heads
-
-    @property
-    def linear_weights(self) -> int:
-        """Numbers in the weight matrices that every token meets."""
-        return self.layers * (4 * self.width**2 + 3 * self.width * self.ffn_width)
-
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the model."""
         w, f = self.width, self.ffn_width
-        shapes: dict[str, tuple[int, ...]] = {
-            "embed.weight": (self.vocab, w),
-            "token_type.weight": (self.token_types, w),
-        }
-        shapes |= _norm("embed_norm", w)
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w)}
+        shapes |= {"token_type.weight": (self.token_types, w)} | _norm("embed_norm", w)
         for i in range(self.layers):
             p = f"layers.{i}"
             shapes |= _linear(f"{p}.qkv", 3 * w, w) | _linear(f"{p}.out", w, w) | _norm(f"{p}.attn_norm", w)
@@ -160,13 +155,20 @@ def write_shape(shape: Shape, path: Path) -> None:
 def read_esm2_shape(path: Path) -> Esm2Shape:
     """ESM-2 sizes from our `config.json` or one in HF layout; `WeightsError` names the key that is wrong."""
     raw = _read_json(path)
-    return _checked(Esm2Shape, raw if "model" in raw else _esm2_from_hf(raw, path), path)
+    if "model" not in raw:
+        if raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before"):
+            raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
+        further = {"layer_norm_eps": "norm_eps", "token_dropout": "token_dropout"}
+        raw = _from_hf(raw, path, further)
+    return _checked(Esm2Shape, raw, path)
 
 
 def read_dnabert_shape(path: Path) -> DnabertShape:
     """DNABERT-S sizes from our `config.json` or one in HF layout; `WeightsError` names the key that is wrong."""
     raw = _read_json(path)
-    return _checked(DnabertShape, raw if "model" in raw else _dnabert_from_hf(raw, path), path)
+    if "model" not in raw:
+        raw = _from_hf(raw, path, {"layer_norm_eps": "norm_eps", "type_vocab_size": "token_types"})
+    return _checked(DnabertShape, raw, path)
 
 
 def read_head_shape(path: Path) -> HeadShape:
@@ -193,32 +195,18 @@ def _checked(kind: type[S], raw: dict[str, Any], path: Path) -> S:
         raise WeightsError(f"{path}: {explain(error)}") from error
 
 
-def _hf_keys(raw: Mapping[str, Any], path: Path, wanted: Mapping[str, str]) -> dict[str, Any]:
-    missing = [theirs for theirs in wanted.values() if theirs not in raw]
-    if missing:
-        raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
-    return {ours: raw[theirs] for ours, theirs in wanted.items()}
-
-
 _HF_SIZES: Final = {
-    "layers": "num_hidden_layers",
-    "width": "hidden_size",
-    "heads": "num_attention_heads",
-    "ffn_width": "intermediate_size",
-    "vocab": "vocab_size",
+    "num_hidden_layers": "layers",
+    "hidden_size": "width",
+    "num_attention_heads": "heads",
+    "intermediate_size": "ffn_width",
+    "vocab_size": "vocab",
 }
 
 
-def _esm2_from_hf(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    if raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before"):
-        raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
-    sizes = _hf_keys(raw, path, _HF_SIZES)
-    return sizes | {
-        "norm_eps": raw.get("layer_norm_eps", 1e-5),
-        "token_dropout": raw.get("token_dropout", True),
-    }
-
-
-def _dnabert_from_hf(raw: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    sizes = _hf_keys(raw, path, _HF_SIZES)
-    return sizes | {"token_types": raw.get("type_vocab_size", 2), "norm_eps": raw.get("layer_norm_eps", 1e-12)}
+def _from_hf(raw: Mapping[str, Any], path: Path, further: Mapping[str, str]) -> dict[str, Any]:
+    """Our keys from those of HF layout; the `further` ones have defaults."""
+    missing = [theirs for theirs in _HF_SIZES if theirs not in raw]
+    if missing:
+        raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
+    return {ours: raw[theirs] for theirs, ours in (_HF_SIZES | dict(further)).items() if theirs in raw}

@@ -65,18 +65,17 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dense(x: Tensor, layer: Dense) -> Tensor:
-    """`x @ weight.T + bias`, [n, in] to [n, out]."""
-    if layer.scale is None:
+    """`x @ weight.T + bias`, [n, in] to [n, out]; rows are quantised first where the layer is FP8."""
+    rows, scale = (x, None) if layer.scale is None else quantise_rows(x)
+    return product(rows, scale, layer)
+
+
+def product(x: Tensor, scale: Tensor | None, layer: Dense) -> Tensor:
+    """The same on rows that are in the layer's form: plain, or quantised, with their scales [n, 1], giving bfloat16."""
+    if scale is None or layer.scale is None:
         return F.linear(x, layer.weight, layer.bias)
-    rows, scale = quantise_rows(x)
-    return scaled_dense(rows, scale, layer)
-
-
-def scaled_dense(rows: Tensor, scale: Tensor, layer: Dense) -> Tensor:
-    """The product of already quantised rows with an FP8 layer, in bfloat16."""
-    assert layer.scale is not None
-    product: Tensor = torch._scaled_mm(
-        rows,
+    found: Tensor = torch._scaled_mm(
+        x,
         layer.weight.t(),
         scale_a=scale,
         scale_b=layer.scale,
@@ -84,4 +83,4 @@ def scaled_dense(rows: Tensor, scale: Tensor, layer: Dense) -> Tensor:
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )
-    return product
+    return found

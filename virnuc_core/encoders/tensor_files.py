@@ -1,4 +1,4 @@
-"""Tensors on disk: any public layout read under our names, files of any size written one tensor at a time."""
+"""Tensors on disk: public checkpoints read under our names, files of any size written one tensor at a time."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.errors import WeightsError
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -25,24 +26,20 @@ _FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a checkpoint says of a tensor without reading it."""
+    """One tensor of a checkpoint: what is said of it without reading it, and how to read it."""
 
     shape: tuple[int, ...]
     dtype: str  # as it is spoken of in messages
     floating: bool
+    read: Callable[[], Tensor]
 
 
-class Source(Protocol):
+@dataclass(frozen=True, slots=True)
+class Source:
     """A checkpoint under whatever names its author chose."""
 
-    @property
-    def origin(self) -> str: ...
-
-    def names(self) -> Iterable[str]: ...
-
-    def stored(self, name: str) -> Stored: ...
-
-    def get(self, name: str) -> Tensor: ...
+    origin: str
+    tensors: Mapping[str, Stored]
 
 
 class Readable(Protocol):
@@ -53,55 +50,34 @@ class Readable(Protocol):
         ...
 
 
-class SafetensorsSource:
+def open_safetensors(files: list[Path]) -> Source:
     """One or several `.safetensors` files, mapped into memory; a tensor is read when it is asked for."""
-
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files = list(files)
-        self._open: dict[str, Any] = {}
-        for file in self._files:
-            try:
-                handle: Any = safe_open(file, framework="pt")
-                self._open |= dict.fromkeys(handle.keys(), handle)
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(
-                    f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
-                ) from error
-
-    @property
-    def origin(self) -> str:
-        return str(self._files[0] if len(self._files) == 1 else self._files[0].parent)
-
-    def names(self) -> Iterable[str]:
-        return self._open.keys()
-
-    def stored(self, name: str) -> Stored:
-        """From the file's header."""
-        piece = self._open[name].get_slice(name)
-        kind = str(piece.get_dtype())
-        return Stored(tuple(piece.get_shape()), kind, kind in _FLOATING or kind.startswith("F8_"))
-
-    def get(self, name: str) -> Tensor:
-        tensor: Tensor = self._open[name].get_tensor(name)
-        return tensor
+    found: dict[str, Stored] = {}
+    for file in files:
+        try:
+            handle: Any = safe_open(file, framework="pt")
+            found |= {name: _in_file(handle, name) for name in handle.keys()}  # noqa: SIM118 - it is no mapping
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(
+                f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
+            ) from error
+    return Source(str(files[0] if len(files) == 1 else files[0].parent), found)
 
 
-@dataclass(frozen=True, slots=True)
-class DictSource:
-    """A checkpoint already in memory."""
+def _in_file(handle: Any, name: str) -> Stored:
+    piece = handle.get_slice(name)
+    kind = str(piece.get_dtype())
+    floating = kind in _FLOATING or kind.startswith("F8_")
+    return Stored(tuple(piece.get_shape()), kind, floating, lambda: handle.get_tensor(name))
 
-    origin: str
-    tensors: Mapping[str, Tensor]
 
-    def names(self) -> Iterable[str]:
-        return self.tensors.keys()
+def in_memory(origin: str, tensors: Mapping[str, Tensor]) -> Source:
+    """A checkpoint that is already there."""
 
-    def stored(self, name: str) -> Stored:
-        tensor = self.tensors[name]
-        return Stored(tuple(tensor.shape), str(tensor.dtype), tensor.is_floating_point())
+    def stored(tensor: Tensor) -> Stored:
+        return Stored(tuple(tensor.shape), str(tensor.dtype), tensor.is_floating_point(), lambda: tensor)
 
-    def get(self, name: str) -> Tensor:
-        return self.tensors[name]
+    return Source(origin, {name: stored(tensor) for name, tensor in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +94,8 @@ class Tensors:
     """A checkpoint under our names, complete and with the right shapes, or a `WeightsError` that names what is not."""
 
     def __init__(self, source: Source, shapes: Shapes, rules: Iterable[Rule] = ()) -> None:
-        self._source, self._shapes = source, shapes
+        self.origin, self._source, self._shapes = source.origin, source, shapes
         self._parts = _match(source, list(rules), shapes)
-
-    @property
-    def origin(self) -> str:
-        return self._source.origin
 
     def names(self) -> list[str]:
         """Our names, in the order of the model."""
@@ -133,7 +105,7 @@ class Tensors:
         """One tensor in the precision it is stored in."""
         self._check(name)
         try:
-            parts = [self._source.get(theirs).to(device) for theirs in self._parts[name]]
+            parts = [self._source.tensors[theirs].read().to(device) for theirs in self._parts[name]]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self.origin}: tensor {name} cannot be read: {error}") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -147,7 +119,7 @@ class Tensors:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        parts = [self._source.stored(theirs) for theirs in self._parts[name]]
+        parts = [self._source.tensors[theirs] for theirs in self._parts[name]]
         shape = _joined([part.shape for part in parts])
         if shape != self._shapes[name]:
             found = " + ".join(_size(part.shape) for part in parts) if shape is None else _size(shape)
@@ -177,7 +149,7 @@ def _match(source: Source, rules: list[Rule], shapes: Shapes) -> dict[str, list[
     """Their names for each of ours."""
     found: dict[str, list[str | None]] = {}
     unexpected = []
-    for theirs in source.names():
+    for theirs in source.tensors:
         if theirs in shapes:
             found[theirs] = [theirs]
             continue
@@ -201,6 +173,112 @@ def _few(names: list[str], most: int = 4) -> str:
     return f"tensor{'s' * (len(names) > 1)} {', '.join(sorted(names)[:most])}{tail}"
 
 
+def _rules(
+    prefix: str, layer: str, layered: Mapping[str, str | tuple[str, int, int]], others: Mapping[str, str]
+) -> list[Rule]:
+    """Rules of one layout: what stands in each `layer`, by our name for it, and what stands outside of them.
+
+    Names end in `weight` or `bias`; a joined tensor is named with the part of it and the number of parts.
+    """
+    rules = [Rule(re.compile(prefix + theirs), ours) for theirs, ours in others.items()]
+    for theirs, named in layered.items():
+        ours, part, of = (named, 0, 1) if isinstance(named, str) else named
+        pattern = rf"{prefix}{layer}\.(\d+)\.{re.escape(theirs)}\.(weight|bias)"
+        rules.append(Rule(re.compile(pattern), rf"layers.\1.{ours}.\2", part, of))
+    return rules
+
+
+ESM2_RULES: Final = (
+    *_rules(  # as ported to transformers
+        r"(?:esm\.)?",
+        r"encoder\.layer",
+        {
+            "attention.self.query": ("qkv", 0, 3),
+            "attention.self.key": ("qkv", 1, 3),
+            "attention.self.value": ("qkv", 2, 3),
+            "attention.output.dense": "out",
+            "attention.LayerNorm": "attn_norm",
+            "intermediate.dense": "fc1",
+            "output.dense": "fc2",
+            "LayerNorm": "ffn_norm",
+        },
+        {
+            r"embeddings\.word_embeddings\.weight": "embed.weight",
+            r"encoder\.layer\.\d+\.attention\.self\.rotary_embeddings\.inv_freq": "inv_freq",
+            r"encoder\.emb_layer_norm_after\.(weight|bias)": r"final_norm.\1",
+            r"(?:embeddings\.position_(?:ids|embeddings\.weight)|contact_head\..*|pooler\..*)": "",
+        },
+    ),
+    *_rules(  # as fair-esm saved it; what predicts tokens or contacts is not used here
+        r"(?:encoder\.)?(?:sentence_encoder\.)?",
+        "layers",
+        {
+            "self_attn.q_proj": ("qkv", 0, 3),
+            "self_attn.k_proj": ("qkv", 1, 3),
+            "self_attn.v_proj": ("qkv", 2, 3),
+            "self_attn.out_proj": "out",
+            "self_attn_layer_norm": "attn_norm",
+            "fc1": "fc1",
+            "fc2": "fc2",
+            "final_layer_norm": "ffn_norm",
+        },
+        {
+            r"embed_tokens\.weight": "embed.weight",
+            r"layers\.\d+\.self_attn\.rot_emb\.inv_freq": "inv_freq",
+            r"emb_layer_norm_after\.(weight|bias)": r"final_norm.\1",
+            r"(?:lm_head|contact_head)\..*": "",
+        },
+    ),
+)
+
+DNABERT_RULES: Final = _rules(  # what predicts tokens, or pools the first one, is not used here
+    r"(?:bert\.)?",
+    r"encoder\.layer",
+    {
+        "attention.self.Wqkv": "qkv",
+        "attention.output.dense": "out",
+        "attention.output.LayerNorm": "attn_norm",
+        "mlp.gated_layers": "gated",
+        "mlp.wo": "wo",
+        "mlp.layernorm": "ffn_norm",
+    },
+    {
+        r"embeddings\.word_embeddings\.weight": "embed.weight",
+        r"embeddings\.token_type_embeddings\.weight": "token_type.weight",
+        r"embeddings\.LayerNorm\.(weight|bias)": r"embed_norm.\1",
+        r"(?:cls\..*|pooler\..*|embeddings\.position_ids)": "",
+    },
+)
+
+HEAD_RULES: Final = (Rule(re.compile(r"bn1\.num_batches_tracked"), ""),)
+
+
+def esm2_tensors(source: Source, shape: Esm2Shape) -> Tensors:
+    """An ESM-2 checkpoint of any public layout under our names; `WeightsError` names what is missing or unexpected.
+
+    Newer ports do not save the rotary frequencies, which follow from the head size: they are computed then.
+    """
+    if not any(name.split(".")[-1] == "inv_freq" for name in source.tensors):
+        computed = in_memory(source.origin, {"inv_freq": inv_freq(shape.head_dim)})
+        source = Source(source.origin, {**source.tensors, **computed.tensors})
+    return Tensors(source, shape.tensors(), ESM2_RULES)
+
+
+def dnabert_tensors(source: Source, shape: DnabertShape) -> Tensors:
+    """A DNABERT-S checkpoint under our names; `WeightsError` names what is missing or unexpected."""
+    return Tensors(source, shape.tensors(), DNABERT_RULES)
+
+
+def head_tensors(source: Source, shape: HeadShape) -> Tensors:
+    """A head under our names, which are VirNucPro's."""
+    return Tensors(source, shape.tensors(), HEAD_RULES)
+
+
+def inv_freq(head_dim: int) -> Tensor:
+    """Rotary frequencies in base 10,000, float32 [head_dim / 2]."""
+    return 1.0 / (10_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
+
+
 def find_safetensors(folder: Path) -> list[Path]:
     """The safetensors files of a folder: `model.safetensors`, or the shards its index names; empty without either."""
     single = folder / "model.safetensors"
@@ -222,37 +300,32 @@ def read_index(path: Path) -> list[Path]:
 
 
 def write_tensors(path: Path, shapes: Shapes, dtype: torch.dtype, make: Callable[[str], Tensor]) -> None:
-    """Write a safetensors file, one tensor at a time; the file appears whole.
+    """Write a safetensors file, one tensor at a time (the library wants all in memory); the file appears whole.
 
-    `make` gives each tensor in any floating type; `stored_dtype` says which ones are not stored as `dtype`.
+    `make` gives each tensor in any floating type. Rotary frequencies, which lose their meaning in half precision, are
+    stored in float32, all others as `dtype`.
     """
+    kinds = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
     header: dict[str, Any] = {}
     offset = 0
     for name, shape in shapes.items():
-        kind = stored_dtype(name, dtype)
-        size = math.prod(shape) * kind.itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[kind], "shape": list(shape), "data_offsets": [offset, offset + size]}
-        offset += size
+        end = offset + math.prod(shape) * kinds[name].itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[kinds[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little"))
-            file.write(text)
+            file.write(len(text).to_bytes(8, "little") + text)
             for name, shape in shapes.items():
                 tensor = make(name)
                 if tuple(tensor.shape) != tuple(shape):
                     raise WeightsError(f"{path}: tensor {name} is {_size(tensor.shape)}, wanted {_size(shape)}")
-                raw = tensor.to("cpu", stored_dtype(name, dtype)).contiguous()
+                raw = tensor.to("cpu", kinds[name]).contiguous()
                 file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """What a tensor is stored as: rotary frequencies lose their meaning in half precision."""
-    return torch.float32 if name == "inv_freq" else dtype

@@ -1,15 +1,16 @@
-"""Sequences to token ids, many at once."""
+"""Sequences to token ids, many at once, and the packed batch in which they reach an encoder."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import numpy as np
+import tokenizers
 import torch
 from numpy.typing import NDArray
-from tokenizers import Tokenizer as BpeFile
 from torch import Tensor
 
 from virnuc_core.errors import WeightsError
@@ -21,6 +22,52 @@ ESM2_UNKNOWN: Final = 3
 ESM2_FIRST: Final = 4
 ESM2_SYMBOLS: Final = b"LAGVSERTIDPKQNFYMHWCXBUZO.-"  # ids from ESM2_FIRST on
 
+SPECIAL_TOKENS: Final = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # ids 0 … 4, as in DNABERT-2
+PIECE_BASES: Final = 60
+BASES_PER_TOKEN: Final = 500  # of random DNA for each entry of a vocabulary: rarer pairs than that are not worth one
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """Sequences end to end in a fixed number of token slots, without padding between them.
+
+    Shapes are fixed by (slots, row_capacity); `rows` counts the real ones.
+    """
+
+    tokens: Tensor  # int64 [slots]; slots past cu_seqlens[rows] are dead and hold the pad token
+    cu_seqlens: Tensor  # int32 [row_capacity + 1]; starts at 0; entries past `rows` repeat the total
+    rows: int
+    max_seqlen: int  # an upper bound on the longest row, fixed for a shard so that kernels are not re-specialised
+    real_tokens: int
+
+    @property
+    def slots(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def row_capacity(self) -> int:
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on `device`; asynchronous when the source is page-locked."""
+        tokens, bounds = (one.to(device, non_blocking=True) for one in (self.tokens, self.cu_seqlens))
+        return replace(self, tokens=tokens, cu_seqlens=bounds)
+
+    def pin(self) -> PackedBatch:
+        """The same batch in page-locked host memory."""
+        return replace(self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory())
+
+
+class Tokenizer(Protocol):
+    """Sequences to token ids, many at once."""
+
+    @property
+    def pad_id(self) -> int: ...
+
+    def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
+        """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1]), special tokens included."""
+        ...
+
 
 def _byte_table() -> NDArray[np.int64]:
     table = np.full(256, ESM2_UNKNOWN, dtype=np.int64)
@@ -31,24 +78,19 @@ def _byte_table() -> NDArray[np.int64]:
 class Esm2Tokenizer:
     """One token a residue, between a start and an end token; a byte that is no residue becomes the unknown token."""
 
+    pad_id: Final = ESM2_PAD
+
     def __init__(self) -> None:
         self._table = _byte_table()
 
-    @property
-    def pad_id(self) -> int:
-        return ESM2_PAD
-
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
-        lengths = np.fromiter(map(len, sequences), dtype=np.int64, count=len(sequences))
-        offsets = np.zeros(len(sequences) + 1, dtype=np.int64)
-        np.cumsum(lengths + 2, out=offsets[1:])
+        offsets = _offsets([len(sequence) + 2 for sequence in sequences])
         tokens = np.empty(int(offsets[-1]), dtype=np.int64)
+        inner = np.ones(len(tokens), dtype=bool)
+        inner[offsets[:-1]] = inner[offsets[1:] - 1] = False
         tokens[offsets[:-1]] = ESM2_BEGIN
         tokens[offsets[1:] - 1] = ESM2_END
-        inner = np.ones(len(tokens), dtype=bool)
-        inner[offsets[:-1]] = False
-        inner[offsets[1:] - 1] = False
         tokens[inner] = self._table[np.frombuffer(b"".join(sequences), dtype=np.uint8)]
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
@@ -65,33 +107,28 @@ class DnabertTokenizer:
         pad = self._bpe.token_to_id("[PAD]")
         if pad is None:
             raise WeightsError(f"{path}: has no [PAD] token")
-        self._pad_id = pad
-
-    @property
-    def pad_id(self) -> int:
-        return self._pad_id
-
-    @property
-    def vocab(self) -> int:
-        """Number of token ids, added tokens included."""
-        return int(self._bpe.get_vocab_size())
+        self.pad_id: Final[int] = pad
+        self.vocab: Final[int] = int(self._bpe.get_vocab_size())  # added tokens included
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
         texts = [sequence.decode("latin-1") for sequence in sequences]  # any byte is some letter; odd ones are [UNK]
         rows = [row.ids for row in self._bpe.encode_batch_fast(texts, add_special_tokens=True)]
-        offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-        np.cumsum(np.fromiter(map(len, rows), dtype=np.int64, count=len(rows)), out=offsets[1:])
+        offsets = _offsets([len(row) for row in rows])
         tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(offsets[-1]))
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
 
-def read_tokenizer(path: Path) -> BpeFile:
+def _offsets(lengths: list[int]) -> NDArray[np.int64]:
+    return np.cumsum([0, *lengths], dtype=np.int64)
+
+
+def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """A `tokenizer.json` with [CLS] and [SEP]; its own padding and truncation, if any, are switched off."""
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     try:
-        bpe = BpeFile.from_str(path.read_text(encoding="utf-8"))
+        bpe = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
     for special in ("[CLS]", "[SEP]"):
@@ -100,3 +137,25 @@ def read_tokenizer(path: Path) -> BpeFile:
     bpe.no_padding()
     bpe.no_truncation()
     return bpe
+
+
+def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
+    """Write a tokenizer of exactly `vocab` entries, learned from random DNA, in the form of DNABERT-2's file.
+
+    The same arguments give the same file.
+    """
+    letters = np.frombuffer(b"ACGT", dtype=np.uint8)
+    drawn = np.random.default_rng(seed).choice(letters, size=(vocab * BASES_PER_TOKEN // PIECE_BASES, PIECE_BASES))
+    pieces = [row.tobytes().decode("ascii") for row in drawn]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list("ACGT"), show_progress=False
+    )
+    bpe.train_from_iterator(pieces, trainer)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    bpe.save(str(path))

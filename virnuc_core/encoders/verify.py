@@ -10,12 +10,19 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.checkpoint import (
+    fingerprint,
+    load_dnabert_s,
+    load_esm2,
+    load_head,
+    open_dnabert,
+    open_esm2,
+    open_head,
+)
+from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, RANDOM_ORIGIN, Shape
-from virnuc_core.encoders.packed import Encoder, PackedBatch, Tokenizer
 from virnuc_core.encoders.tensor_files import Tensors
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.errors import WeightsError
 
 Verdict = Literal["pass", "fail", "not run"]
@@ -141,10 +148,10 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     reason = _not_the_originals(models)
     if reason is not None:
         return [Check("anchors", "not run", reason)]
-    esm2 = load_esm2(models, device, "fp32", "auto", compile=False)
+    esm2 = load_esm2(models, device, "fp32")
     protein = _embed(esm2, Esm2Tokenizer(), [anchor.protein for anchor in ANCHORS], device)
     del esm2
-    dnabert = load_dnabert_s(models, device, "fp32", "auto", compile=False)
+    dnabert = load_dnabert_s(models, device, "fp32")
     dna = _embed(dnabert, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
     scores = load_head(models, device).scores(torch.cat((dna, protein), dim=1))
     return [judge(anchor, *row) for anchor, row in zip(ANCHORS, zip(dna, protein, scores, strict=True), strict=True)]

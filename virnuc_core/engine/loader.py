@@ -22,8 +22,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.packed import PackedBatch, Tokenizer
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
 from virnuc_core.errors import ConfigError

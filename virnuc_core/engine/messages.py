@@ -29,12 +29,13 @@ def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSp
         precision = "fp16" if kind == "cuda" else "fp32"
     if kind == "cpu" and precision != "fp32":
         raise ConfigError(f"precision {precision} needs a CUDA device; on CPU choose fp32 or auto")
-    return engine.model_copy(update={"precision": precision, "compile": bool(engine.compile)})
+    return engine.model_copy(update={"precision": precision})
 
 
 def result_settings(engine: EngineSpec) -> dict[str, Any]:
     """The settings that may change result bytes."""
-    return {name: getattr(engine, name) for name in RESULT_FIELDS}
+    # "compile" was a setting that was off: runs of then are resumed, and fingerprints stay what they were
+    return {"compile": False} | {name: getattr(engine, name) for name in RESULT_FIELDS}
 
 
 def job_fingerprint(prints: Fingerprints, engine: EngineSpec, kind: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.head import Head
-from virnuc_core.encoders.packed import Encoder
+from virnuc_core.encoders.layers import Encoder
 from virnuc_core.engine.loader import Failure, Finished, Ready, ShardEnd, ShardStart, Source, packed
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult

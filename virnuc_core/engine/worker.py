@@ -110,7 +110,7 @@ class Worker:
         """Both encoders and the head on the device."""
         import torch
 
-        from virnuc_core.encoders.load import load_all
+        from virnuc_core.encoders.checkpoint import load_all
         from virnuc_core.engine.runner import Runner
 
         device = torch.device("cuda:0" if self.spec.device.kind == "cuda" else "cpu")

@@ -321,16 +321,15 @@ def _reference(models: Path, orfs: OrfStore) -> Scores:
     """Scores in float32 in this process, by the plain attention, one sequence a batch: nothing packed, no worker."""
     import torch
 
-    from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
-    from virnuc_core.encoders.packed import PackedBatch
-    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+    from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head
+    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 
     device, parts = torch.device("cpu"), []
     for load, tokenizer, rows in (
         (load_dnabert_s, DnabertTokenizer(models), orfs.dna(0, orfs.n_uniques)),
         (load_esm2, Esm2Tokenizer(), orfs.protein(0, orfs.n_uniques)),
     ):
-        encoder = load(models, device, "fp32", "reference", False)
+        encoder = load(models, device, "fp32", "reference")
         vectors = []
         for row in rows:
             tokens, offsets = tokenizer.encode([row])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from virnuc_core.encoders.packed import PackedBatch, Tokenizer
+from virnuc_core.encoders.tokenize import PackedBatch, Tokenizer
 
 AMINO_ACIDS = b"ACDEFGHIKLMNPQRSTVWY"
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from virnuc_core.encoders import attention
-from virnuc_core.encoders.attention import Backend, alibi_slopes, choose_backend, reference, rotary_tables, rotate
-from virnuc_core.encoders.layouts import inv_freq
+from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes, choose_backend, reference, rotary_tables, rotate
+from virnuc_core.encoders.tensor_files import inv_freq
 from virnuc_core.errors import ConfigError, DeviceError
 
 CPU = torch.device("cpu")
@@ -66,7 +66,7 @@ def test_reference_equals_torch_attention_row_by_row(small_portions: bool, monke
     qkv[sum(lengths) :] = torch.nan  # dead slots
     cu = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     slopes = torch.tensor(alibi_slopes(heads))
-    got = reference(qkv, cu, None, None, slopes, heads, max(lengths))
+    got = reference(qkv, Rows(cu, len(lengths), max(lengths), heads, slopes=slopes))
     for start, end in pairwise(cu):
         q, k, v = qkv[start:end].view(-1, 3, heads, dim).permute(1, 2, 0, 3)
         at = torch.arange(end - start)

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import alibi_slopes
+from virnuc_core.encoders.checkpoint import load_dnabert_s
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
-from virnuc_core.encoders.layouts import dnabert_tensors
-from virnuc_core.encoders.load import load_dnabert_s
 from virnuc_core.encoders.model_config import DnabertShape
-from virnuc_core.encoders.tensor_files import DictSource
+from virnuc_core.encoders.tensor_files import dnabert_tensors, in_memory
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed
@@ -61,8 +60,8 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    weights = place_dnabert(dnabert_tensors(DictSource("random", checkpoint()), SHAPE), SHAPE, "fp32", CPU)
-    return DnabertS(SHAPE, weights, pad_id=3, precision="fp32", attention="reference", compile=False)
+    weights = place_dnabert(dnabert_tensors(in_memory("random", checkpoint()), SHAPE), SHAPE, "fp32", CPU)
+    return DnabertS(SHAPE, weights, pad_id=3, precision="fp32", attention="reference")
 
 
 def twin(tokens: Tensor) -> Tensor:
@@ -129,6 +128,6 @@ def test_slopes_are_the_published_ones() -> None:
 
 def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
     dnabert = load_dnabert_s(models, CPU)
-    assert (dnabert.attention, dnabert.precision, dnabert.compiled) == ("reference", "fp32", False)
+    assert (dnabert.attention, dnabert.precision, dnabert.kernels) == ("reference", "fp32", False)
     assert (dnabert.width, dnabert.pad_id) == (64, 3)  # the tokenizer's [PAD], whatever a config may say
     assert dnabert.flops_per_token(35) == 2 * (2 * (4 * 64**2 + 3 * 64 * 128) + 4 * 35 * 64)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.packed import PackedBatch
+from virnuc_core.encoders.tokenize import PackedBatch
 
 from .test_dnabert_s import FFN, HEADS, LAYERS, SHAPE, WIDTH, checkpoint, ours
 

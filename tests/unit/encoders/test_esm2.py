@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from virnuc_core.encoders.checkpoint import load_esm2
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
-from virnuc_core.encoders.layouts import esm2_tensors
-from virnuc_core.encoders.load import load_esm2
 from virnuc_core.encoders.model_config import Esm2Shape
-from virnuc_core.encoders.tensor_files import DictSource
+from virnuc_core.encoders.tensor_files import esm2_tensors, in_memory
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
 from .encoder_batches import packed, proteins
@@ -43,9 +42,9 @@ def oracle() -> Any:
 @cache
 def ours() -> Esm2:
     """The same weights in our module."""
-    tensors = esm2_tensors(DictSource("oracle", oracle().state_dict()), SHAPE)
+    tensors = esm2_tensors(in_memory("oracle", oracle().state_dict()), SHAPE)
     weights = place_esm2(tensors, SHAPE, "fp32", CPU)
-    return Esm2(SHAPE, weights, precision="fp32", attention="reference", compile=False)
+    return Esm2(SHAPE, weights, precision="fp32", attention="reference")
 
 
 def one_by_one(sequence: bytes) -> torch.Tensor:
@@ -114,9 +113,7 @@ def test_what_stands_in_dead_slots_reaches_no_row(monkeypatch: pytest.MonkeyPatc
     weights = ours().weights
     poisoned_table = weights.embed.clone()
     poisoned_table[31] = torch.nan  # a token that no residue has
-    poisoned = Esm2(
-        SHAPE, weights._replace(embed=poisoned_table), precision="fp32", attention="reference", compile=False
-    )
+    poisoned = Esm2(SHAPE, weights._replace(embed=poisoned_table), precision="fp32", attention="reference")
     tokens = batch.tokens.clone()
     tokens[batch.real_tokens :] = 31
     got = poisoned.embed(replace(batch, tokens=tokens))
@@ -128,12 +125,12 @@ def test_rotary_frequencies_are_the_saved_ones() -> None:
     for name in list(tensors):
         if name.endswith("inv_freq"):
             tensors[name] = tensors[name] * 2
-    weights = place_esm2(esm2_tensors(DictSource("doubled", tensors), SHAPE), SHAPE, "fp32", CPU)
+    weights = place_esm2(esm2_tensors(in_memory("doubled", tensors), SHAPE), SHAPE, "fp32", CPU)
     assert torch.equal(weights.inv_freq, 2 * ours().weights.inv_freq)
 
 
 def test_half_precision_keeps_the_rotary_frequencies_in_float32() -> None:
-    tensors = esm2_tensors(DictSource("oracle", oracle().state_dict()), SHAPE)
+    tensors = esm2_tensors(in_memory("oracle", oracle().state_dict()), SHAPE)
     weights = place_esm2(tensors, SHAPE, "fp16", CPU)
     assert weights.layers[0].qkv.weight.dtype == torch.float16
     assert weights.inv_freq.dtype == torch.float32
@@ -142,7 +139,7 @@ def test_half_precision_keeps_the_rotary_frequencies_in_float32() -> None:
 
 def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
     esm2 = load_esm2(models, CPU)
-    assert (esm2.attention, esm2.precision, esm2.compiled) == ("reference", "fp32", False)
+    assert (esm2.attention, esm2.precision, esm2.kernels) == ("reference", "fp32", False)
     assert (esm2.width, esm2.pad_id) == (64, 1)
     # two layers: 12 width² weights each, two operations a weight, and 4 · 52 · width for scores and mixing
     assert esm2.flops_per_token(52) == 2 * (2 * 12 * 64**2 + 4 * 52 * 64)

@@ -12,16 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import RandomTensors
+from virnuc_core.encoders.checkpoint import RandomTensors, load_dnabert_s, load_esm2
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
-from virnuc_core.encoders.graphs import Graphed
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2
+from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
-from virnuc_core.encoders.packed import Encoder, PackedBatch
 from virnuc_core.encoders.precision import Resolved
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-from virnuc_core.encoders.tuning import Tuning
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError
 
 from .encoder_batches import dnas, packed, proteins
@@ -39,50 +36,35 @@ WIDE = Esm2Shape(layers=2, width=2560, heads=40, ffn_width=10240)  # two layers 
 DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
 
 WAYS: dict[str, dict[str, Any]] = {
-    "eager reference": {"attention": "reference", "compile": False},
-    "eager varlen": {"attention": "varlen", "compile": False},
-    "eager fused": {"attention": "fused", "compile": False},
-    "compiled varlen": {"attention": "varlen", "compile": True},
-    "compiled fused": {"attention": "fused", "compile": True},
-    "kernels": {"attention": "fused", "compile": False, "tuning": Tuning(kernels=True)},
-    "kernels residual": {
-        "attention": "fused",
-        "compile": False,
-        "tuning": Tuning(kernels=True, residual_product=True),
-    },
-    "kernels residual gated": {
-        "attention": "fused",
-        "compile": False,
-        "tuning": Tuning(kernels=True, residual_product=True, gated_product=True),
-    },
+    "plain reference": {"attention": "reference"},
+    "plain varlen": {"attention": "varlen"},
+    "plain fused": {"attention": "fused"},
+    "kernels varlen": {"attention": "varlen", "kernels": True},
+    "kernels": {"attention": "fused", "kernels": True},
 }
 THRESHOLD: dict[Resolved, float] = {"fp32": 0.9999999, "fp16": 0.99999, "bf16": 0.9995, "fp8": 0.99}
 # post-norm layers carry rounding on: an H200 gave 0.99998 at least in fp16
 DNABERT_THRESHOLD = {"fp16": 0.9999, "bf16": 0.999}
 
 
-def _combinations() -> Iterator[Any]:
+def _combinations(*, biased: bool) -> Iterator[Any]:
     for precision in THRESHOLD:
         for way in WAYS:
-            if precision == "fp32" and ("varlen" in way or "gated" in way):
-                continue
-            if precision == "fp8" and "residual" in way:
+            if "varlen" in way and (precision == "fp32" or biased):
                 continue
             marks = [] if precision != "fp8" or HAS_FP8 else [pytest.mark.skip("fp8 needs compute capability 9.0")]
             yield pytest.param(precision, way, marks=marks, id=f"{precision} {way}")
 
 
-COMBINATIONS = tuple(one for one in _combinations() if "gated" not in str(one.id))
-WITH_BIAS = tuple(one for one in _combinations() if "varlen" not in str(one.id))
+COMBINATIONS = tuple(_combinations(biased=False))
+WITH_BIAS = tuple(_combinations(biased=True))
 
 
 def esm2(shape: Esm2Shape, precision: Resolved, way: str) -> Esm2:
-    torch.compiler.reset()
     return Esm2(shape, esm2_weights(shape, precision), precision=precision, **WAYS[way])
 
 
 def dnabert(precision: Resolved, way: str) -> DnabertS:
-    torch.compiler.reset()
     return DnabertS(DNA, dnabert_weights(precision), pad_id=3, precision=precision, **WAYS[way])
 
 
@@ -131,8 +113,8 @@ KERNELS = (
         ("attention_bound", "bfloat16"),
         ("span_means", "float16"),
         ("span_means", "float32"),
-        ("compiled_call", "float16"),
         ("stack", "float32"),
+        ("stack", "float16"),
     ]
     + [(n, d) for n in ("quantised", "gated_unit") for d in ("float16", "bfloat16")]
 )
@@ -164,7 +146,7 @@ def test_attention_of_the_real_head_sizes(dtype: torch.dtype) -> None:
 def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
     order = list(range(40))
     got = esm2(WIDE, precision, way).embed(protein_batch(order))
-    plain = esm2(WIDE, "fp32", "eager reference").embed(protein_batch(order))
+    plain = esm2(WIDE, "fp32", "plain reference").embed(protein_batch(order))
     each = cosine(got[:40], plain[:40])
     print(f"esm2, two wide layers, {precision} {way}: min {each.min():.8f} mean {each.mean():.8f}")
     assert each.min() >= THRESHOLD[precision]
@@ -175,7 +157,7 @@ def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
 def test_dnabert_s_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
     order = list(range(40))
     got = dnabert(precision, way).embed(dna_tokens(order))
-    plain = dnabert("fp32", "eager reference").embed(dna_tokens(order))
+    plain = dnabert("fp32", "plain reference").embed(dna_tokens(order))
     each = cosine(got[:40], plain[:40])
     print(f"dnabert_s, two layers, {precision} {way}: min {each.min():.8f} mean {each.mean():.8f}")
     assert each.min() >= THRESHOLD[precision]
@@ -186,7 +168,7 @@ def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
     batch = packed(Esm2Tokenizer(), rows, slots=512, capacity=8, max_seqlen=256)
     dna_batch = packed(DnabertTokenizer(models), strands, slots=1024, capacity=8, max_seqlen=512)
     for load, one in ((load_esm2, batch), (load_dnabert_s, dna_batch)):
-        on_gpu = load(models, GPU, "fp32", "auto", False).embed(one.to(GPU)).cpu()
+        on_gpu = load(models, GPU, "fp32").embed(one.to(GPU)).cpu()
         torch.testing.assert_close(on_gpu, load(models, CPU).embed(one), atol=2e-5, rtol=0)
 
 
@@ -212,8 +194,8 @@ def _same_bits(one: Encoder, batch: Any, order: list[int]) -> None:
         assert torch.equal(few[place], whole[row])
 
 
-WITHOUT_WAITING = [("esm2", way) for way in WAYS if "reference" not in way and "gated" not in way]
-WITHOUT_WAITING += [("dnabert_s", way) for way in ("eager fused", "kernels", "kernels residual gated")]
+WITHOUT_WAITING = [("esm2", way) for way in WAYS if "reference" not in way]
+WITHOUT_WAITING += [("dnabert_s", way) for way in ("plain fused", "kernels")]
 
 
 @pytest.mark.parametrize(("name", "way"), WITHOUT_WAITING)
@@ -229,27 +211,18 @@ def test_embedding_never_waits_for_the_device(name: str, way: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("way", ["eager fused", "compiled varlen", "kernels residual"])
-def test_a_recorded_graph_gives_the_same_bits(way: str) -> None:
-    one = esm2(WIDE, "fp16", way)
-    graphed = Graphed(one, GPU)
-    for order in (list(range(30)), list(range(47, 20, -1))):
-        assert torch.equal(graphed.embed(protein_batch(order)), one.embed(protein_batch(order)))
-    assert (graphed.width, graphed.pad_id) == (one.width, one.pad_id)
-
-
-@pytest.mark.parametrize("way", ["compiled fused", "kernels", "eager varlen"])
+@pytest.mark.parametrize("way", ["plain fused", "kernels", "plain varlen"])
 def test_long_rows_run_too(way: str) -> None:
     rows = proteins([1500, 40], seed=3)
     batch = packed(Esm2Tokenizer(), rows, slots=2048, capacity=4).to(GPU)
     got = esm2(WIDE, "fp16", way).embed(batch)
-    plain = esm2(WIDE, "fp32", "eager reference").embed(batch)
+    plain = esm2(WIDE, "fp32", "plain reference").embed(batch)
     assert cosine(got[:2], plain[:2]).min() >= THRESHOLD["fp16"]
 
 
-def test_auto_picks_the_fused_kernel_and_says_so(models: Path) -> None:
+def test_auto_picks_our_kernels_and_says_so(models: Path) -> None:
     one = load_esm2(models, GPU)
-    assert (one.attention, one.precision) == ("fused", "fp16")
+    assert (one.attention, one.precision, one.kernels) == ("fused", "fp16", True)
     with pytest.raises(ConfigError, match="ALiBi"):
         load_dnabert_s(models, GPU, "fp16", "varlen")
     with pytest.raises(ConfigError, match="fp32"):
@@ -261,11 +234,11 @@ def test_auto_picks_the_fused_kernel_and_says_so(models: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp16", "bf16", "fp8"])
-@pytest.mark.parametrize("way", ["compiled fused", "kernels", "kernels residual"])
+@pytest.mark.parametrize("way", ["plain fused", "kernels"])
 def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved, way: str) -> None:
-    if precision == "fp8" and ("residual" in way or not HAS_FP8):
-        pytest.skip("fp8 needs compute capability 9.0, and has no residual product")
-    each = cosine(_big(precision, way), _big("fp32", "eager reference"))
+    if precision == "fp8" and not HAS_FP8:
+        pytest.skip("fp8 needs compute capability 9.0")
+    each = cosine(_big(precision, way), _big("fp32", "plain reference"))
     p1 = each.quantile(0.01)
     print(f"esm2 3B shape, random weights, {precision} {way}: min {each.min():.7f} p1 {p1:.7f} mean {each.mean():.7f}")
     assert each.min() >= THRESHOLD[precision]
@@ -275,7 +248,6 @@ def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved, way: str
 def _big(precision: Resolved, way: str) -> Tensor:
     shape = ESM2_SIZES["t36_3B"]
     weights = place_esm2(RandomTensors(shape), shape, precision, GPU)
-    torch.compiler.reset()
     encoder = Esm2(shape, weights, precision=precision, **WAYS[way])
     rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
     batch = packed(Esm2Tokenizer(), rows, slots=9216, capacity=128, max_seqlen=256).to(GPU)
@@ -288,9 +260,8 @@ def _big(precision: Resolved, way: str) -> Tensor:
 def test_base_dnabert_s_keeps_its_direction() -> None:
     shape = DNABERT_SIZES["base"]
     results = {}
-    for precision, way in (("fp32", "eager reference"), ("fp16", "compiled fused"), ("bf16", "kernels")):
+    for precision, way in (("fp32", "plain reference"), ("fp16", "kernels"), ("bf16", "kernels")):
         weights = place_dnabert(RandomTensors(shape), shape, precision, GPU)
-        torch.compiler.reset()
         encoder = DnabertS(shape, weights, pad_id=3, precision=precision, **WAYS[way])
         results[precision] = encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
     for precision in ("fp16", "bf16"):

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from virnuc_core.encoders.checkpoint import open_head
+from virnuc_core.encoders.checkpoint import load_head, open_head
 from virnuc_core.encoders.head import OTHERS, VIRUS
-from virnuc_core.encoders.load import load_head
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")

@@ -14,11 +14,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2
+from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head, open_dnabert, open_esm2
 from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head, guess_esm2_shape, open_public
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
-from virnuc_core.encoders.packed import PackedBatch
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError, WeightsError
 
 from .encoder_batches import dnas, packed, proteins

@@ -1,4 +1,4 @@
-"""Precisions and switches: what runs where, and float8 rows."""
+"""Precisions: what runs where, and float8 rows."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from virnuc_core.encoders.graphs import Graphed
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2
+from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.precision import FP8, make_dense, quantise_rows, resolve_precision
-from virnuc_core.encoders.tuning import Tuning
-from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.errors import DeviceError
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)  # only named: nothing is put there
@@ -69,25 +67,3 @@ def test_an_fp8_layer_is_scaled_by_output_row() -> None:
     assert layer.bias.dtype == torch.bfloat16
     back = layer.weight.float() * layer.scale.t()
     assert ((back - weight).abs().amax(1) <= weight.abs().amax(1) / 16).all()
-
-
-@pytest.mark.parametrize(
-    ("tuning", "precision", "compile", "says"),
-    [
-        (Tuning(kernels=True), "fp16", True, "not both"),
-        (Tuning(residual_product=True), "fp16", False, "set kernels too"),
-        (Tuning(gated_product=True), "fp16", False, "set kernels too"),
-        (Tuning(kernels=True, residual_product=True), "fp8", False, "do not exist for fp8"),
-        (Tuning(kernels=True, gated_product=True), "fp32", False, "computes in fp16 or bf16"),
-    ],
-)
-def test_switches_that_exclude_each_other_are_refused(tuning: Tuning, precision: str, compile: bool, says: str) -> None:
-    with pytest.raises(ConfigError, match=says):
-        tuning.check(precision, compile=compile)  # type: ignore[arg-type]
-
-
-def test_cuda_only_switches_on_a_cpu_are_refused(models: Path) -> None:
-    with pytest.raises(DeviceError, match="kernels need a CUDA device"):
-        load_esm2(models, CPU, tuning=Tuning(kernels=True))
-    with pytest.raises(DeviceError, match="a CUDA graph needs a CUDA device"):
-        Graphed(load_esm2(models, CPU), CPU)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +11,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head
 from virnuc_core.encoders.head import Head
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
-from virnuc_core.encoders.packed import Encoder, Tokenizer
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 from .encoder_batches import dnas, packed, proteins
 
@@ -79,56 +77,6 @@ def test_rows_past_the_last_are_zero(pair: tuple[Encoder, Tokenizer, list[bytes]
     assert got.shape == (50, encoder.width)
     assert torch.equal(got[3:], torch.zeros(47, encoder.width))
     assert (got[:3].abs().sum(1) > 0).all()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None and shutil.which("clang++") is None, reason="no C++ compiler")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # of torch's own compiler, on its import
-def test_compiled_rows_are_the_same_bits_in_any_company(models: Path) -> None:
-    torch.compiler.reset()
-    rows = proteins([40, 7, 90, 55])
-    tokenizer = Esm2Tokenizer()
-    compiled = load_esm2(models, CPU, compile=True)
-    assert compiled.compiled
-    forth = compiled.embed(packed(tokenizer, rows, slots=256, capacity=8))
-    back = compiled.embed(packed(tokenizer, rows[::-1], slots=256, capacity=8))
-    assert torch.equal(back[:4], forth[:4].flip(0))
-    eager = load_esm2(models, CPU).embed(packed(tokenizer, rows, slots=256, capacity=8))
-    torch.testing.assert_close(forth, eager, atol=1e-5, rtol=0)
-
-
-def test_one_graph_serves_all_layers_and_batches(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted with a backend that only counts: no compiler needed."""
-    torch.compiler.reset()
-    graphs: list[int] = []
-
-    def count(graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]) -> object:
-        graphs.append(len(graph.graph.nodes))
-        return graph.forward
-
-    for load, tokenizer, rows in (
-        (load_esm2, Esm2Tokenizer(), proteins([9, 30, 80])),
-        (load_dnabert_s, DnabertTokenizer(models), dnas([9, 30, 80])),
-    ):
-        graphs.clear()
-        encoder = load(models, CPU)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=count))
-            compiled = load(models, CPU, compile=True)
-        for order in ((0, 1, 2), (2, 0), (1,)):
-            batch = packed(tokenizer, [rows[i] for i in order], slots=256, capacity=8, max_seqlen=128)
-            assert torch.equal(compiled.embed(batch), encoder.embed(batch))
-        assert len(graphs) == 1
-
-
-def test_a_run_of_many_shapes_stays_compiled(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.compiler.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    compiled, eager = load_esm2(models, CPU, compile=True), load_esm2(models, CPU)
-    rows = proteins([9, 30])
-    for i in range(12):  # the compiler's own limit is 8
-        batch = packed(Esm2Tokenizer(), rows, slots=64 + 16 * i, capacity=8, max_seqlen=64 << i % 3)
-        assert torch.equal(compiled.embed(batch), eager.embed(batch))
 
 
 def test_scores_of_a_row_are_the_same_bits_in_any_company(models: Path) -> None:

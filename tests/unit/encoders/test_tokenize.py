@@ -13,8 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-from virnuc_core.encoders.vocabulary import train_tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, train_tokenizer
 from virnuc_core.errors import WeightsError
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from virnuc_core.encoders import fetch as fetching
+from virnuc_core.encoders import convert as converting
 from virnuc_core.encoders import verify as verifying
 from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.encoders.fetch import fetch
+from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.encoders.verify import ANCHORS, judge, verify
@@ -124,7 +124,7 @@ def test_fetch_downloads_pinned_revisions_and_converts_them(models: Path, head_f
         return models / ("esm2" if "esm2" in repository else "dnabert_s")
 
     fetch(tmp_path / "out", head_file, download=download)
-    assert asked == [fetching.DNABERT_REPOSITORY, fetching.ESM2_REPOSITORY]
+    assert asked == [converting.DNABERT_REPOSITORY, converting.ESM2_REPOSITORY]
     assert all(len(revision) == 40 for _, revision in asked)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dnabert_s", "esm2", "head"]
     fetch(tmp_path / "out", head_file, download=download)
@@ -138,7 +138,7 @@ def test_fetch_without_a_network_is_one_clear_line(
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     def refuse(*_: object, **options: object) -> str:
-        assert options["revision"] == fetching.DNABERT_REPOSITORY[1]
+        assert options["revision"] == converting.DNABERT_REPOSITORY[1]
         assert not any("py" in str(pattern).split(".")[-1] for pattern in options["allow_patterns"])  # type: ignore[attr-defined]
         raise LocalEntryNotFoundError("Cannot reach the hub\nand more lines")
 

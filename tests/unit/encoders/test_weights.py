@@ -8,6 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,14 @@ from virnuc_core.encoders.checkpoint import (
     check_models,
     fingerprint,
     init_random,
+    load_dnabert_s,
+    load_esm2,
+    load_head,
     open_esm2,
     write_random,
 )
-from virnuc_core.encoders.layouts import esm2_tensors
-from virnuc_core.encoders.load import load_dnabert_s, load_esm2, load_head
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
-from virnuc_core.encoders.tensor_files import DictSource, Rule, Tensors, write_tensors
+from virnuc_core.encoders.tensor_files import Rule, Source, Tensors, esm2_tensors, in_memory, write_tensors
 from virnuc_core.errors import ConfigError, WeightsError
 
 CPU = torch.device("cpu")
@@ -79,7 +81,7 @@ def test_random_activations_stay_of_a_sensible_size(models: Path) -> None:
     from virnuc_core.encoders.esm2 import Esm2, place_esm2
 
     weights = place_esm2(RandomTensors(deep), deep, "fp32", CPU)
-    esm2 = Esm2(deep, weights, precision="fp32", attention="reference", compile=False)
+    esm2 = Esm2(deep, weights, precision="fp32", attention="reference")
     hidden = esm2.hidden(packed(Esm2Tokenizer(), proteins([50] * 4)))
     assert 0.3 < hidden.std() < 3
     dna = load_dnabert_s(models, CPU).hidden(packed(DnabertTokenizer(models), dnas([150] * 4)))
@@ -200,20 +202,20 @@ def test_a_sound_models_directory_passes_and_its_weights_are_not_read(models: Pa
     check_models(models)
     shape, tensors = open_esm2(models)
 
-    class NeverRead(DictSource):
-        def get(self, name: str) -> torch.Tensor:
-            raise AssertionError(f"{name} was read")
+    def never() -> torch.Tensor:
+        raise AssertionError("a tensor was read")
 
-    source = NeverRead("here", {name: tensors.read(name) for name in tensors.names()})
-    esm2_tensors(source, shape).check()
+    there = in_memory("here", {name: tensors.read(name) for name in tensors.names()})
+    unread = {name: replace(stored, read=never) for name, stored in there.tensors.items()}
+    esm2_tensors(Source("here", unread), shape).check()
 
 
 def test_parts_that_cannot_be_joined_are_named() -> None:
     rule = Rule(re.compile("(a|b)"), "ab", 0, 2), Rule(re.compile("c"), "ab", 1, 2)
-    source = DictSource("here", {"a": torch.ones(2, 3), "c": torch.ones(2, 4)})
+    source = in_memory("here", {"a": torch.ones(2, 3), "c": torch.ones(2, 4)})
     with pytest.raises(WeightsError, match=r"here: tensor a \+ c is 2×3 \+ 2×4, config\.json makes it 4×3"):
         Tensors(source, {"ab": (4, 3)}, rule).check()
-    Tensors(DictSource("here", {"a": torch.ones(2, 3), "c": torch.ones(2, 3)}), {"ab": (4, 3)}, rule).check()
+    Tensors(in_memory("here", {"a": torch.ones(2, 3), "c": torch.ones(2, 3)}), {"ab": (4, 3)}, rule).check()
 
 
 @pytest.mark.parametrize("part", ["esm2", "dnabert_s", "head"])

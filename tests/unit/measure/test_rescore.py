@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from virnuc_core import provenance
-from virnuc_core.encoders.checkpoint import fingerprint, init_random, write_random
-from virnuc_core.encoders.load import load_head
+from virnuc_core.encoders.checkpoint import fingerprint, init_random, load_head, write_random
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError

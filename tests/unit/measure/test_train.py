@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from virnuc_core.encoders.checkpoint import init_random
-from virnuc_core.encoders.load import load_head
+from virnuc_core.encoders.checkpoint import init_random, load_head
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, read_head_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import InputError, ShardError
