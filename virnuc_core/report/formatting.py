@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Final, TypeVar
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.config import Target
-from virnuc_core.report.model import Criterion, StageMetrics, Verdict
 from virnuc_core.telemetry.clock import clock_text
+
+if TYPE_CHECKING:
+    from virnuc_core.report.model import Criterion, StageMetrics, Verdict
 
 UNKNOWN: Final = "n/a"
 NOT_RUN: Final = "not run"
@@ -165,3 +172,42 @@ def stage_text(stage: StageMetrics) -> str:
         return "0s (fused)" if stage.status == "fused" else f"{UNKNOWN} (not measured)"
     spent = f"{stage.seconds:.0f}s" if stage.seconds >= 10 else f"{stage.seconds:.1f}s"
     return f"{spent} ({number(stage.share, 1, '%', 100) or UNKNOWN})"
+
+
+# --- templates -------------------------------------------------------------------------------------------------------
+
+
+def fill(template: str, **values: object) -> str:
+    """The text of one of `templates/`; in HTML every value is escaped, and a name that is not there is an error."""
+    return _templates().get_template(template).render(values)
+
+
+@cache
+def _templates() -> Environment:
+    found = Environment(
+        loader=PackageLoader("virnuc_core.report"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.filters |= {"cell": cell, "number": number, "markdown": markdown_cell, "quoted": _quoted, "base64": _base64}
+    found.globals |= {"shown": shown, "target_text": target_text, "stage_text": stage_text, "one_line": one_line}
+    found.tests["mark"] = lambda value: isinstance(value, Mark)
+    return found
+
+
+def markdown_cell(value: object) -> str:
+    """A value that cannot break a Markdown table or become markup."""
+    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
+    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+def _quoted(value: object) -> str:
+    """A value in quotes that no reader of Markdown takes for markup."""
+    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()

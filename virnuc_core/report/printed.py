@@ -1,28 +1,27 @@
-"""`report.txt`: the published layout to the byte, then what stands beside the criteria."""
+"""The texts in fixed layouts: the published report to the byte, what stands beside it, the summary, the benchmark."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
+import json
+from typing import Any, Final
 
 from virnuc_core.config import Target
 from virnuc_core.report.criteria import BASELINE
-from virnuc_core.report.formatting import NOT_RUN, UNKNOWN, cell, near, number, one_line, shown, stage_text, target_text
-from virnuc_core.report.model import Accounting, Criterion, Report
+from virnuc_core.report.formatting import NOT_RUN, cell, fill, near
+from virnuc_core.report.model import Report
 from virnuc_core.report.views import (
     approval_text,
     baseline_title,
     criterion,
     economy,
     overall,
+    telemetry_of,
     warnings_of,
 )
 from virnuc_core.telemetry.clock import clock_text
 
-RULE: Final = "=" * 80
-STAGE_COLUMN: Final = 37
-WIDE_STAGE: Final = "DNABERT-S"  # its line has one dot more than the others, as the layout was given
-FACT_COLUMN: Final = 33
+BENCHMARK_SCHEMA: Final = 1
+SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
 
 
 def printed(report: Report) -> str:
@@ -32,69 +31,43 @@ def printed(report: Report) -> str:
 
 def printed_block(report: Report) -> str:
     """The block in its fixed layout; every line of it is there, whatever was measured."""
-    lines = [RULE, "PHASE 10: PERFORMANCE VALIDATION RESULTS", RULE, ""]
-    for part in (_timing, _scaling, _speedup, _correctness, _gpu_metrics, _stages):
-        lines += [*part(report), ""]
-    return "\n".join([*lines, f"OVERALL: {overall(report)}", RULE]) + "\n"
+    run, single, baseline = report.run, report.single, report.baseline
+    scaled = report.scaling[-1] if report.scaling else None
+    criteria = {found.id: found for found in report.criteria}
+    target, devices = criteria["scaling"].target, scaled.num_gpus if scaled else 2
+    share = Target(op=target.op, value=100.0 * target.value / devices) if target else None
+    frames = [c.frames.agreement for c in report.comparisons if c.a == BASELINE and c.frames is not None]
+    one_label = single.label if single else "1x device"
+    many = run is not None and run is not single and len(run.devices) > 1
+    return fill(
+        "report.txt.j2",
+        run=run,
+        criteria=criteria,
+        one_label=one_label,
+        two_label=run.label if run and many else f"2x {one_label.split('x ', 1)[-1]}",
+        efficiency=None if scaled is None else f"{near(100.0 * scaled.efficiency, 1, share)}%",
+        efficiency_target=share,
+        esm2_scaling=scaled.esm2_scaling if scaled else None,
+        dnabert_scaling=scaled.dnabert_scaling if scaled else None,
+        baseline_title=baseline_title(report),
+        baseline_label=_model_only(baseline.label if baseline else None),
+        baseline_time=_time(baseline.seconds if baseline else None),
+        how_known=_how_known(report),
+        run_label=_model_only(run.label if run else None),
+        run_time=_time(run.total_s if run else None),
+        frames_agreement=min((value for value in frames if value is not None), default=None),
+        score_tolerance=f"{report.profile.score_tolerance:g}",
+        overall=overall(report),
+    )
 
 
-def _judged(words: str, value: str, target: str, column: int, found: Criterion) -> str:
-    """A line of the layout with its verdict, which begins in `column`."""
-    return f"{f'  {words}{value} (target: {target})'.ljust(column)} [{found.verdict.upper()}]"
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else clock_text(seconds)
 
 
-def _plain_target(found: Criterion, decimals: int = 0) -> str:
-    return target_text(found.target, found.unit, decimals)
-
-
-def _timing(report: Report) -> list[str]:
-    one, two = criterion(report, "one_device_time"), criterion(report, "two_device_time")
-    one_label = report.single.label if report.single else "1x device"
-    many = report.run if report.run is not None and report.run is not report.single else None
-    two_label = many.label if many is not None and len(many.devices) > 1 else f"2x {one_label.split('x ', 1)[-1]}"
-    return [
-        "TIMING",
-        _judged(f"{one_label}:  ", shown(one), _plain_target(one), 46, one),
-        _judged(f"{two_label}:  ", shown(two), _plain_target(two), 47, two),
-    ]
-
-
-def _scaling(report: Report) -> list[str]:
-    found = criterion(report, "scaling")
-    last = report.scaling[-1] if report.scaling else None
-    devices = last.num_gpus if last else 2
-    share = Target(op=found.target.op, value=100.0 * found.target.value / devices) if found.target else None
-    efficiency = UNKNOWN if last is None else f"{near(100.0 * last.efficiency, 1, share)}%"
-    esm2, dnabert_s = (None, None) if last is None else (last.esm2_scaling, last.dnabert_scaling)
-    return [
-        "SCALING",
-        _judged("Multi-GPU speedup:      ", shown(found), _plain_target(found), 52, found),
-        _judged("Scaling efficiency:     ", efficiency, target_text(share, "%"), 53, found),
-        f"  ESM-2 scaling:          {cell(number(esm2, 2, 'x'))}",
-        f"  DNABERT-S scaling:      {cell(number(dnabert_s, 2, 'x'))}",
-    ]
-
-
-def _speedup(report: Report) -> list[str]:
-    found, baseline, run = criterion(report, "speedup"), report.baseline, report.run
-    title = baseline_title(report)
-    where, spent = ("none", None) if baseline is None else (_model_only(baseline.label), baseline.seconds)
-    run_where, run_spent = ("none", None) if run is None else (_model_only(run.label), run.total_s)
-    return [
-        f"SPEEDUP vs {title}",
-        f"  {title} baseline ({where}): {_time(spent)} ({_how_known(report)})",
-        f"  v2.0 result ({run_where}):   {_time(run_spent)}",
-        _judged("Speedup:                  ", shown(found), _plain_target(found, 1), 53, found),
-    ]
-
-
-def _time(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else clock_text(seconds)
-
-
-def _model_only(label: str) -> str:
+def _model_only(label: str | None) -> str:
     """`2x RTX 4090` as `2x 4090`."""
-    return label.replace("RTX ", "").replace("GTX ", "")
+    return "none" if label is None else label.replace("RTX ", "").replace("GTX ", "")
 
 
 def _how_known(report: Report) -> str:
@@ -107,63 +80,117 @@ def _how_known(report: Report) -> str:
     return known if baseline.source == "recorded" else "measured"
 
 
-def _correctness(report: Report) -> list[str]:
-    found = criterion(report, "consensus")
-    frames = [c.frames.agreement for c in report.comparisons if c.a == BASELINE and c.frames is not None]
-    lowest = min((value for value in frames if value is not None), default=None)
-    return [
-        "CORRECTNESS",
-        _judged("Consensus label agreement: ", shown(found), _plain_target(found), 53, found),
-        f"  Per-frame label agreement: {cell(number(lowest, 2, '%', 100.0))}",
-        f"  Score tolerance: {report.profile.score_tolerance:g}",
-    ]
-
-
-def _gpu_metrics(report: Report) -> list[str]:
-    used, packed = criterion(report, "gpu_utilisation"), criterion(report, "packing")
-    return [
-        "GPU METRICS",
-        _judged("GPU utilization (ESM-2):  ", shown(used), _plain_target(used), 53, used),
-        _judged("Packing efficiency:       ", shown(packed), _plain_target(packed), 53, packed),
-    ]
-
-
-def _stages(report: Report) -> list[str]:
-    run = report.run
-    lines = [f"PER-STAGE BREAKDOWN ({'no run' if run is None else run.label})"]
-    for place, stage in enumerate(() if run is None else run.stages, start=1):
-        column = STAGE_COLUMN + (stage.name == WIDE_STAGE)
-        lines.append(f"  Stage {place}: {stage.name} ".ljust(column, ".") + "  " + stage_text(stage))
-    return lines
-
-
-# --- beside the criteria ---------------------------------------------------------------------------------------------
-
-
 def beside_the_criteria(report: Report) -> str:
     """The lines below the block: efficiency, cost, commits, reads, software, approval and warnings."""
-    facts = (
-        *economy(report).rows,
-        ("Reads", _accounts_text(report.accounting)),
-        ("Driver, CUDA, torch", _software(report.provenance.versions)),
-        ("Approval", approval_text(report.approval)),
+    accounts, versions = report.accounting, report.provenance.versions
+    reads = NOT_RUN
+    if accounts is not None:
+        parts = " + ".join(f"{n:,} {name}" for name, n in accounts.fates.items())
+        reads = f"{accounts.reads:,} = {parts}{'' if accounts.adds_up else ' (does NOT add up with the run)'}"
+    cuda = versions.get("cuda") or versions.get("cuda_driver") or "none"
+    software = ", ".join((versions.get("driver") or "none", cuda, versions.get("torch") or "unknown"))
+    facts = (("Reads", reads), ("Driver, CUDA, torch", software), ("Approval", approval_text(report.approval)))
+    warnings = warnings_of(report)
+    return fill("beside.txt.j2", run=report.run, facts=(*economy(report).rows, *facts), warnings=warnings)
+
+
+def summary(report: Report) -> str:
+    """The judged run in words and columns; what was not measured is `n/a`, and what is projected says so."""
+    asked = (("two_device_time", "time"), ("gpu_utilisation", "GPU"), ("packing", "packing"))
+    requirements = [(criterion(report, name), words) for name, words in asked]
+    reads = f"{report.profile.projection_reads:,}"
+    return fill("summary.txt.j2", run=report.run, reads=reads, requirements=requirements)
+
+
+# --- benchmark files, for other tools --------------------------------------------------------------------------------
+
+
+def benchmark_markdown(report: Report) -> str:
+    """The three tables of a benchmark report, and what it took."""
+    telemetry = telemetry_of(report)
+    return fill(
+        "benchmark.md.j2",
+        created=report.provenance.created,
+        scaling=scaling_results(report),
+        devices=telemetry.devices if telemetry else (),
+        stages=stage_results(report),
+        economy=economy(report).rows,
     )
-    lines = ["", f"BESIDE THE CRITERIA ({'no run' if report.run is None else report.run.label})"]
-    lines += [f"  {f'{words}:':<{FACT_COLUMN}}{value}" for words, value in facts]
-    if found := warnings_of(report):
-        lines += ["", f"WARNINGS ({len(found)})", *(f"  - {one_line(line)}" for line in found)]
-    return "\n".join([*lines, RULE]) + "\n"
 
 
-def _accounts_text(found: Accounting | None) -> str:
-    """`2,000 = 892 viral + 789 others + …`."""
-    if found is None:
-        return NOT_RUN
-    parts = " + ".join(f"{n:,} {name}" for name, n in found.fates.items())
-    return f"{found.reads:,} = {parts}{'' if found.adds_up else ' (does NOT add up with the run)'}"
+def scaling_results(report: Report) -> list[dict[str, float]]:
+    """One entry a number of devices: `num_gpus`, `time_seconds`, `speedup`, `efficiency`."""
+    one = report.single
+    alone = one is not None and one.total_s and not one.resumed
+    first = {"num_gpus": 1, "time_seconds": one.total_s, "speedup": 1.0, "efficiency": 1.0} if one and alone else {}
+    return [*([first] if first else []), *(found.model_dump(include=SCALING) for found in report.scaling)]
 
 
-def _software(versions: Mapping[str, str]) -> str:
-    """Versions of driver, CUDA and torch, as far as recorded."""
-    cuda = versions.get("cuda") or versions.get("cuda_driver")
-    return ", ".join((versions.get("driver") or "none", cuda or "none", versions.get("torch") or "unknown"))
+def stage_results(report: Report) -> list[dict[str, Any]]:
+    """Throughput of each measured stage: reads for chunking and translation, rows after that."""
+    found, run = [], report.run
+    for place, stage in enumerate(run.stages if run else ()):
+        sequences = None if run is None else run.n_reads if place < 2 else run.n_rows
+        if stage.seconds is not None and sequences:
+            found.append(
+                {
+                    "stage": stage.name,
+                    "total_sequences": sequences,
+                    "total_time_seconds": stage.seconds,
+                    "throughput_seq_per_sec": sequences / stage.seconds if stage.seconds else None,
+                    "avg_time_per_sequence_ms": 1000.0 * stage.seconds / sequences,
+                }
+            )
+    return found
+
+
+def benchmark_json(report: Report) -> str:
+    """The same results for machines, with metadata; null where something was not measured."""
+    telemetry, run, made = telemetry_of(report), report.run, report.provenance
+    gpu_stats = {
+        d.device: {
+            "gpu_util_avg": d.embedding_percent,
+            "gpu_util_min": d.embedding_min_percent,
+            "gpu_util_max": d.embedding_max_percent,
+            "mem_used_avg": d.memory_mean_bytes,
+            "mem_used_peak": d.memory_peak_bytes,
+            "sample_count": d.embedding_samples,
+        }
+        for d in (telemetry.devices if telemetry else ())
+    }
+    mfu = {
+        e.encoder: {
+            "tokens_per_sec": e.tokens_per_s,
+            "ceiling_tokens_per_sec": e.ceiling_tokens_per_s,
+            "of_ceiling": e.mfu_of_ceiling,
+            "of_datasheet": e.mfu_of_datasheet,
+        }
+        for e in (telemetry.encoders if telemetry else ())
+    }
+    results = {
+        "scaling": scaling_results(report),
+        "gpu_stats": gpu_stats,
+        "throughput": {r["stage"]: r for r in stage_results(report)},
+        "efficiency": {
+            "mfu": mfu,
+            "device_hours_per_million_reads": run.device_hours_per_million if run else None,
+            "kwh_per_million_reads": run.kwh_per_million if run else None,
+            "price_per_million_reads": run.price_per_million if run else None,
+            "checkpoint_overhead": report.overhead.median if report.overhead else None,
+        },
+        "findings": [f.model_dump(mode="json") for f in report.findings],
+    }
+    metadata = {
+        "pytorch_version": made.versions.get("torch"),
+        "cuda_version": made.versions.get("cuda"),
+        "driver_version": made.versions.get("driver"),
+        "cuda_driver_version": made.versions.get("cuda_driver"),
+        "gpu_count": sum(d.kind == "cuda" for d in (run.devices if run else ())),
+        "devices": [d.name for d in (run.devices if run else ())],
+        "git_commit": made.git_commit,
+        "weights": made.fingerprints,
+        "profile": report.profile.name,
+        "seeds": made.seeds,
+    }
+    body = {"schema_version": BENCHMARK_SCHEMA, "timestamp": made.created, "results": results, "metadata": metadata}
+    return json.dumps(body, indent=1, allow_nan=False) + "\n"

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from virnuc_core.config import Profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.printed import printed
-from virnuc_core.report.render import benchmark_json, benchmark_markdown, markdown
+from virnuc_core.report.printed import benchmark_json, benchmark_markdown, printed
+from virnuc_core.report.render import markdown
 
 from .validate_directory import write_json
 
