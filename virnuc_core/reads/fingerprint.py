@@ -16,7 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.reads.batch import ReadBatch
+from virnuc_core.reads.fast_parser import ReadBatch
 
 _LEAF_READS: Final = np.uint64(64)  # on average
 

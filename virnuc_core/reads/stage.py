@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
-import json
 import logging
 import os
 import re
 import shutil
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, TextIO
 
 import numpy as np
 import psutil
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
-from virnuc_core.reads.batch import ReadBatch
-from virnuc_core.reads.crew import Crew
-from virnuc_core.reads.lay import Laid, Lay, Look, Seen, to_send
-from virnuc_core.reads.parse import OnError, ParseLog, Skipped, in_order
-from virnuc_core.reads.pieces import Piece
+from virnuc_core.reads.fast_parser import ReadBatch
+from virnuc_core.reads.parse import OnError, ParseLog, Skipped, parse
+from virnuc_core.reads.segment import Segment, fingerprint_batch, process
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts
-from virnuc_core.reads.write import StoreWriter, fingerprint_for
+from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts, StoreWriter, fingerprint_for
+from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
 
 SKIPPED_LIST: Final = "skipped.tsv"
@@ -46,16 +42,15 @@ class StageSpec(Spec):
     strict: bool = Field(False, description="refuse reads that share an id")
 
 
-@dataclass(frozen=True, slots=True)
-class MadeIn:
+class Timings(Spec):
     """Seconds that making a store took; what several workers did at once counts as shared evenly among them."""
 
-    cut_s: float  # unpacking and cutting the text, which one process does for all; part of the next
-    parse_s: float
-    chunk_s: float
-    translate_s: float
-    store_s: float
-    total_s: float
+    fingerprint: str  # of the store
+    parse_s: float = 0.0  # unpacking and parsing, which one process does for all
+    chunk_s: float = 0.0
+    translate_s: float = 0.0
+    store_s: float = 0.0
+    total_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +64,10 @@ class FileReads:
     duplicate_ids: int  # reads whose id an earlier read has, of this file or one before
 
 
-@dataclass(frozen=True, slots=True)
-class StageSummary:
-    """What staging read and made."""
+class StageSummary(Timings):
+    """What staging read and made; the seconds are those of making it, also where the store was reused now."""
 
     store: Path
-    fingerprint: str
     reused: bool  # the store was there already, made from the same reads with the same settings
     model_length: int
     counts: StoreCounts
@@ -85,13 +78,6 @@ class StageSummary:
     skipped_records: int
     skipped_list: Path | None  # where they are listed
     unnamed_reads: int  # had no id and were given one
-    cut_s: float  # this and the five below: as in `MadeIn`, also where the store was reused now
-    parse_s: float
-    chunk_s: float
-    translate_s: float
-    store_s: float
-    total_s: float
-    checked_s: float  # what this call took
 
     @property
     def reads_per_s(self) -> float:
@@ -131,28 +117,40 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-@dataclass(slots=True)
 class _Clock:
     """Seconds by stage."""
 
-    workers: int
-    started: float = field(default_factory=time.perf_counter)
-    parse_s: float = 0.0
-    chunk_s: float = 0.0
-    translate_s: float = 0.0
-    store_s: float = 0.0
+    def __init__(self, workers: int) -> None:
+        self._workers = workers
+        self._started = time.perf_counter()
+        self.parse_s = self.chunk_s = self.translate_s = self.store_s = 0.0
 
-    def add(self, laid: Laid) -> None:
+    def parsing(self, batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
+        """The same batches; counts what drawing them takes. Nobody else needs their text."""
+        while True:
+            before = time.perf_counter()
+            batch = next(batches, None)
+            self.parse_s += time.perf_counter() - before
+            if batch is None:
+                return
+            yield batch.without_text()
+
+    def add(self, segment: Segment) -> None:
         """Count what a worker took."""
-        self.parse_s += laid.parse_s / self.workers
-        self.chunk_s += laid.chunk_s / self.workers
-        self.translate_s += laid.translate_s / self.workers
-        self.store_s += laid.store_s / self.workers
+        self.chunk_s += segment.chunk_s / self._workers
+        self.translate_s += segment.translate_s / self._workers
+        self.store_s += segment.digest_s / self._workers
 
-    def made_in(self, cut_s: float) -> MadeIn:
+    def timings(self, fingerprint: str) -> Timings:
         """All of it, up to now."""
-        total_s = time.perf_counter() - self.started
-        return MadeIn(cut_s, cut_s + self.parse_s, self.chunk_s, self.translate_s, self.store_s, total_s)
+        return Timings(
+            fingerprint=fingerprint,
+            parse_s=self.parse_s,
+            chunk_s=self.chunk_s,
+            translate_s=self.translate_s,
+            store_s=self.store_s,
+            total_s=time.perf_counter() - self._started,
+        )
 
 
 def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
@@ -182,14 +180,17 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
         with (
             _scratch(out) as folder,
             _skip_list(spec, out, folder) as log,
-            Crew(folder, spec.workers) as crew,
+            Workers(spec.workers) as workers,
         ):
-            reused = _is_current(spec, inputs, out, log, crew)
+            reused = _is_current(spec, inputs, out, log.log, workers)
             if not reused:
-                _refuse_to_replace(out, may_replace)
+                if out.exists() and not may_replace:
+                    raise RunMismatchError(
+                        f"{out.parent} holds a run of other reads, or of reads cut otherwise; "
+                        "choose another directory or --force"
+                    )
                 log.start_over()
-                writer = StoreWriter(folder, spec.model_length, inputs.files, crew, strict=spec.strict)
-                _write(spec, inputs, out, writer, crew, log.log, clock)
+                _write(spec, inputs, out, folder, log.log, workers, clock)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -200,24 +201,67 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
     return summary
 
 
-def _refuse_to_replace(out: Path, may_replace: bool) -> None:
-    if out.exists() and not may_replace:
-        raise RunMismatchError(
-            f"{out.parent} holds a run of other reads, or of reads cut otherwise; choose another directory or --force"
-        )
+def _write(
+    spec: StageSpec, inputs: Inputs, out: Path, folder: Path, log: ParseLog, workers: Workers, clock: _Clock
+) -> None:
+    with StoreWriter(folder, spec.model_length) as writer:
+        batches = clock.parsing(parse(inputs.files, log))
+        for segment in workers.map(partial(process, model_length=spec.model_length), batches, ReadBatch.nbytes):
+            before = time.perf_counter()
+            writer.add(segment)
+            clock.add(segment)
+            clock.store_s += time.perf_counter() - before
+        if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
+            raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
+        before = time.perf_counter()
+        twice = writer.find_repeats(workers)
+        if spec.strict and twice is not None:
+            raise _shared_id(writer, log, *twice)
+        writer.write(out, workers)
+        clock.store_s += time.perf_counter() - before
+
+
+def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
+    files, counts = zip(*log.reads_by_file.items(), strict=True)
+    ends = np.cumsum(counts)
+    (name, line), (_, first_line) = writer.place(read), writer.place(first)
+    file, first_file = (files[np.searchsorted(ends, place, side="right")] for place in (read, first))
+    hint = "ids must be unique in strict mode, rename one"
+    return InputError(
+        f"this id stands also on {first_file}:{first_line}", file=file, line=line, read_id=name, hint=hint
+    )
+
+
+def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, workers: Workers) -> bool:
+    """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
+    if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
+        return False
+    try:
+        store = OrfStore.open(out)
+    except InputError:
+        return False  # unreadable, or of an earlier version: made anew
+    if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
+        return False
+    fingerprint = fingerprint_for(spec.model_length)
+    batches = (batch.without_text() for batch in parse(inputs.files, log))
+    for leaves in workers.map(fingerprint_batch, batches, ReadBatch.nbytes):
+        fingerprint.add(leaves)
+    return fingerprint.hexdigest() == store.fingerprint
 
 
 def _summary(
     spec: StageSpec, inputs: Inputs, out: Path, counted: ParseLog, clock: _Clock, reused: bool
 ) -> StageSummary:
     store = OrfStore.open(out)
-    this = clock.made_in(counted.cut_s)
-    made = (_made_in(out, store.fingerprint) if reused else None) or this
-    if not reused:
-        write_text_whole(_made_path(out), json.dumps({"fingerprint": store.fingerprint, **asdict(made)}) + "\n")
+    kept = out.with_name(f"{out.stem}.made.json")
+    timings = clock.timings(store.fingerprint)
+    if reused:
+        timings = _kept_timings(kept, store.fingerprint) or timings
+    else:
+        write_text_whole(kept, timings.model_dump_json() + "\n")
     return StageSummary(
+        **timings.model_dump(),
         store=out,
-        fingerprint=store.fingerprint,
         reused=reused,
         model_length=store.model_length,
         counts=store.counts,
@@ -228,9 +272,16 @@ def _summary(
         skipped_records=counted.skipped,
         skipped_list=out.with_name(SKIPPED_LIST) if spec.on_error == "skip" else None,
         unnamed_reads=counted.unnamed,
-        **asdict(made),
-        checked_s=this.total_s,
     )
+
+
+def _kept_timings(path: Path, fingerprint: str) -> Timings | None:
+    """What making the store took; None where that was not kept, or belongs to another store."""
+    try:
+        timings = Timings.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError, UnicodeDecodeError):
+        return None
+    return timings if timings.fingerprint == fingerprint else None
 
 
 def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[FileReads, ...]:
@@ -243,58 +294,6 @@ def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[Fi
         counted.append(FileReads(name, high - low, empty, log.skipped_by_file[name], again))
         low = high
     return tuple(counted)
-
-
-def _made_path(out: Path) -> Path:
-    return out.with_name(f"{out.stem}.made.json")
-
-
-def _made_in(out: Path, fingerprint: str) -> MadeIn | None:
-    """What making the store took; None where that was not kept, or belongs to another store."""
-    try:
-        body = json.loads(_made_path(out).read_text(encoding="utf-8"))
-        return MadeIn(**body) if body.pop("fingerprint") == fingerprint else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-def _write(
-    spec: StageSpec, inputs: Inputs, out: Path, writer: StoreWriter, crew: Crew, log: ParseLog, clock: _Clock
-) -> None:
-    numbers = itertools.count()
-
-    def lay(item: Piece | ReadBatch) -> Future[Laid]:
-        return crew.submit(Lay(next(numbers), to_send(item), spec.model_length))
-
-    for laid in in_order(inputs.files, log, lay, ahead=crew.ahead):
-        writer.add(laid)
-        clock.add(laid)
-    count = next(numbers)
-    if count == 0 and not all(can_be_read_twice(name) for name in inputs.files):
-        raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
-    before = time.perf_counter()
-    writer.finish(out, count)
-    clock.store_s += time.perf_counter() - before
-
-
-def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: _SkipLog, crew: Crew) -> bool:
-    """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
-    if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
-        return False
-    try:
-        store = OrfStore.open(out)
-    except InputError:
-        return False  # unreadable, or of an earlier version: made anew
-    if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
-        return False
-
-    def look(item: Piece | ReadBatch) -> Future[Seen]:
-        return crew.submit(Look(to_send(item)))
-
-    fingerprint = fingerprint_for(spec.model_length)
-    for seen in in_order(inputs.files, log.log, look, ahead=crew.ahead):
-        fingerprint.add(seen.leaves)
-    return fingerprint.hexdigest() == store.fingerprint
 
 
 class _SkipLog:

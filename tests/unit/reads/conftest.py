@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.reads import parse as parse_module
-from virnuc_core.reads import write as write_module
+from virnuc_core.reads import dedup, store
+from virnuc_core.reads.parse import parse
 
 WriteReads = Callable[..., str]
 
@@ -26,10 +26,16 @@ def write(tmp_path: Path) -> WriteReads:
     return make
 
 
+def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 64) -> None:
+    """Sizes so small that every carry between blocks, stretches and buckets happens in a small test."""
+    for module in (dedup, store):
+        patch.setattr(module, "STRETCH", stretch)
+    patch.setattr(dedup, "BUCKET", stretch - 1)
+    patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
+    patch.setitem(parse.__kwdefaults__, "block_bytes", block_bytes)
+
+
 @pytest.fixture
 def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes so small that every carry between stretches, buckets and blocks happens in a small test."""
-    monkeypatch.setattr(write_module, "_STRETCH_BYTES", 900)
-    monkeypatch.setattr("virnuc_core.reads.spool._HELD_BYTES", 200)
-    monkeypatch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
-    monkeypatch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 300})
+    """All sizes small, see `shrink`."""
+    shrink(monkeypatch)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.reads.chunk import chunk
+from virnuc_core.reads.translate import chunk
 
 from .reads_twin import chunks
 

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.reads.batch import ReadBatch, offsets_of
-from virnuc_core.reads.digest import digests
+from virnuc_core.reads.dedup import digests
+from virnuc_core.reads.fast_parser import ReadBatch, offsets_of
 from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
 
 Pairs = list[tuple[bytes, bytes]]
@@ -19,7 +19,7 @@ def batch_of(reads: Pairs) -> ReadBatch:
     ids, bases = [name for name, _ in reads], [letters for _, letters in reads]
     at = [offsets_of(np.array([len(word) for word in words], np.int64)) for words in (ids, bases)]
     none = np.zeros(len(reads), np.int64)
-    return ReadBatch(0, b"".join(ids), at[0], b"".join(bases), at[1], none, 0, "fasta", b"", none)
+    return ReadBatch(0, "fasta", b"".join(ids), at[0], b"".join(bases), at[1], none, b"", none)
 
 
 def fingerprint(reads: Pairs, cuts: list[int]) -> str:

@@ -7,7 +7,6 @@ import io
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.batch import ReadBatch
-from virnuc_core.reads.parse import ParseLog, Skipped, in_order, parse
-from virnuc_core.reads.pieces import Piece, Reading, read
+from virnuc_core.reads.parse import ParseLog, Skipped, parse
 
 from .conftest import WriteReads
 
@@ -302,7 +299,7 @@ def fastq_texts(draw: st.DrawFn) -> str:
     return "".join(pieces)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.one_of(fasta_texts(), fastq_texts()), st.integers(1, 400), st.booleans())
 def test_equals_biopython_whatever_the_blocks(
     tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int, windows: bool
@@ -318,7 +315,7 @@ def test_equals_biopython_whatever_the_blocks(
     assert reads_of(str(path), block_bytes=block_bytes) == expected
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.one_of(fasta_texts(), fastq_texts()), st.integers(1, 400))
 def test_blocks_make_no_difference_to_lines_and_records(
     tmp_path_factory: pytest.TempPathFactory, text: str, block_bytes: int
@@ -336,45 +333,33 @@ def test_blocks_make_no_difference_to_lines_and_records(
         return  # the text is broken; what is said of it is tested elsewhere
 
 
-@dataclass(frozen=True)
-class Later:
-    """Work that is done when its answer is asked for."""
-
-    item: Piece | ReadBatch
-
-    def result(self) -> Reading:
-        return read(self.item)
-
-
 broken_texts = st.text(alphabet="@>+;ACGTNE \n\r\t!I\u00a0", max_size=200)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.one_of(fasta_texts(), fastq_texts(), broken_texts), min_size=1, max_size=4), st.integers(1, 200))
 @example([">\r>\r@"], 1)
-def test_reading_ahead_makes_no_difference(
+def test_blocks_make_no_difference_to_what_is_said_and_counted(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], block_bytes: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("ahead")
+    folder = tmp_path_factory.mktemp("blocks")
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_bytes(text.encode())
     files = tuple(str(path) for path in sorted(folder.iterdir()))
     for on_error in ("stop", "skip"):
         seen = []
-        for ahead in (0, 1, 7):
+        for size in (block_bytes, 1 << 20):
             skipped: list[Skipped] = []
             log = ParseLog(on_error, skipped.append)
-            reads: list[tuple[int, str, bytes]] = []
+            reads: Pairs = []
             refused = ""
             try:
-                for reading in in_order(files, log, Later, ahead=ahead, block_bytes=block_bytes):
-                    batch = reading.batch
-                    reads += [(batch.file, batch.id(i), batch.record(i)) for i in range(len(batch))]
+                reads = reads_of(*files, log=log, block_bytes=size)
             except InputError as error:
                 refused = str(error)
-            counts = (log.reads, log.unnamed, log.empty_files, log.slow_files, log.reads_by_file, log.skipped_by_file)
+            counts = (log.reads, log.unnamed, log.empty_files, log.reads_by_file, log.skipped_by_file)
             seen.append((reads, refused, skipped, counts if not refused else ()))  # who stops may have seen more
-        assert seen[0] == seen[1] == seen[2]
+        assert seen[0] == seen[1]
 
 
 # anything at all
@@ -385,7 +370,7 @@ starts = st.sampled_from(
 noise = st.one_of(st.binary(max_size=300), st.text(alphabet="@>+;ACGTN \n\r\t!I", max_size=300).map(str.encode))
 
 
-@settings(max_examples=400)
+@settings(max_examples=200)
 @example(b"", b"@\n" * 150, 64)
 @example(b"", b"@a\n+\n" * 80, 64)
 @given(starts, noise, st.integers(1, 300))
@@ -522,23 +507,3 @@ def test_a_record_without_header_takes_no_good_one_along(write: WriteReads, befo
     found = reads_of(write(f"{before}{good}{bad}@next\nACGT\n+\nIIII\n"), log=ParseLog("skip", listed.append))
     assert [name for name, _ in found][-2:] == ["good", "next"]
     assert [skipped.line for skipped in listed] == [(before + good).count("\n") + 1]
-
-
-def test_few_large_records_wait_at_a_time(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("virnuc_core.reads.parse._MOST_HELD_BYTES", 1_000)
-    asked: list[int] = []
-
-    @dataclass
-    class Later:
-        item: Piece | ReadBatch
-
-        def __post_init__(self) -> None:
-            asked.append(1)
-            assert len(asked) <= 4, "two of 400 bytes may wait, the third makes the first be awaited"
-
-        def result(self) -> Reading:
-            asked.pop()
-            return read(self.item)
-
-    path = write("".join(f">r{i}\n{'A' * 400}\n" for i in range(50)))
-    assert sum(len(answer.batch) for answer in in_order((path,), ParseLog(), Later, ahead=40, block_bytes=400)) == 50

@@ -6,11 +6,8 @@ import errno
 import os
 import random
 import re
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import h5py
 import numpy as np
@@ -22,12 +19,10 @@ from xopen import xopen
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads import parse as parse_module
-from virnuc_core.reads import write as write_module
 from virnuc_core.reads.stage import FileReads, StageSpec, stage
 from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL, OrfStore
 
-from .conftest import WriteReads
+from .conftest import WriteReads, shrink
 from .made_up import Pairs, digest, fasta, fastq, made_up_reads
 from .reads_twin import Row, chunks, rows
 
@@ -79,7 +74,7 @@ def test_equals_the_slow_twin_across_stretches(write: WriteReads, tmp_path: Path
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.lists(st.text(alphabet="ACGTNacgt", max_size=70), max_size=15), st.integers(1, 40))
 def test_equals_the_slow_twin_on_anything(
     tmp_path_factory: pytest.TempPathFactory, sequences: list[str], size: int
@@ -246,39 +241,10 @@ def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("virnuc_core.reads.draft.Draft._write", refuse)
+    monkeypatch.setattr("virnuc_core.reads.store.StoreWriter.add", refuse)
     with pytest.raises(ConfigError, match="No space left on device"):
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []
-
-
-def test_what_the_disk_says_once_while_the_store_is_written_is_not_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    said = threading.Event()
-
-    def fails(_: int) -> None:
-        said.set()
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr(os, "fsync", fails)
-    (tmp_path / "store").touch()
-    with pytest.raises(OSError, match="Input/output error"), write_module._flushing(tmp_path / "store"):
-        assert said.wait(10)
-
-
-def test_an_interrupt_as_the_flush_begins_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for the thread's start is where the interpreter looks for signals."""
-
-    class Interrupted(ThreadPoolExecutor):
-        def submit(self, *job: Any, **words: Any) -> Any:
-            super().submit(*job, **words)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(write_module, "ThreadPoolExecutor", Interrupted)
-    (tmp_path / "store").touch()
-    with pytest.raises(KeyboardInterrupt), write_module._flushing(tmp_path / "store"):
-        pass
 
 
 # ids
@@ -305,14 +271,13 @@ def test_a_name_that_is_an_id_already_is_not_given_again(write: WriteReads, tmp_
     assert store.read_ids(0, 6) == ["a", "a...2", "a.2", "b", "a.2...2", "a..2"]
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(st.lists(st.text(alphabet="a.2", min_size=1, max_size=6), max_size=40))
 def test_ids_are_always_distinct(tmp_path_factory: pytest.TempPathFactory, names: list[str]) -> None:
     folder = tmp_path_factory.mktemp("ids")
     (folder / "reads.fa").write_text("".join(f">{name}\nA\n" for name in names))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(write_module, "_STRETCH_BYTES", 200)
-        patch.setattr(parse_module.in_order, "__kwdefaults__", {"block_bytes": 30})
+        shrink(patch, block_bytes=30)
         stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5")
     store = OrfStore.open(folder / "orfs.h5")
     ids = store.read_ids(0, store.n_reads)

@@ -1,16 +1,18 @@
-"""Digests: the published values of MurmurHash3, a slow twin, and no two alike where strings hardly differ."""
+"""Digests: the published values of MurmurHash3, a slow twin, none alike where strings hardly differ; and repeats."""
 
 from __future__ import annotations
 
 import itertools
 from hashlib import blake2b
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.reads.digest import LONGEST, digests
+from virnuc_core.reads import dedup
+from virnuc_core.reads.dedup import LONGEST, Bucket, Column, Pair, Repeats, digests, repeats_in, share_a_digest
 
 MASK = (1 << 64) - 1
 
@@ -98,3 +100,43 @@ def test_strings_that_hardly_differ_all_differ_in_either_half() -> None:
     strings += [b"A" * n for n in range(500)] + [b"A" * n + b"C" for n in range(500)]
     made = digest(strings)
     assert len({low for low, _ in made}) == len({high for _, high in made}) == len(set(strings))
+
+
+few_pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=60)
+
+
+def column(folder: Path, name: str, pairs: list[tuple[int, int]]) -> Column:
+    np.array(pairs, np.uint64).tofile(folder / name)
+    return Column(folder / name, np.uint64, 2)
+
+
+@given(few_pairs, st.integers(1, 80), st.sampled_from([1, 3, 16, 100]))
+def test_repeats_are_found_whatever_the_stretches_and_buckets(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]], bucket: int, stretch: int
+) -> None:
+    folder = tmp_path_factory.mktemp("repeats")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dedup, "BUCKET", bucket)
+        patch.setattr(dedup, "STRETCH", stretch)
+        repeats = Repeats(folder / "repeats")
+        for one in Bucket.all_of(column(folder, "digests", pairs)):
+            repeats.add(one, repeats_in(one))
+        found = [
+            [tuple(row) for row in sorted(repeats.of(number).tolist())] for number in range(-(-len(pairs) // stretch))
+        ]
+    expected = [(i, pairs.index(pair), pairs[:i].count(pair) + 1) for i, pair in enumerate(pairs) if pair in pairs[:i]]
+    assert [*itertools.chain(*found)] == expected
+    assert all(
+        number * stretch <= place < (number + 1) * stretch for number, rows in enumerate(found) for place, *_ in rows
+    )
+    first = repeats.first()
+    assert (None if first is None else tuple(first.tolist())) == (expected[0] if expected else None)
+
+
+@given(few_pairs, few_pairs)
+def test_shared_digests_are_seen(
+    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]], others: list[tuple[int, int]]
+) -> None:
+    folder = tmp_path_factory.mktemp("shared")
+    one, other = (Bucket(column(folder, name, some), 0, 1) for name, some in (("a", pairs), ("b", others)))
+    assert share_a_digest(Pair(one, other)) == bool({*pairs} & {*others})

@@ -15,7 +15,7 @@ from Bio.SeqIO.FastaIO import SimpleFastaParser
 from Bio.SeqIO.QualityIO import FastqGeneralIterator
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.batch import LETTERS, shortened
+from virnuc_core.reads.fast_parser import LETTERS, shortened
 from virnuc_core.reads.sources import DamagedInput
 
 _LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for broken: bounds what one error costs

@@ -1,0 +1,111 @@
+"""Worker processes for staging: one function over many items, here or in a pool that dies with its parent."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from types import ModuleType, TracebackType
+from typing import Final, TypeVar
+
+from virnuc_core.errors import WorkerError
+from virnuc_core.rundir import die_with_parent
+
+_AHEAD: Final = 3  # items of each worker: one under way, one in its pipe, one to come
+_MOST_HELD_BYTES: Final = 64_000_000  # of items under way: few whole chromosomes at a time
+I = TypeVar("I")  # noqa: E741  # an item
+O = TypeVar("O")  # noqa: E741  # what comes of it
+
+
+class Workers:
+    """`count` workers: this process if it is one, else a process pool; use it in a `with` statement.
+
+    Processes are started when there is more than one item. They end when their caller does, however it ends.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count: Final = count
+        self._pool: ProcessPoolExecutor | None = None
+        self._members: set[BaseProcess] = set()
+
+    def map(self, work: Callable[[I], O], items: Iterable[I], nbytes: Callable[[I], int] = lambda _: 0) -> Iterator[O]:
+        """What `work` makes of each item, in order; a bounded number of items, and of their `nbytes`, is under way.
+
+        Errors: what `items` raises; `OSError` of the work; `WorkerError` for its other errors in another process, and
+        for a process that dies. In this process errors are raised as they are.
+        """
+        waiting: deque[tuple[Future[O], int]] = deque()
+        for number, item in enumerate(items):
+            if self.count == 1 or (number == 0 and self._pool is None):
+                yield work(item)  # what is little work needs no other process
+                continue
+            waiting.append((self._submit(work, item), nbytes(item)))
+            while len(waiting) > _AHEAD * self.count or sum(size for _, size in waiting) > _MOST_HELD_BYTES:
+                yield self._result(waiting.popleft()[0])
+        while waiting:
+            yield self._result(waiting.popleft()[0])
+
+    def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
+        with _start_of_processes():
+            if self._pool is None:
+                context = multiprocessing.get_context("spawn")
+                self._pool = ProcessPoolExecutor(self.count, context, die_with_parent, (os.getpid(),))
+            try:
+                return self._pool.submit(work, item)
+            except BrokenProcessPool as error:
+                raise self._death() from error
+            finally:
+                if len(self._members) < self.count:
+                    self._members |= {*multiprocessing.active_children()}
+
+    def _result(self, future: Future[O]) -> O:
+        try:
+            return future.result()
+        except BrokenProcessPool as error:
+            raise self._death() from error
+        except OSError:  # of the disk: as if it had happened here
+            raise
+        except Exception as error:
+            problem = f"a staging worker process failed: {type(error).__name__}: {error}"
+            raise WorkerError(problem, worker_traceback=str(error.__cause__)) from error
+
+    def _death(self) -> WorkerError:
+        ended = {member.exitcode for member in self._members} - {None, 0, -signal.SIGTERM}  # the pool ends the others
+        return WorkerError(f"a staging worker process ended (exit code {', '.join(map(str, ended)) or 'unknown'})")
+
+    def __enter__(self) -> Workers:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is None:
+            return
+        if kind is not None:
+            for member in self._members:
+                member.kill()  # nobody waits for what they are at
+        self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _start_of_processes() -> Iterator[None]:
+    """Processes started here import neither the caller's script nor files of its folder, and hear no Ctrl-C."""
+    main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH")
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a terminal sends it to all
+    sys.modules["__main__"] = ModuleType("__main__")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        os.environ.pop("PYTHONSAFEPATH")
+        if safe is not None:
+            os.environ["PYTHONSAFEPATH"] = safe
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
