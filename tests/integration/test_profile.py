@@ -1,4 +1,4 @@
-"""Profiler traces: recorded inside the workers, whole, bounded, and read back as tables."""
+"""Profiler traces of a run: recorded inside the workers, and read back as tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_token_budget": 1024}
 
 
-def test_a_trace_holds_the_stages_and_the_run_is_not_repeated(tmp_path: Path, reads: Path, models: Path) -> None:
+def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, reads: Path, models: Path) -> None:
     out = tmp_path / "run"
     given = {"reads": [str(reads)], "out": out, "models": models, "operations": 5, **SMALL}
     state = profile(**given, return_state=True)
@@ -44,21 +44,4 @@ def test_a_trace_holds_the_stages_and_the_run_is_not_repeated(tmp_path: Path, re
     assert "Model Prediction" in text
     for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
         assert Artifact.get(key) is not None, key
-
-    summary = (out / "summary.json").read_bytes()
-    shards = {path: path.stat().st_mtime_ns for path in (out / "shards").glob("*.h5")}
-    profile(**given)
-    assert (out / "summary.json").read_bytes() == summary
-    assert {path: path.stat().st_mtime_ns for path in (out / "shards").glob("*.h5")} == shards
-
-
-def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
-    tmp_path: Path, reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("flows.profile.MEBIBYTE", 16)
-    given = {"reads": [str(reads)], "out": tmp_path / "run", "models": models, "max_trace_mb": 1, "shapes": True}
-    [table] = profile(**given, **SMALL, return_state=True).result().tables
-    assert table.trace is None
-    assert table.trace_bytes > 16
-    assert any(row.shapes for row in table.operations)
-    assert [path.name for path in (tmp_path / "run" / "telemetry" / "traces").glob("*.gz")] == []
+    assert len(json.loads((out / "run.json").read_text())["attempts"]) == 1, "recording leaves the run alone"

@@ -1,0 +1,26 @@
+"""Recordings inside a worker process: bounded, read back as they were written, and nothing else left behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.engine.messages import TraceSpec
+from virnuc_core.engine.tracing import read_table, table_path
+from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.trace import trace
+
+
+def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
+    tmp_path: Path, bench: Bench, engine: EngineSpec
+) -> None:
+    folder = tmp_path / "traces"
+    found = trace(bench, engine, TraceSpec(folder=str(folder), max_bytes=16, shapes=True, operations=5))
+    [table] = found.tables
+    assert table == read_table(table_path(folder, table.device))
+    assert table.trace is None
+    assert table.trace_bytes > 16
+    assert found.trace_bytes == 0
+    assert any(row.shapes for row in table.operations)
+    assert [path.name for path in folder.iterdir()] == [table_path(folder, table.device).name]
+    assert str(found).endswith("batches of 1 shard on 1 device recorded")
