@@ -112,9 +112,10 @@ def overhead(words: Sequence[str]) -> int:
     if arguments.pairs < 1 or arguments.shards < 1:
         raise ConfigError("--pairs and --shards are 1 or more")
     from virnuc_core.measure.overhead import measure_again
+    from virnuc_core.report.render import write_report
     from virnuc_core.report.views import overhead_text
 
-    report = measure_again(
+    profile = measure_again(
         arguments.dir,
         models=arguments.models,
         devices=arguments.devices,
@@ -122,6 +123,7 @@ def overhead(words: Sequence[str]) -> int:
         shards_a_device=arguments.shards,
         force=arguments.force,
     )
+    report = write_report(arguments.dir, profile)
     sys.stdout.write(f"Commits cost {overhead_text(report.overhead)} of the tokens/s\n")
     return 0
 

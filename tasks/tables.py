@@ -9,8 +9,7 @@ from tasks.artifacts import cell, verdict_cell
 from virnuc_core.report import formatting
 from virnuc_core.report.formatting import Mark, Table, number
 from virnuc_core.report.model import Report
-from virnuc_core.report.overhead import OverheadFile
-from virnuc_core.runfiles import RunSummary
+from virnuc_core.runfiles import OverheadFile, RunSummary
 from virnuc_core.telemetry.records import STAGES
 
 Rows = list[dict[str, str]]

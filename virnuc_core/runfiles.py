@@ -252,6 +252,42 @@ class BaselineSummary(RunFile):
     reused: bool = Field(False, exclude=True)
 
 
+# --- checkpoint_overhead.json -----------------------------------------------------------------------------------------
+
+OVERHEAD: Final = "checkpoint_overhead.json"
+MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
+
+
+class OverheadPair(RunFile):
+    """Two runs over the same shards, one after the other."""
+
+    with_run: str  # run directory, relative to the validation's
+    without_run: str
+    with_tokens_per_s: float  # from the first batch launched to the last shard committed
+    without_tokens_per_s: float
+    seconds: float  # of the shorter run
+    restarts: int  # of workers in either run; more than none spoils the pair
+
+    @property
+    def overhead(self) -> float | None:
+        """1 − tokens/s with commits ÷ tokens/s without; `None` for a pair that says nothing."""
+        if self.without_tokens_per_s <= 0 or self.restarts:
+            return None
+        return 1.0 - self.with_tokens_per_s / self.without_tokens_per_s
+
+
+class OverheadFile(RunFile):
+    """`checkpoint_overhead.json`: pairs of runs with commits and without. Their telemetry stays, so that every rate can
+    be computed again."""
+
+    schema_version: int = 1
+    job: str  # digest of reads, weights and settings
+    devices: tuple[str, ...]
+    shards: int  # computed in each run
+    shard_tokens: int
+    pairs: tuple[OverheadPair, ...]
+
+
 # --- beside the store, and beside the report --------------------------------------------------------------------------
 
 

@@ -11,12 +11,18 @@ from typing import Final
 from virnuc_core.config import Devices, EngineSpec, Profile
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.bench import Bench, Measurement, measure
-from virnuc_core.report.files import RECORD, RawFolder, mapping, text
-from virnuc_core.report.model import Report
-from virnuc_core.report.overhead import FOLDER, MIN_PAIRS, OverheadFile, OverheadPair, read_overhead, write_overhead
-from virnuc_core.report.render import write_report
 from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.runfiles import (
+    MIN_PAIRS,
+    OVERHEAD,
+    OverheadFile,
+    OverheadPair,
+    ValidationRecord,
+    read_usable,
+    write,
+)
 
+FOLDER: Final = "overhead"  # of the pairs' run directories
 SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
 
 log = logging.getLogger(__name__)
@@ -39,7 +45,7 @@ def measure_overhead(
     launched.
     """
     job, ids = bench.fingerprint(engine), tuple(device.id for device in bench.resolved())
-    before = None if force else read_overhead(RawFolder(out))
+    before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
     if before is not None and (before.job, before.devices) == (job, ids) and len(before.pairs) >= pairs:
         return before
     shutil.rmtree(out / FOLDER, ignore_errors=True)
@@ -49,30 +55,25 @@ def measure_overhead(
         found.append(pair)
         on_run(number / pairs)
     measured = OverheadFile(job=job, devices=ids, shards=shards, shard_tokens=engine.shard_tokens, pairs=tuple(found))
-    write_overhead(out, measured)
+    write(out / OVERHEAD, measured)
     return measured
 
 
 def measure_again(
     out: Path, *, models: Path | None, devices: str | None, pairs: int, shards_a_device: int, force: bool = False
-) -> Report:
-    """Measure in the directory of a finished validation, with its own settings, and judge it anew by its own profile.
+) -> Profile:
+    """Measure in the directory of a finished validation, with its own settings; returns the profile to judge it by.
 
     Errors: `ConfigError` when `out` is no validation; those of `measure_overhead`.
     """
-    record = RawFolder(out).json(RECORD)
-    if not mapping(record, "profile"):
+    record = read_usable(RunDir(out).record, ValidationRecord)[0]
+    if record is None or record.profile is None:
         raise ConfigError(f"{out}: no validation (its run.json names no profile); run virnuc validate first")
-    profile = Profile.model_validate(record["profile"])
-    settings = mapping(record, "spec")
-    bench = Bench(
-        RunDir(out).store,
-        models or Path(text(settings, "models") or ""),
-        Devices.parse(devices or text(settings, "devices") or "auto"),
-    )
-    engine = EngineSpec.model_validate(profile.engine.model_dump() | dict(mapping(settings, "engine")))
+    settings, store = record.spec, RunDir(out).store
+    bench = Bench(store, models or Path(settings.get("models", "")), Devices.parse(devices or settings["devices"]))
+    engine = EngineSpec.model_validate(record.profile.engine.model_dump() | dict(settings.get("engine", {})))
     measure_overhead(out, bench, engine, pairs=pairs, shards_a_device=shards_a_device, force=force)
-    return write_report(out, profile)
+    return record.profile
 
 
 def _pair(out: Path, bench: Bench, engine: EngineSpec, number: int, shards: int) -> tuple[OverheadPair, int]:

@@ -11,67 +11,18 @@ import statistics
 from pathlib import Path
 from typing import Final
 
-from pydantic import ValidationError
-
 from virnuc_core.report.files import RECORD, RawFolder, mapping
-from virnuc_core.report.model import OverheadMetrics, Record
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.report.model import OverheadMetrics
+from virnuc_core.runfiles import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair
 from virnuc_core.telemetry.batches import committed_tokens_per_s
 
-OVERHEAD: Final = "checkpoint_overhead.json"
-FOLDER: Final = "overhead"  # of the pairs' run directories
-SCHEMA_VERSION: Final = 1
-MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
 MIN_SECONDS: Final = 10.0  # of each run; the rate of a shorter one is the luck of its scheduling
 UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this where a commit would be
 
 
-class OverheadPair(Record):
-    """Two runs over the same shards, one after the other."""
-
-    with_run: str  # run directory, relative to the validation's
-    without_run: str
-    with_tokens_per_s: float  # from the first batch launched to the last shard committed
-    without_tokens_per_s: float
-    seconds: float  # of the shorter run
-    restarts: int  # of workers in either run; more than none spoils the pair
-
-    @property
-    def overhead(self) -> float | None:
-        """1 − tokens/s with commits ÷ tokens/s without; `None` for a pair that says nothing."""
-        if self.without_tokens_per_s <= 0 or self.restarts:
-            return None
-        return 1.0 - self.with_tokens_per_s / self.without_tokens_per_s
-
-
-class OverheadFile(Record):
-    """`checkpoint_overhead.json`."""
-
-    schema_version: int = SCHEMA_VERSION
-    job: str  # digest of reads, weights and settings
-    devices: tuple[str, ...]
-    shards: int  # computed in each run
-    shard_tokens: int
-    pairs: tuple[OverheadPair, ...]
-
-
-def write_overhead(out: Path, found: OverheadFile) -> Path:
-    """Write `checkpoint_overhead.json` whole."""
-    path = out / OVERHEAD
-    write_text_whole(path, found.model_dump_json(indent=1) + "\n")
-    return path
-
-
 def read_overhead(raw: RawFolder) -> OverheadFile | None:
     """What was measured; `None` when the file is missing or is not ours (which is noted)."""
-    body = raw.json(OVERHEAD)
-    if not body:
-        return None
-    try:
-        return OverheadFile.model_validate(body)
-    except ValidationError as error:
-        raw.problems.append(f"{OVERHEAD} is not an overhead file: {error.errors()[0]['msg']}")
-        return None
+    return raw.read(OverheadFile, OVERHEAD)
 
 
 def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:

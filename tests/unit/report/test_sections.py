@@ -12,20 +12,13 @@ from virnuc_core.config import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
-from virnuc_core.report.overhead import (
-    OverheadFile,
-    OverheadPair,
-    contradictions,
-    rate_of,
-    read_overhead,
-    write_overhead,
-)
+from virnuc_core.report.overhead import contradictions, rate_of, read_overhead
 from virnuc_core.report.printed import beside_the_criteria
 from virnuc_core.report.render import render, rerender, write_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunSummary
+from virnuc_core.runfiles import OVERHEAD, OverheadFile, OverheadPair, RunSummary, write
 from virnuc_core.telemetry.log import TelemetryLog
 
 from .validate_directory import (
@@ -132,7 +125,7 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
                 restarts=restarts,
             )
         )
-    write_overhead(out, OverheadFile(job="0", devices=GPUS, shards=6, shard_tokens=262_144, pairs=tuple(pairs)))
+    write(out / OVERHEAD, OverheadFile(job="0", devices=GPUS, shards=6, shard_tokens=262_144, pairs=tuple(pairs)))
 
 
 @pytest.fixture
@@ -200,7 +193,7 @@ def test_a_file_of_another_kind_is_a_problem_and_no_figure(tmp_path: Path, produ
     write_json(tmp_path / "checkpoint_overhead.json", {"with_tokens_per_s": 1.0})
     report = build_report(tmp_path, production)
     assert report.overhead is None
-    assert any("not an overhead file" in warning for warning in report.warnings)
+    assert any("checkpoint_overhead.json" in warning for warning in report.warnings)
 
 
 # --- reads -----------------------------------------------------------------------------------------------------------
