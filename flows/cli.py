@@ -1,138 +1,129 @@
 """The `virnuc` command: finds what was asked for, runs it, and says in one line what went wrong.
 
 Only the asked-for command's module is imported, so that `virnuc --help` answers at once. Exit codes: 0 done, 1 failure,
-2 bad input or settings, 3 weights, 4 devices, 5 a validation finished but a criterion failed
-or its reviewer rejected it, 130 interrupted.
+2 bad input or settings, 3 weights, 4 devices, 5 a validation finished but a criterion failed or its reviewer rejected
+it, 6 done but rows had to be set aside, 130 interrupted.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, Final
 
-from virnuc_core.errors import VirnucError
+from cyclopts import App, CycloptsError
+
+from virnuc_core.errors import ConfigError, VirnucError
 
 INTERRUPTED: Final = 130
 FAILURE: Final = 1
+BAD_SETTINGS: Final = ConfigError.exit_code
+# a lone dash is standard input to us and an option to cyclopts; until it is parsed it goes by a name no file can have
+STDIN: Final = "\0stdin"
 
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """Where a command lives: `module.function(arguments) -> exit code`."""
-
-    help: str
-    place: str
-
-    def load(self) -> Callable[[Sequence[str]], int]:
-        """The function, imported now."""
-        module, _, function = self.place.partition(":")
-        loaded: Callable[[Sequence[str]], int] = getattr(importlib.import_module(module), function)
-        return loaded
-
-
-COMMANDS: Final[dict[str, Command]] = {
-    "validate": Command("prove this machine against a profile: the validation flow", "flows.run_commands:validate"),
-    "predict": Command("say which reads are viral: the production flow", "flows.run_commands:predict"),
-    "predict-inbox": Command("predict each new file of a folder, once", "flows.run_commands:predict_inbox"),
-    "scale": Command("the scaling curve over the devices of this machine", "flows.run_commands:scale"),
-    "tune": Command("the fastest engine settings for this machine and these reads", "flows.tune_command:tune"),
-    "profile": Command("where the time goes: profiler traces and tables", "flows.profile_command:profile"),
-    "train": Command("fit the head on labelled reads", "flows.run_commands:train"),
-    "approve": Command("answer a validation that waits for its reviewer", "flows.approve_command:approve"),
-    "models": Command("make, convert, fetch or check weights", "flows.model_commands:models"),
-    "simulate": Command("write labelled synthetic reads", "flows.read_commands:simulate"),
-    "sample": Command("draw a subset with the same read lengths", "flows.read_commands:sample"),
-    "compare": Command("agreement of two runs or result files", "flows.report_commands:compare"),
-    "report": Command("render a validation's report again", "flows.report_commands:report"),
-    "rescore": Command("score stored embeddings again: another head or threshold", "flows.report_commands:rescore"),
-    "overhead": Command("time what commits cost, in a validation's directory", "flows.report_commands:overhead"),
-    "verify": Command("recompute every number of a report from raw files", "flows.report_commands:verify"),
-    "history": Command("the trend of past validations", "flows.report_commands:history"),
-    "profiles": Command("the profiles a validation can be held against", "flows.machine_commands:profiles"),
-    "devices": Command("the devices of this machine", "flows.machine_commands:devices"),
-    "doctor": Command("is this machine sound? one line a check", "flows.doctor_command:doctor"),
+COMMANDS: Final = {
+    "validate": ("flows.flow_commands", "prove this machine against a profile: the validation flow"),
+    "predict": ("flows.flow_commands", "say which reads are viral: the production flow"),
+    "predict-inbox": ("flows.flow_commands", "predict each new file of a folder, once"),
+    "scale": ("flows.flow_commands", "the scaling curve over the devices of this machine"),
+    "tune": ("flows.flow_commands", "the fastest engine settings for this machine and these reads"),
+    "profile": ("flows.flow_commands", "where the time goes: profiler traces and tables"),
+    "train": ("flows.flow_commands", "fit the head on labelled reads"),
+    "approve": ("flows.flow_commands", "answer a validation that waits for its reviewer"),
+    "models": ("flows.plain_commands", "make, convert, fetch or check weights"),
+    "simulate": ("flows.plain_commands", "write labelled synthetic reads"),
+    "sample": ("flows.plain_commands", "draw a subset with the same read lengths"),
+    "compare": ("flows.plain_commands", "agreement of two runs or result files"),
+    "report": ("flows.plain_commands", "render a validation's report again"),
+    "rescore": ("flows.plain_commands", "score stored embeddings again: another head or threshold"),
+    "overhead": ("flows.plain_commands", "time what commits cost, in a validation's directory"),
+    "verify": ("flows.plain_commands", "recompute every number of a report from raw files"),
+    "history": ("flows.plain_commands", "the trend of past validations"),
+    "profiles": ("flows.plain_commands", "the profiles a validation can be held against"),
+    "devices": ("flows.plain_commands", "the devices of this machine"),
+    "doctor": ("flows.doctor", "is this machine sound? one line a check"),
 }
 
-
-def usage() -> str:
-    """What `virnuc --help` prints."""
-    width = max(len(name) for name in COMMANDS) + 2
-    listed = "\n".join(f"  {name:<{width}}{command.help}" for name, command in COMMANDS.items())
-    return (
-        "usage: virnuc COMMAND [options]\n\n"
-        "Which short sequencing reads are viral, at the speed of the hardware, with a validation that proves it.\n\n"
-        f"commands:\n{listed}\n\n"
-        "options (after the command):\n"
-        f"  {'--help':<{width}}what the command takes\n"
-        f"  {'--debug':<{width}}show tracebacks and Prefect's own log lines\n\n"
-        "virnuc --version prints the version.\n"
-    )
+app = App(
+    name="virnuc",
+    help="Which short sequencing reads are viral, at the speed of the hardware, with a validation that proves it.",
+    help_epilogue="With --debug a command shows tracebacks and Prefect's own log lines.",
+    help_flags=("--help", "-h"),
+    help_format="plaintext",
+    help_formatter="plain",
+    version=lambda: f"virnuc {version('virnuc')}",
+    version_flags=("--version",),
+)
+app.register_install_completion_command()
+for _name, (_module, _help) in COMMANDS.items():
+    app.command(f"{_module}:{_name.replace('-', '_')}", name=_name, help=_help, sort_key=list(COMMANDS).index(_name))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        sys.stdout.write(usage())
-        return 0 if words else 2
-    if words[0] == "--version":
-        sys.stdout.write(f"virnuc {_version()}\n")
-        return 0
-    command = COMMANDS.get(words[0])
-    if command is None:
-        return _complain(f"'{words[0]}' is not a command; see virnuc --help", 2)
-    return _run(command, words[1:])
-
-
-def _run(command: Command, words: Sequence[str]) -> int:
+    if words[:1] == ["help"]:
+        words[0] = "--help"
     debug = "--debug" in words
     if not debug:  # a machine without a GPU is not a fatal error
         logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)  # it sets its own level on import
     try:
-        code = command.load()(words)
+        code = _run([word for word in words if word != "--debug"], debug)
         sys.stdout.flush()
-    except VirnucError as error:
-        if debug:
-            traceback.print_exc()
-        return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; one more must not spoil the exit code
         return _complain("interrupted; what was committed stays, the same command goes on from there", INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; there is nobody to tell
         return FAILURE
-    except OSError as error:
-        if debug:
-            traceback.print_exc()
-        return _complain(_of_system(error), FAILURE)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is one line
         if debug:
             traceback.print_exc()
-        return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
+        return _complain(*_problem(error))
     return code
 
 
-def _of_system(error: OSError) -> str:
-    reason = error.strerror or str(error)
-    return f"{error.filename}: {reason}" if error.filename else reason
+def _run(words: list[str], debug: bool) -> int:
+    """Parse the words and call what they name."""
+    try:
+        given = [STDIN if word == "-" else word for word in words]
+        called, bound, not_parsed = app.parse_args(given, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        asked = " ".join(["virnuc", *(word for word in words[:1] if word in COMMANDS)])
+        problem = str(error).replace(STDIN, "-").removesuffix(".")
+        raise ConfigError(f"{problem}; see {asked} --help") from error
+    bound.arguments.update({name: _with_dashes(value) for name, value in bound.arguments.items()})
+    more = {"debug": debug} if "debug" in not_parsed else {}
+    code = called(*bound.args, **bound.kwargs, **more)
+    nothing_asked = not words or words == ["models"]
+    return code if isinstance(code, int) else BAD_SETTINGS if nothing_asked else 0
+
+
+def _with_dashes(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_with_dashes(part) for part in value)
+    return type(value)("-") if str(value) == STDIN else value
+
+
+def _problem(error: Exception) -> tuple[str, int]:
+    """What to say of an error, and its exit code."""
+    match error:
+        case VirnucError():
+            return str(error), error.exit_code
+        case OSError():
+            reason = error.strerror or str(error)
+            return f"{error.filename}: {reason}" if error.filename else reason, FAILURE
+        case _:
+            return f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE
 
 
 def _complain(problem: str, code: int) -> int:
-    line = " ".join(problem.split())
-    sys.stderr.write(f"virnuc: {line}\n")
+    sys.stderr.write(f"virnuc: {' '.join(problem.split())}\n")
     return code
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("virnuc")
 
 
 if __name__ == "__main__":

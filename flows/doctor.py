@@ -11,8 +11,11 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
+from cyclopts import Parameter
+
+from flows.flow_commands import prepare_prefect
 from virnuc_core.measure import doctor as checks
 from virnuc_core.measure.doctor import Finding
 
@@ -22,12 +25,30 @@ PREFECT_WAIT_S: Final = 3.0
 CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
-def doctor(out: Path, *, models: Path | None, devices: str, hashed: bool, computed: bool, as_json: bool) -> int:
-    """Ask everything and print it; 1 when a check failed. Warnings leave the exit code at 0."""
+def doctor(
+    *,
+    out: Annotated[Path, Parameter(name=("--out", "-o"))] = Path(),
+    models: Annotated[Path | None, Parameter(env_var="VIRNUC_MODELS")] = None,
+    devices: str = "auto",
+    hashed: Annotated[bool, Parameter(name="--hash", negative=())] = False,
+    compute: bool = True,
+    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+) -> int:
+    """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0.
+
+    Args:
+        out: where runs would be written
+        models: models directory
+        devices: devices to compute on: cuda:0,cuda:1, cpu:2 or auto
+        hashed: hash weights of any size
+        compute: embed a tiny model on each device
+        as_json: as JSON
+    """
+    prepare_prefect()
     started = time.perf_counter()
     found = []
     logging.getLogger("virnuc_core").setLevel(logging.CRITICAL)  # what matters is in the findings
-    for check in _checks(out, models=models, devices=devices, hashed=hashed, computed=computed):
+    for check in _checks(out, models=models, devices=devices, hashed=hashed, computed=compute):
         for finding in check():
             found.append(finding)
             if not as_json:

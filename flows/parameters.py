@@ -1,18 +1,29 @@
-"""What each flow takes: one flat model a flow. From it come the UI's form, the `virnuc` options and the checks."""
+"""What each flow takes: one flat model a flow. From it come the UI's form, the `virnuc` options and the checks.
+
+Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a deployment's other
+settings would silently fall back to the model's defaults. A flow therefore has its model's fields as parameters of its
+own, and so has the command that starts it: `flow_parameters` and `command` make the two signatures.
+"""
 
 from __future__ import annotations
 
+import inspect
 import os
 import tomllib
+import typing
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, field_validator
+from cyclopts import Parameter
+from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
 
-from flows.forms import build
-from virnuc_core.config import Attention, Devices, EngineSpec, Precision, Spec
+from virnuc_core.config import Attention, Devices, EngineSpec, Precision, Spec, explain
 from virnuc_core.errors import ConfigError
 
+Settings = TypeVar("Settings", bound=BaseModel)
+Result = TypeVar("Result")
 Reads = Annotated[tuple[str, ...], Field(min_length=1)]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
@@ -20,9 +31,119 @@ AttentionChoice = Literal["default", "auto", "varlen", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 PROFILE_HELP = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 READS_HELP = "FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
+MODELS_HELP = "models directory: esm2/, dnabert_s/, head/"
 # no asterisk: the UI shows the pattern of a refused value as Markdown
 DEVICES_PATTERN = r"^(auto|cpu|cpu:[1-9][0-9]{0,3}|cuda:[^, ]+(, ?cuda:[^, ]+){0,63})$"
 DEVICES_HELP = "cuda:0,cuda:1 or cuda:GPU-UUID, cpu:2 (cores), or auto: all GPUs, else one core"
+SHORT_OPTIONS = {"out": "-o"}
+ENVIRONMENT = {"models": "VIRNUC_MODELS"}  # where a command looks for what it was not given
+
+
+def build(model: type[Settings], values: dict[str, Any]) -> Settings:
+    """The model made of `values`; `ConfigError` says in one line what is wrong with which."""
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from error
+
+
+def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The model's fields: those that must be given first, then its own before those it inherits."""
+
+    def rank(name: str) -> tuple[bool, int]:
+        depth = next(i for i, base in enumerate(model.__mro__) if name in inspect.get_annotations(base))
+        return not model.model_fields[name].is_required(), depth
+
+    return {name: model.model_fields[name] for name in sorted(model.model_fields, key=rank)}
+
+
+def _parameter(name: str, field: FieldInfo, annotation: Any, *, positional: bool = False) -> inspect.Parameter:
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if positional else inspect.Parameter.KEYWORD_ONLY
+    default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+    return inspect.Parameter(name, kind, annotation=annotation, default=default)
+
+
+def _annotated(annotation: Any, facts: Iterable[object]) -> Any:
+    for fact in facts:
+        annotation = Annotated[annotation, fact]
+    return annotation
+
+
+def _signed(called: Callable[..., Result], like: Callable[..., Result], parameters: list[inspect.Parameter]) -> None:
+    """Give `called` the name of `like` and this signature, where whoever inspects it looks."""
+    called.__name__, called.__qualname__, called.__module__ = like.__name__, like.__qualname__, like.__module__
+    called.__doc__ = like.__doc__
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
+    called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
+    """Turn a function of one settings model into one whose keyword parameters are the model's fields.
+
+    Types, bounds and defaults stand in its signature; the descriptions in its docstring, where Prefect looks for them.
+    """
+
+    parameters = [
+        _parameter(name, field, _annotated(field.annotation, field.metadata))
+        for name, field in fields_of(model).items()
+    ]
+
+    def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
+        def called(**values: Any) -> Result:
+            return function(build(model, values))
+
+        _signed(called, function, parameters)
+        lines = [f"    {name}: {field.description}" for name, field in fields_of(model).items()]
+        called.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Args:", *lines])
+        return called
+
+    return decorate
+
+
+def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings, bool], int]], Callable[..., int]]:
+    """Turn a function of settings and of whether to debug into a command that has the model's fields as options.
+
+    Fields named in `positional` come without dashes. The command passes on what was given and nothing else: the model's
+    defaults stand for the rest.
+    """
+    fields = fields_of(model)
+    names = [*positional, *(name for name in fields if name not in positional)]
+    parameters = [
+        _parameter(name, fields[name], _option(name, fields[name], name in positional), positional=name in positional)
+        for name in names
+    ]
+    debug = inspect.Parameter(
+        "debug", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[bool, Parameter(parse=False)]
+    )
+
+    def decorate(function: Callable[[Settings, bool], int]) -> Callable[..., int]:
+        def called(*values: Any, debug: bool, **options: Any) -> int:
+            given = dict(zip(positional, values, strict=False)) | options
+            return function(build(model, given), debug)
+
+        _signed(called, function, [*parameters, debug])
+        return called
+
+    return decorate
+
+
+def _option(name: str, field: FieldInfo, positional: bool) -> Any:
+    """A field's type with how the command line shows it, and without its bounds: those are the model's affair."""
+    flag = "--" + name.replace("_", "-")
+    annotation: Any = field.annotation
+    many = typing.get_origin(annotation) is tuple
+    if many:
+        part: Any = typing.get_args(annotation)[0]
+        annotation = tuple[part.__origin__ if typing.get_origin(part) is Annotated else part, ...]  # type: ignore[misc] # made here
+    shown = Parameter(
+        name=(flag, SHORT_OPTIONS[name]) if name in SHORT_OPTIONS else flag,
+        help=field.description,
+        negative_iterable=(),
+        consume_multiple=many,
+        env_var=ENVIRONMENT.get(name),
+        show_default=not positional and field.default not in (None, False, ()),
+    )
+    return _annotated(annotation, [shown, *(fact for fact in field.metadata if isinstance(fact, Parameter))])
 
 
 class ComputeSettings(Spec):
@@ -100,6 +221,15 @@ class ReadingSettings(Spec):
         return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
+class RunSettings(ComputeSettings, ReadingSettings):
+    """What every flow over one directory takes."""
+
+    reads: Reads = Field(description=READS_HELP)
+    out: Path = Field(description="run directory; a run that stopped goes on where it was")
+    models: Path = Field(description=MODELS_HELP)
+    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+
+
 class VerdictSettings(Spec):
     """What is called viral, and whether those reads are written out."""
 
@@ -107,25 +237,15 @@ class VerdictSettings(Spec):
     write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
 
 
-class PredictSettings(VerdictSettings, ComputeSettings, ReadingSettings):
+class PredictSettings(VerdictSettings, RunSettings):
     """Which reads are viral."""
 
-    reads: Reads = Field(description=READS_HELP)
-    out: Path = Field(description="run directory; a run that stopped goes on where it was")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
-    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
-    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
-
-class MeasureSettings(ComputeSettings, ReadingSettings):
+class MeasureSettings(RunSettings):
     """Runs whose figures are judged."""
 
-    reads: Reads = Field(description=READS_HELP)
     out: Path = Field(description="directory of the runs and the report")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
-    force: bool = Field(False, description="start over: results of earlier runs in the directory are removed")
     history: Path | None = Field(
         None, description="file of past runs (default: virnuc-history.jsonl beside the output)"
     )
@@ -150,31 +270,27 @@ class InboxSettings(VerdictSettings, ComputeSettings, ReadingSettings):
 
     inbox: Path = Field(description="folder that is watched; files are told apart by their content")
     out: Path = Field(description="results: one run directory per content, and inbox.tsv with each file's fate")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    models: Path = Field(description=MODELS_HELP)
     settle_s: float = Field(60.0, ge=0, description="a file changed within this many seconds may still be arriving")
     max_files: int = Field(100, ge=1, description="files predicted by one run at most; the next run goes on")
     retry_failed: bool = Field(False, description="predict again what failed before")
 
 
-class TrainSettings(ComputeSettings, ReadingSettings):
+class TrainSettings(RunSettings):
     """Fit the head on labelled reads."""
 
     reads: Reads = Field(description="labelled reads")
     truth: Path = Field(description="table of read id, label (virus or others) and genome")
-    models: Path = Field(description="models directory whose encoders the head is for")
     out: Path = Field(description="run directory of the training embeddings; the head is written to OUT/head")
     install: bool = Field(False, description="put the head into the models directory; the old one becomes head.before")
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
 
-class TuneSettings(ComputeSettings, ReadingSettings):
+class TuneSettings(RunSettings):
     """Which settings are fastest here? Lists left empty are not swept."""
 
-    reads: Reads = Field(description=READS_HELP)
     out: Path = Field(description="directory of the sweep: tune.json, settings.toml and every trial")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
     search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
@@ -194,7 +310,6 @@ class TuneSettings(ComputeSettings, ReadingSettings):
         (2, 4), description="batches kept ready for each loader to try"
     )
     shard_sizes: tuple[Annotated[int, Field(ge=64)], ...] = Field((), description="ESM-2 tokens of one shard to try")
-    force: bool = Field(False, description="start over: trials of an earlier sweep in the directory are removed")
 
     def swept(self) -> dict[str, tuple[Any, ...]]:
         """Engine settings and the values to try, without those that are not swept."""
@@ -213,15 +328,12 @@ SWEPT = {
 }
 
 
-class ProfileSettings(ComputeSettings, ReadingSettings):
+class ProfileSettings(RunSettings):
     """Where does the time of a run go, down to the kernels?"""
 
-    reads: Reads = Field(description=READS_HELP)
     out: Path = Field(description="run directory; traces and tables are written to its telemetry/traces/")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     traced_shards: int = Field(1, ge=1, le=8, description="shards recorded on each device, after one to warm up")
     operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
     shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
     memory: bool = Field(False, description="record allocations as well")
     max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")

@@ -7,20 +7,15 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import preflight
-from flows.crash_detection import announce
-from flows.forms import takes
-from flows.names import from_parameters
+from flows.flow_run import announce, named, takes
 from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
-from flows.running import watch_for_cancellation
 from tasks.artifacts import cell, publish_table
-from tasks.guard import no_orphans
-from tasks.logs import core_logs
-from tasks.states import done
+from tasks.step import done
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import InputError
 from virnuc_core.measure.inbox import Fate, Ledger, Row, RowFate
@@ -30,34 +25,27 @@ from virnuc_core.runfiles import RunSummary
 logger = logging.getLogger(__name__)
 
 
-def _run_name() -> str:
-    return from_parameters(runtime.flow_run.parameters or {}, "inbox", "devices")
-
-
-@flow(name="predict-inbox", flow_run_name=_run_name)
+@flow(name="predict-inbox", flow_run_name=named("inbox", "devices"))
 @takes(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
-    with no_orphans(), core_logs():
-        watch_for_cancellation()
-        preflight.check(settings, reads=(), models=settings.models, out=settings.out, base=EngineSpec())
-        announce("inbox", settings.inbox.name)
-        ledger = Ledger(settings.inbox, settings.out)
-        rows = ledger.scan(settle_s=settings.settle_s)
+    preflight.check(settings, EngineSpec())
+    announce("inbox", settings.inbox.name)
+    ledger = Ledger(settings.inbox, settings.out)
+    rows = ledger.scan(settle_s=settings.settle_s)
+    ledger.write_table(rows)
+    left = settings.max_files
+    for position, row in enumerate(rows):
+        if left == 0 or not _wants_work(row, settings):
+            continue
+        rows[position] = _work_on(row, ledger, settings)
+        left -= rows[position].fate != "busy"
         ledger.write_table(rows)
-        left = settings.max_files
-        for position, row in enumerate(rows):
-            if left == 0 or not _wants_work(row, settings):
-                continue
-            rows[position] = _work_on(row, ledger, settings)
-            left -= rows[position].fate != "busy"
-            ledger.write_table(rows)
     rows = ledger.scan(settle_s=settings.settle_s)
     counts = Counter(row.fate for row in rows)
     publish_table(f"inbox-{settings.inbox.name}", [_shown(row) for row in rows], f"Files of {settings.inbox}")
     message = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "the inbox is empty"
-    predicted = settings.max_files - left
-    return done(counts, message, reused=predicted == 0)
+    return done(counts, message, reused=left == settings.max_files)
 
 
 def _wants_work(row: Row, settings: InboxSettings) -> bool:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, ReadingSettings, TrainSettings
+from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, RunSettings, TrainSettings
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.messages import resolve_engine
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.measure.inbox import Ledger
-from virnuc_core.measure.train import read_truth
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.remote import is_remote
 from virnuc_core.reads.sources import find_inputs
@@ -25,30 +22,31 @@ LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer f
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
 
 
-def check(settings: ComputeSettings, *, reads: Sequence[str], models: Path, out: Path, base: EngineSpec) -> None:
-    """Refuse at once what could only fail later; nothing is written.
+def check(settings: RunSettings | InboxSettings, base: EngineSpec) -> None:
+    """Refuse at once what could only fail later; nothing is written. `base`: the profile's engine settings.
 
     Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, for an
     inbox that is no folder and a table of origins that cannot be used; `WeightsError` for what the headers of the
     weights tell; `DeviceError`; `ConfigError` for settings that cannot run on these devices or an output that cannot be
     written.
     """
-    local = tuple(name for name in reads if not is_remote(name))
-    if local:
-        readable(
-            local,
-            settings.on_error if isinstance(settings, ReadingSettings) else "stop",
-            alone=len(local) == len(reads),
-        )
-    if local and isinstance(settings, PredictSettings) and settings.write_viral:
-        check_readable_twice(local)
     if isinstance(settings, InboxSettings):
+        from virnuc_core.measure.inbox import Ledger
+
         Ledger(settings.inbox, settings.out)
+    else:
+        local = tuple(name for name in settings.reads if not is_remote(name))
+        if local:
+            readable(local, settings.on_error, alone=len(local) == len(settings.reads))
+        if local and isinstance(settings, PredictSettings) and settings.write_viral:
+            check_readable_twice(local)
     if isinstance(settings, TrainSettings):
+        from virnuc_core.measure.train import read_truth
+
         read_truth(settings.truth)
-    check_models(models)
+    check_models(settings.models)
     devices(settings, base)
-    writable(out)
+    writable(settings.out)
 
 
 def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.forms import takes
-from flows.names import from_parameters
+from flows.flow_run import named, staged_run, takes
 from flows.parameters import ProfileSettings
-from flows.staged import begin
 from tasks.artifacts import markdown_table, publish_markdown, publish_table
-from tasks.guard import no_orphans
-from tasks.logs import core_logs
-from tasks.states import done
+from tasks.step import done
 from tasks.tables import stage_rows
 from tasks.tools import mark_rows, operation_rows, trace
 from virnuc_core.engine.messages import TraceSpec
@@ -23,22 +19,18 @@ from virnuc_core.rundir import RunDir, write_text_whole
 MEBIBYTE = 1 << 20
 
 
-def _run_name() -> str:
-    return from_parameters(runtime.flow_run.parameters or {}, "reads", "devices")
-
-
-@flow(name="profile", flow_run_name=_run_name)
+@flow(name="profile", flow_run_name=named("reads", "devices"))
 @takes(ProfileSettings)
 def profile(settings: ProfileSettings) -> State[Traces]:
     """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
 
     The run is a prediction like any other and is not repeated when it is there; the recording is always made anew.
     """
-    with no_orphans(), core_logs(), begin(settings) as begun:
-        run, label, devices = begun.run, begun.label, begun.devices
-        summary = begun.embed()
+    with staged_run(settings) as staged:
+        run, label, devices = staged.run, staged.label, staged.devices
+        summary = staged.embed()
         bench = Bench(run.store, settings.models, devices)
-        found = trace(run, bench, begun.engine, _spec(run, settings), label=label).result()
+        found = trace(run, bench, staged.engine, _spec(run, settings), label=label).result()
         write_profile(found, summary.stages, summary.total_s or 0.0)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
         publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")

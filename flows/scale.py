@@ -2,41 +2,24 @@
 
 from __future__ import annotations
 
-from prefect import flow, runtime
+from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import preflight
-from flows.finished import finished_runs, unless_computed
-from flows.forms import takes
-from flows.measure import measure
-from flows.names import from_parameters, sample_of
+from flows.flow_run import named, takes
 from flows.parameters import ScaleSettings
-from flows.running import watch_for_cancellation
-from tasks.guard import no_orphans
-from tasks.logs import core_logs
-from tasks.states import done
+from flows.validate import Judged, in_short, measure
+from tasks.step import done
 from tasks.tables import percent
-from virnuc_core.config import load_profile
 from virnuc_core.report.formatting import number
 from virnuc_core.report.model import Report
 
 
-def _run_name() -> str:
-    return from_parameters(runtime.flow_run.parameters or {}, "reads", "profile", "devices")
-
-
-@flow(name="scale", flow_run_name=_run_name)
+@flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
 @takes(ScaleSettings)
-def scale(settings: ScaleSettings) -> State[Report]:
+def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
-    profile = load_profile(settings.profile)
-    with no_orphans(), core_logs():
-        watch_for_cancellation()
-        preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=profile.engine)
-        counts = steps(len(preflight.devices(settings, profile.engine)))
-        before = finished_runs(settings.out)
-        judged = measure(settings, profile, sample_of(settings.reads), counts, with_baseline=False)
-    return done(judged, describe(judged) + unless_computed(settings.out, before))
+    judged, message = measure(settings, steps, with_baseline=False)
+    return done(in_short(settings.out, judged), describe(judged) + message)
 
 
 def steps(devices: int) -> list[int]:

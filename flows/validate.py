@@ -2,69 +2,207 @@
 
 from __future__ import annotations
 
+import contextvars
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from uuid import UUID
 
-from prefect import flow, runtime
+import httpx
+from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
+from prefect.context import FlowRunContext
+from prefect.exceptions import PrefectException
+from prefect.flow_runs import pause_flow_run
 
 from flows import preflight
-from flows.finished import finished_runs, unless_computed
-from flows.forms import takes
-from flows.gate import ask
-from flows.measure import measure
-from flows.names import from_parameters, sample_of
-from flows.parameters import ValidateSettings
-from flows.running import watch_for_cancellation
-from tasks.approval import Approval, as_markdown
+from flows.flow_run import announce, named, sample_of, staged, takes
+from flows.parameters import MeasureSettings, ValidateSettings
+from tasks.approval import Approval, as_markdown, record, time_out
 from tasks.artifacts import publish_markdown
-from tasks.guard import no_orphans
-from tasks.logs import core_logs
-from tasks.report import approval_form, emit_outcome
-from tasks.states import REJECTED, done, not_met
+from tasks.baseline import baseline
+from tasks.compare import BASELINE, compare
+from tasks.embed import embed
+from tasks.limit import TimeLimitError
+from tasks.report import approval_form, emit_outcome, publish, record_validation, report
+from tasks.step import REJECTED, done, not_met
 from tasks.tables import met_sentence
-from virnuc_core.config import load_profile
+from tasks.tools import ceiling, overhead
+from virnuc_core.config import Devices, EngineSpec, Profile, load_profile
+from virnuc_core.measure.bench import Bench
+from virnuc_core.pipeline import ClassifySpec, Watch, model_length, read_summary
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.report.build import RUN_PREFIX
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import rerender
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import ModelFlops
+
+HISTORY: Final = "virnuc-history.jsonl"
+GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
+POLL_S: Final = 5
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What a validation came to."""
+class Judged:
+    """What measured runs came to, in short; the whole stands in the report."""
 
-    report: Report
-    approval: Approval | None = None
-
-
-def _run_name() -> str:
-    return from_parameters(runtime.flow_run.parameters or {}, "reads", "profile", "devices")
+    folder: Path  # of the report
+    met: int
+    failed: tuple[str, ...]  # titles of the criteria that were missed
+    approval: str | None = None  # the reviewer's verdict
 
 
-@flow(name="validate", flow_run_name=_run_name)
+@flow(name="validate", flow_run_name=named("reads", "profile", "devices"))
 @takes(ValidateSettings)
-def validate(settings: ValidateSettings) -> State[Outcome]:
+def validate(settings: ValidateSettings) -> State[Judged]:
     """Proves a machine: the same reads by the baseline, on one device and on all, compared and judged by a profile.
 
     A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
     """
-    profile = load_profile(settings.profile)
-    with no_orphans(), core_logs():
-        watch_for_cancellation()
-        preflight.check(settings, reads=settings.reads, models=settings.models, out=settings.out, base=profile.engine)
-        counts = sorted({1, len(preflight.devices(settings, profile.engine))})
-        before = finished_runs(settings.out)
-        judged = measure(settings, profile, sample_of(settings.reads), counts, with_baseline=True)
-        emit_outcome(judged, settings.out)
-        approval = _approval(settings, judged) if settings.approval else None
-    message = met_sentence(judged) + unless_computed(settings.out, before)
+    judged, message = measure(settings, lambda devices: sorted({1, devices}), with_baseline=True)
+    emit_outcome(judged, settings.out)
+    approval = _approval(settings, judged) if settings.approval else None
+    result = in_short(settings.out, judged, approval)
+    message = f"{met_sentence(judged)}{message}"
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
-    outcome = Outcome(judged, approval)
     if approval is not None and approval.verdict == "rejected":
-        return not_met(outcome, message, fails=settings.fail_on_criteria, name=REJECTED)
+        return not_met(result, message, fails=settings.fail_on_criteria, name=REJECTED)
     if judged.failed:
-        return not_met(outcome, message, fails=settings.fail_on_criteria)
-    return done(outcome, message)
+        return not_met(result, message, fails=settings.fail_on_criteria)
+    return done(result, message)
+
+
+def in_short(out: Path, judged: Report, approval: Approval | None = None) -> Judged:
+    """What a flow's state keeps of a report."""
+    failed = tuple(criterion.title for criterion in judged.failed)
+    return Judged(RunDir(out).report, judged.met, failed, None if approval is None else approval.verdict)
+
+
+def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, with_baseline: bool) -> tuple[Report, str]:
+    """Stage the reads once, run them on several numbers of devices, after the baseline if it is wanted, and judge.
+
+    `steps` tells from the number of devices on how many to run. Beside the report comes `; nothing had to be computed`
+    where that is so, that nobody takes old for new, and else nothing.
+    """
+    profile = load_profile(settings.profile)
+    preflight.check(settings, profile.engine)
+    found = preflight.devices(settings, profile.engine)
+    counts, before = steps(len(found)), _finished_runs(settings.out)
+    plan = Plan(settings, profile, sample_of(settings.reads), preflight.named(found))
+    announce(plan.label, profile.name, plan.devices.kind)
+    staging = staged(settings, plan.label)
+    record_validation(
+        settings.out,
+        spec=settings.model_dump(mode="json") | {"engine": plan.engine.model_dump(mode="json")},
+        profile=profile,
+        models=settings.models,
+        staging=staging,
+        model_length=model_length(settings.models),
+        devices=found,
+        force=settings.force,
+    )
+    subset = with_baseline and _baseline(plan)
+    names = _runs(plan, staging, counts, _ceiling(plan, counts))
+    if profile.targets.checkpoint_overhead is not None:
+        _commits(plan)
+    out, label = settings.out, plan.label
+    compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
+    history = settings.history or out.absolute().parent / HISTORY
+    judged = report(out, profile, history=history, label=label).result()
+    publish(judged, out, label)
+    nothing = before and _finished_runs(out) == before
+    return judged, "; nothing had to be computed" if nothing else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What all runs of a measurement have in common."""
+
+    settings: MeasureSettings
+    profile: Profile
+    label: str  # of the sample, for names in the UI
+    devices: Devices
+
+    @property
+    def engine(self) -> EngineSpec:
+        """The profile's settings with what was set here."""
+        return self.settings.engine(self.profile.engine)
+
+    def spec(self, devices: Devices) -> ClassifySpec:
+        """One run over the common store."""
+        settings = self.settings
+        return ClassifySpec(
+            store=RunDir(settings.out).store,
+            models=settings.models,
+            devices=devices,
+            engine=self.engine,
+            force=settings.force,
+        )
+
+
+def _finished_runs(out: Path) -> dict[str, int]:
+    """When each complete run in `out` ended; a run that is used as it is keeps its time."""
+    found = {folder.name: RunDir(folder).summary for folder in sorted(out.glob(f"{RUN_PREFIX}*"))}
+    return {name: summary.stat().st_mtime_ns for name, summary in found.items() if summary.is_file()}
+
+
+def _baseline(plan: Plan) -> bool:
+    """Run the baseline; whether it covers a part of the reads only."""
+    settings = plan.settings
+    summary = baseline(
+        RunDir(settings.out / BASELINE),
+        store=RunDir(settings.out).store,
+        models=settings.models,
+        devices=plan.devices,
+        spec=plan.profile.baseline,
+        label=plan.label,
+        force=settings.force,
+    ).result()
+    return summary.subset is not None
+
+
+def _ceiling(plan: Plan, counts: Sequence[int]) -> ModelFlops | None:
+    """The GPUs' ceilings; None without a GPU, or when every run is there already and nothing is to be computed."""
+    settings = plan.settings
+    complete = all(read_summary(RunDir(settings.out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
+    if plan.devices.kind != "cuda" or (complete and not settings.force):
+        return None
+    return ceiling(settings.out, models=settings.models, devices=plan.devices, engine=plan.engine).result()
+
+
+def _runs(plan: Plan, staging: StageSummary, counts: Sequence[int], flops: ModelFlops | None) -> tuple[str, ...]:
+    """Names of the runs that came to an end."""
+    names = []
+    profile = plan.profile
+    for count in counts:
+        name = f"{RUN_PREFIX}{count}"
+        with suppress(TimeLimitError):  # the run's summary says so, and the report calls it a failure
+            embed(
+                RunDir(plan.settings.out / name),
+                staging,
+                plan.spec(plan.devices.first(count)),
+                label=plan.label,
+                watch=Watch(sample_s=profile.sample_s, window_s=profile.window_s),
+                time_limit_s=profile.time_limit_s,
+                flops=flops,
+            ).result()
+            names.append(name)
+    return tuple(names)
+
+
+def _commits(plan: Plan) -> None:
+    """Time what commits cost, on all devices."""
+    settings = plan.settings
+    bench = Bench(RunDir(settings.out).store, settings.models, plan.devices)
+    overhead(settings.out, bench, plan.engine, label=plan.label, force=settings.force).result()
 
 
 def _approval(settings: ValidateSettings, judged: Report) -> Approval:
@@ -72,7 +210,37 @@ def _approval(settings: ValidateSettings, judged: Report) -> Approval:
     folder = RunDir(settings.out).report
     approval = ask(folder, approval_form(judged, settings.out), timeout_s=settings.approval_timeout_s)
     rerender(settings.out)
-    publish_markdown(
-        f"approval-{judged.profile.name}", as_markdown(approval), f"{approval.verdict} by {approval.reviewer}", folder
-    )
+    name, text = f"approval-{judged.profile.name}", as_markdown(approval)
+    publish_markdown(name, text, f"{approval.verdict} by {approval.reviewer}", folder)
     return approval
+
+
+def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> Approval:
+    """Pause the current flow run until a reviewer has answered; the answer is kept in the report's directory.
+
+    `form` is an `Approval` with the figures the answer is about. No device is held meanwhile. The time-out answers
+    `pending` by the same door a person would use, so that the run ends as it would have with an answer, and a run
+    nobody looked at is not a failed one.
+    """
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None:
+        raise RuntimeError("the approval gate works inside a flow run only")
+    here = contextvars.copy_context()  # the server this run talks to
+    timer = threading.Timer(timeout_s, here.run, (_answer_for_nobody, context.flow_run.id))
+    timer.daemon = True
+    timer.start()
+    try:
+        answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
+    finally:
+        timer.cancel()
+    approval = Approval.model_validate(answer.model_dump())
+    record(report_dir, approval, flow_run=str(context.flow_run.id))
+    return approval
+
+
+def _answer_for_nobody(flow_run_id: UUID) -> None:
+    try:
+        with get_client(sync_client=True) as client:
+            client.resume_flow_run(flow_run_id, run_input=time_out())
+    except (httpx.HTTPError, PrefectException, OSError) as error:
+        logger.warning("the time-out of the approval could not be recorded: %s", error)

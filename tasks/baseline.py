@@ -5,16 +5,11 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from tasks.embed import first_attempt
 from tasks.guard import device_slots
-from tasks.logs import core_logs
 from tasks.progress import ProgressArtifact
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, first_attempt, step
 from virnuc_core.baseline.record import record
 from virnuc_core.baseline.run import BaselineProgress, run_baseline
 from virnuc_core.config import BaselineSpec, Devices
@@ -23,7 +18,7 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import BaselineSummary
 
 
-@task(name="baseline", task_run_name="baseline {spec.name} on {devices}", cache_policy=NO_CACHE, **POLICY)
+@step("baseline", "baseline {spec.name} on {devices}")
 def baseline(
     run: RunDir, *, store: Path, models: Path, devices: Devices, spec: BaselineSpec, label: str, force: bool = False
 ) -> State[BaselineSummary]:
@@ -35,7 +30,7 @@ def baseline(
     def show(so_far: BaselineProgress) -> None:
         progress.show(so_far.rows / so_far.total_rows if so_far.total_rows else 1.0)
 
-    with core_logs(), device_slots(resolve(devices)), progress:
+    with device_slots(resolve(devices)), progress:
         summary = run_baseline(run, store, models, devices, spec, on_progress=show)
         progress.show(1.0)
         record(run, summary, store=store, models=models, spec=spec)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import publish_table
-from tasks.logs import core_logs
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, step
 from tasks.tables import percent, rows_of
 from virnuc_core.report.bitwise import bitwise, cosines
 from virnuc_core.report.build import write_comparisons
@@ -24,14 +20,13 @@ from virnuc_core.rundir import RunDir
 BASELINE = "baseline"
 
 
-@task(name="compare", task_run_name="compare {label}", cache_policy=NO_CACHE, **POLICY)
+@step("compare", "compare {label}")
 def compare(
     out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool, label: str
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
-    with core_logs():
-        found = comparisons(out, names, tolerance=tolerance, subset=subset)
-        write_comparisons(out, found)
+    found = comparisons(out, names, tolerance=tolerance, subset=subset)
+    write_comparisons(out, found)
     publish_table(f"comparison-{label}", rows_of(agreements(found)), f"Agreement of the runs of {label}")
     return done(found, describe(found))
 

@@ -3,45 +3,33 @@
 from __future__ import annotations
 
 from contextlib import closing, nullcontext
-from pathlib import Path
+from dataclasses import replace
 
-from prefect import runtime, task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import publish_table
 from tasks.guard import device_slots
 from tasks.limit import TimeLimit, TimeLimitError, forget_stopped, write_stopped
-from tasks.logs import core_logs
 from tasks.progress import ProgressArtifact
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, first_attempt, step
 from tasks.tables import stage_rows
-from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import WorkerError
 from virnuc_core.pipeline import ClassifySpec, Watch, classify, read_summary
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary
 
 
-@task(name="embed", task_run_name="embed {label} on {devices}", cache_policy=NO_CACHE, **POLICY)
+@step("embed", "embed {label} on {spec.devices}")
 def embed(
     run: RunDir,
     staging: StageSummary,
+    spec: ClassifySpec,
     *,
-    store: Path,
-    models: Path,
-    devices: Devices,
-    engine: EngineSpec,
     label: str,
-    force: bool = False,
-    threshold: float = THRESHOLD,
-    window_s: float = 30.0,
-    sample_s: float = 0.5,
+    watch: Watch | None = None,
     time_limit_s: float | None = None,
     prewarmed: PrewarmedWorkers | None = None,
     flops: ModelFlops | None = None,
@@ -51,31 +39,17 @@ def embed(
     A run that takes longer than `time_limit_s` is ended and says so in its summary. Errors: `TimeLimitError` then,
     which is not tried again; else those of `classify`.
     """
+    devices = spec.devices
     progress = ProgressArtifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
-    watch = Watch(
-        sample_s=sample_s, window_s=window_s, on_progress=lambda snapshot: progress.show(snapshot.percent / 100)
-    )
+    watch = replace(watch or Watch(), on_progress=lambda snapshot: progress.show(snapshot.percent / 100))
+    spec = spec.model_copy(update={"force": spec.force and first_attempt()})
     forget_stopped(run)
     before = read_summary(run)
     limit = TimeLimit(time_limit_s)
-    with core_logs(), device_slots(resolve(devices)), progress, closing(prewarmed) if prewarmed else nullcontext():
+    with device_slots(resolve(devices)), progress, closing(prewarmed) if prewarmed else nullcontext():
         try:
             with limit:
-                summary = classify(
-                    run,
-                    staging,
-                    ClassifySpec(
-                        store=store,
-                        models=models,
-                        devices=devices,
-                        engine=engine,
-                        force=force and first_attempt(),
-                        threshold=threshold,
-                    ),
-                    watch=watch,
-                    prewarmed=prewarmed,
-                    flops=flops,
-                )
+                summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         except WorkerError as error:
             if not limit.reached:
                 raise
@@ -84,11 +58,6 @@ def embed(
         progress.show(1.0)
     publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
     return done(summary, describe(summary, before), reused=summary == before)
-
-
-def first_attempt() -> bool:
-    """Whether this is not a retry; a retry must go on from what the attempt before it committed."""
-    return (runtime.task_run.run_count or 1) <= 1
 
 
 def describe(summary: RunSummary, before: RunSummary | None = None) -> str:

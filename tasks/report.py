@@ -6,8 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from tasks.approval import Approval, form
@@ -21,9 +19,7 @@ from tasks.artifacts import (
     without_front_matter,
 )
 from tasks.events import emit
-from tasks.logs import core_logs
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, step
 from tasks.tables import met_sentence, rows_of
 from virnuc_core import provenance
 from virnuc_core.config import Profile
@@ -38,11 +34,10 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import StagingTally, ValidationRecord, read, write
 
 
-@task(name="report", task_run_name="report {label}", cache_policy=NO_CACHE, **POLICY)
+@step("report", "report {label}")
 def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[Report]:
     """Every form of the report in `out/report/`, and one event for each verdict."""
-    with core_logs():
-        judged = write_report(out, profile, history)
+    judged = write_report(out, profile, history)
     for criterion in (*judged.criteria, *judged.checks):
         emit_verdict(criterion, judged, out)
     return done(judged, met_sentence(judged))

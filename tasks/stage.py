@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
-from tasks.logs import core_logs
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, step
 from virnuc_core.pipeline import stage_reads
 from virnuc_core.reads.remote import fetch_all
 from virnuc_core.reads.stage import StageSpec, StageSummary
 
 
-@task(name="stage", task_run_name="stage {label}", cache_policy=NO_CACHE, **POLICY)
+@step("stage", "stage {label}")
 def stage(
     spec: StageSpec, store: Path, *, label: str, email: str | None = None, force: bool = False
 ) -> State[StageSummary]:
@@ -24,9 +20,8 @@ def stage(
 
     Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
     """
-    with core_logs():
-        local = fetch_all(spec.reads, store.parent / "downloads", email=email)
-        summary = stage_reads(spec.model_copy(update={"reads": local}), store, force=force)
+    local = fetch_all(spec.reads, store.parent / "downloads", email=email)
+    summary = stage_reads(spec.model_copy(update={"reads": local}), store, force=force)
     return done(summary, describe(summary), reused=summary.reused)
 
 

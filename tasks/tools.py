@@ -6,17 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import cell, publish_table
-from tasks.embed import first_attempt
 from tasks.guard import device_slots
-from tasks.logs import core_logs
 from tasks.progress import ProgressArtifact
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, first_attempt, step
 from tasks.tables import Rows, overhead_rows, overhead_sentence, percent
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
@@ -36,37 +31,36 @@ NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
 STAGE_OF: Final = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2", "head": "Model Prediction", WAIT: "(waiting for a batch)"}
 
 
-@task(name="trace", task_run_name="trace {label} on {bench.devices}", cache_policy=NO_CACHE, **POLICY)
+@step("trace", "trace {label} on {bench.devices}")
 def trace(run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str) -> State[Traces]:
     """Traces and tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
-    with core_logs(), device_slots(bench.resolved()), run_lock(run.root):
+    with device_slots(bench.resolved()), run_lock(run.root):
         found = record(bench, engine, spec)
     return done(found, str(found))
 
 
-@task(name="train", task_run_name="train {label}", cache_policy=NO_CACHE, **POLICY)
+@step("train", "train {label}")
 def train(run: RunDir, *, truth: Path, models: Path, spec: TrainSpec, seed: int, label: str) -> State[TrainSummary]:
     """The head in `run/head`, and how well it does on genomes it has never met."""
-    with core_logs():
-        summary = train_head(run, OrfStore.open(run.store), truth, run.root, models=models, seed=seed, spec=spec)
+    summary = train_head(run, OrfStore.open(run.store), truth, run.root, models=models, seed=seed, spec=spec)
     return done(summary, str(summary))
 
 
-@task(name="commits", task_run_name="commits of {label} on {bench.devices}", cache_policy=NO_CACHE, **POLICY)
+@step("commits", "commits of {label} on {bench.devices}")
 def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False) -> State[OverheadFile]:
     """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
     progress = ProgressArtifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
-    with core_logs(), device_slots(bench.resolved()), progress:
+    with device_slots(bench.resolved()), progress:
         found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=progress.show)
     publish_table(f"commits-{label}", overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
     return done(found, overhead_sentence(found))
 
 
-@task(name="ceiling", task_run_name="ceiling of {devices}", cache_policy=NO_CACHE, **POLICY)
+@step("ceiling", "ceiling of {devices}")
 def ceiling(out: Path, *, models: Path, devices: Devices, engine: EngineSpec) -> State[ModelFlops]:
     """The ceilings of `devices` with these weights. Errors: those of `measure_ceilings`."""
     found = resolve(devices)
-    with core_logs(), device_slots(found):
+    with device_slots(found):
         flops = measure_ceilings(models, found, resolve_engine(engine, found[0].kind), out / "logs")
     rates = ", ".join(f"{rate:,.0f}" for rate in flops.esm2_ceiling_tokens_s.values())
     return done(flops, f"linear layers of ESM-2 alone: {rates} tokens/s" if rates else "no GPU, no ceiling")

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import cell
 from tasks.guard import device_slots
-from tasks.logs import core_logs
-from tasks.retries import POLICY
-from tasks.states import done
+from tasks.step import done, step
 from tasks.tables import Rows, percent
 from virnuc_core.measure.bench import median, spread
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, Trial
 from virnuc_core.report.formatting import number
 
 
-@task(name="measure", task_run_name="{name}", cache_policy=NO_CACHE, **POLICY)
+@step("measure", "{name}")
 def measure(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> State[Trial | str]:
     """One trial of a candidate, or why it cannot run; a trial that was made before, over the same all, is reused."""
-    with core_logs(), device_slots(sweep.bench.resolved()):
+    with device_slots(sweep.bench.resolved()):
         found = sweep.trial(candidate, repeat)
     return done(found, describe(found), reused=isinstance(found, Trial) and found.reused)
 

@@ -42,8 +42,8 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a flow was started")
 
-    monkeypatch.setattr("flows.running.run_flow", never)
-    monkeypatch.setattr("flows.settings.prepare", lambda: None)  # it is this process's environment
+    monkeypatch.setattr("flows.local_run.run_flow", never)
+    monkeypatch.setattr("flows.flow_commands.prepare_prefect", lambda: None)  # it is this process's environment
     return Virnuc(capsys)
 
 
@@ -201,7 +201,7 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
     reads, out = file(tmp_path, "r.fa"), tmp_path / "out"
     settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
     for _ in range(2):
-        preflight.check(settings, reads=settings.reads, models=models, out=out, base=EngineSpec())
+        preflight.check(settings, EngineSpec())
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + ["r.fa"]
         out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []

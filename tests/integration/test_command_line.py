@@ -7,11 +7,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from flows import cli
-from flows.cli import COMMANDS
+from flows.cli import COMMANDS, app
 
 
 def virnuc(*words: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -45,7 +46,7 @@ def inside(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str
 def test_the_program_explains_itself() -> None:
     done = virnuc("--help")
     assert (done.returncode, done.stderr) == (0, "")
-    assert all(f"  {name} " in done.stdout for name in COMMANDS)
+    assert all(f"  {name}: " in done.stdout for name in COMMANDS)
 
 
 def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
@@ -62,6 +63,12 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
     code, out, err = inside(capsys, name, "--help")
     assert (code, err) == (0, "")
     assert out.lower().startswith(f"usage: virnuc {name}")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands_and_options(shell: Literal["bash", "zsh", "fish"]) -> None:
+    script = app.generate_completion(shell=shell)
+    assert all(word in script for word in ("predict-inbox", "token-budget", "init-random"))
 
 
 @pytest.mark.parametrize("words", [(), ("bogus",), ("predict", "--bogus"), ("models", "bogus"), ("approve", "x")])

@@ -10,19 +10,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.server import attended
+from flows.embedded_server import dying_with_parent
 
 from .processes import PATIENCE_S, gone, wait_for
 
 
-def test_an_attended_program_keeps_its_arguments_its_signals_and_its_exit_code(tmp_path: Path) -> None:
+def test_a_program_that_dies_with_its_parent_keeps_its_arguments_its_signals_and_its_exit_code(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         "import signal, sys, time\n"
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
         "print(sys.argv[1:], flush=True)\n"
         "time.sleep(600)\n"
     )
-    command = attended([sys.executable, "-m", "program", "--port", "1"])
+    command = dying_with_parent([sys.executable, "-m", "program", "--port", "1"])
     found = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, env=found, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -31,14 +31,14 @@ def test_an_attended_program_keeps_its_arguments_its_signals_and_its_exit_code(t
         assert program.wait(PATIENCE_S) == 7
 
 
-def test_an_attended_program_ends_after_its_parent_though_the_starting_thread_was_gone_before(tmp_path: Path) -> None:
+def test_it_ends_after_its_parent_though_the_starting_thread_was_gone_before(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys, threading, time\n"
-        "from flows.server import attended\n"
+        "from flows.embedded_server import dying_with_parent\n"
         "def start():\n"
         "    global child\n"
-        "    child = subprocess.Popen(attended([sys.executable, '-m', 'program']), stdout=subprocess.PIPE)\n"
+        "    child = subprocess.Popen(dying_with_parent([sys.executable, '-m', 'program']), stdout=subprocess.PIPE)\n"
         "thread = threading.Thread(target=start); thread.start(); thread.join()\n"
         "child.stdout.readline()\n"
         "print(child.pid, child.poll(), flush=True)\n"
@@ -61,5 +61,5 @@ def test_an_attended_program_ends_after_its_parent_though_the_starting_thread_wa
 
 
 def test_a_command_that_is_not_understood_is_started_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    assert attended(["uvicorn", "--port", "1"]) == ["uvicorn", "--port", "1"]
+    assert dying_with_parent(["uvicorn", "--port", "1"]) == ["uvicorn", "--port", "1"]
     assert "may outlive a killed run" in caplog.text

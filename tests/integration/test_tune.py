@@ -10,8 +10,9 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.schemas.objects import State
 
-from flows.options import add_options, command_parser, given
-from flows.parameters import ComputeSettings, TuneSettings, read_settings
+from flows import flow_commands
+from flows.cli import main
+from flows.parameters import ComputeSettings, RunSettings, TuneSettings, read_settings
 from flows.predict import predict
 from flows.tune import tune
 from virnuc_core.config import EngineSpec
@@ -20,15 +21,24 @@ from virnuc_core.errors import ConfigError
 TOLERANCE = 0.01
 
 
-def test_lists_are_given_as_words_and_an_empty_one_is_not_swept() -> None:
-    parser = command_parser("tune", "")
-    add_options(parser, TuneSettings, positional=("reads",))
-    words = ["a", "-o", "x", "--models", "m", "--loader-workers", "--attentions", "varlen", "fused"]
-    found = given(parser.parse_args(words), TuneSettings)
-    assert (found["loader_workers"], found["attentions"]) == ([], ["varlen", "fused"])
-    assert set(TuneSettings.model_validate(found).swept()) == {"token_budget", "attention", "prefetch_factor"}
-    with pytest.raises(ConfigError, match="invalid choice: 'fast'"):
-        parser.parse_args(["a", "-o", "x", "--models", "m", "--attentions", "fast"])
+def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[RunSettings] = []
+
+    def start(_flow: str, settings: RunSettings, *_: object) -> None:
+        asked.append(settings)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(flow_commands, "_start", start)
+    words = ["tune", "a", "-o", "x", "--models", "m", "--attentions", "varlen", "fused", "--loader-workers"]
+    assert main(words) == 2
+    settings = asked[0]
+    assert isinstance(settings, TuneSettings)
+    assert (settings.loader_workers, settings.attentions) == ((), ("varlen", "fused"))
+    assert set(settings.swept()) == {"token_budget", "attention", "prefetch_factor"}
+    assert main([*words, "0", "--attentions=fast"]) == 2
+    assert 'Invalid value "fast"' in capsys.readouterr().err
 
 
 def test_a_file_of_settings_stands_between_the_profile_and_what_is_given(tmp_path: Path) -> None:

@@ -23,19 +23,19 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.states import Cancelled, Running
+from pydantic import Field
 
-from flows.approve_command import approve
-from flows.crash_detection import BEGAN, PLACE, PROCESS, announce, place
-from flows.gate import ask
+from flows.cli import main
+from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, takes
+from flows.validate import ask
 from tasks.approval import Approval, form
 from tasks.artifacts import publish_markdown, publish_table
 from tasks.guard import device_slots, slot_name
-from tasks.logs import core_logs
 from tasks.progress import ProgressArtifact
-from tasks.retries import POLICY
-from tasks.states import done, not_met
+from tasks.step import core_logs, done, not_met, step
+from virnuc_core.config import Spec
 from virnuc_core.engine.devices import Device
-from virnuc_core.errors import ConfigError, InputError, WorkerError
+from virnuc_core.errors import InputError, VirnucError, WorkerError
 
 from .processes import PATIENCE_S, wait_for
 
@@ -99,21 +99,43 @@ def test_records_of_the_core_reach_the_run_also_from_its_threads() -> None:
 
 
 @pytest.mark.parametrize(("error", "attempts"), [(WorkerError("died"), 3), (InputError("truncated"), 1)])
-def test_a_task_is_tried_again_only_where_that_can_help(error: Exception, attempts: int) -> None:
+def test_a_task_is_tried_again_only_where_that_can_help(error: VirnucError, attempts: int) -> None:
     tried: list[int] = []
 
-    @task(cache_policy=NO_CACHE, **{**POLICY, "retries": 2, "retry_delay_seconds": 0})
-    def step() -> None:
+    @step("felled", "felled")
+    def felled() -> State[None]:
         tried.append(1)
         raise error
 
     @flow
     def whole() -> None:
-        step()
+        felled.with_options(retries=2, retry_delay_seconds=0)().result()
 
     state = whole(return_state=True)
     assert state.is_failed()
     assert len(tried) == attempts
+
+
+def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(caplog: pytest.LogCaptureFixture) -> None:
+    @step("broken", "broken")
+    def broken() -> State[None]:
+        raise InputError("truncated", file="a.gz", line=3)
+
+    class Given(Spec):
+        number: int = Field(1, description="a number")
+
+    @flow
+    @takes(Given)
+    def whole(given: Given) -> State[None]:
+        return done(broken().result(), "")
+
+    with caplog.at_level(logging.INFO):
+        state = whole(return_state=True)
+    assert (state.type.value, state.message) == ("FAILED", "a.gz:3: truncated")
+    with pytest.raises(InputError, match=r"a\.gz:3"):
+        state.result()
+    assert "Traceback" not in caplog.text
+    assert len(caplog.text) < 2_000
 
 
 def test_artifacts_are_recorded_as_written() -> None:
@@ -262,7 +284,7 @@ def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureF
     thread, states = in_thread(tmp_path, timeout_s=600)
     run = waiting_run()
     words = ["--reviewer", "Ada", "--note", "raise the budget", "--tuning-could-help", "yes"]
-    assert approve([str(run.id), "--no", *words]) == 0
+    assert main(["approve", str(run.id), "--no", *words]) == 0
     assert "rejected by Ada" in capsys.readouterr().out
     thread.join(PATIENCE_S)
     answer = states[0].result()
@@ -274,8 +296,8 @@ def test_the_gate_keeps_who_decided_what(tmp_path: Path, capsys: pytest.CaptureF
     kept = json.loads((tmp_path / "approval.json").read_text())
     assert (kept["reviewer"], kept["note"], kept["flow_run"]) == ("Ada", "raise the budget", str(run.id))
     assert kept["when"].endswith("+00:00")
-    with pytest.raises(ConfigError, match="does not wait"):
-        approve([str(run.id), "--yes"])
+    assert main(["approve", str(run.id), "--yes"]) == 2
+    assert "does not wait" in capsys.readouterr().err
 
 
 def test_a_gate_nobody_answers_is_pending(tmp_path: Path) -> None:
@@ -296,9 +318,9 @@ def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
     assert states[0].result()["verdict"] == "approved"
 
 
-def test_approving_what_is_not_there_is_one_line() -> None:
-    with pytest.raises(ConfigError, match="no flow run is named 'nobody'"):
-        approve(["nobody", "--yes"])
-    with pytest.raises(ConfigError, match="no flow run has the id"):
-        approve(["00000000-0000-0000-0000-000000000000", "--yes"])
+def test_approving_what_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["approve", "nobody", "--yes"]) == 2
+    assert capsys.readouterr().err == "virnuc: no flow run is named 'nobody'\n"
+    assert main(["approve", "00000000-0000-0000-0000-000000000000", "--yes"]) == 2
+    assert "no flow run has the id" in capsys.readouterr().err
     assert set(Approval.model_json_schema()["required"]) == {"verdict", "reviewer"}

@@ -9,11 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows import preflight, settings
-from flows.names import from_parameters, run_name, sample_of
-from tasks.embed import first_attempt
+from flows import preflight
+from flows.flow_commands import prepare_prefect
+from flows.flow_run import run_name, sample_of
 from tasks.progress import ProgressArtifact
-from tasks.retries import can_help
+from tasks.step import can_help, first_attempt
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -42,22 +42,16 @@ def test_samples_have_short_names(reads: list[str], name: str) -> None:
 
 
 def test_run_names_leave_out_what_is_not_known() -> None:
-    assert run_name("lung", None, "cpu:2") == "lung · cpu:2"
     parameters = {"reads": ["/d/lung.fq"], "profile": "/p/my.toml", "devices": "cpu:2"}
-    assert from_parameters(parameters, "reads", "profile", "devices", "absent") == "lung · my · cpu:2"
-    assert from_parameters({"inbox": "/srv/in"}, "inbox") == "in"
+    assert run_name(parameters, "reads", "profile", "devices", "absent") == "lung · my · cpu:2"
+    assert run_name({"inbox": "/srv/in"}, "inbox") == "in"
 
 
 def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
     environment = {"PREFECT_SERVER_ANALYTICS_ENABLED": "true"}
-    settings.prepare(environment)
+    prepare_prefect(environment)
     assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "true"
     assert environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "90"
-
-
-def test_the_models_directory_may_come_from_the_environment() -> None:
-    assert settings.models_folder({"VIRNUC_MODELS": "/m"}) == Path("/m")
-    assert settings.models_folder({}) is None
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tasks.retries import can_help
+from tasks.step import can_help
 from virnuc_core.errors import InputError, SpentInputError, WorkerError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from flows.report_commands import history as show_history
+from flows.cli import main
 from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
 from virnuc_core.report.build import build_report
@@ -173,12 +173,12 @@ def test_the_command_shows_each_run_against_the_one_before(
     history, chart = tmp_path / "history.jsonl", tmp_path / "trend.svg"
     for one in (OLD, entry("2026-03-03", total_s=90.0, tokens_per_s=0.5 * (OLD.tokens_per_s or 0))):
         append_history(history, one)
-    assert show_history([str(history), "--chart", str(chart)]) == 0
+    assert main(["history", str(history), "--chart", str(chart)]) == 0
     said = capsys.readouterr().out
     assert "-50.0 %" in said
     assert "fail: over 10 % worse in tokens_per_s" in said
     assert chart.read_text(encoding="utf-8").startswith("<?xml")
     lonely = tmp_path / "one.jsonl"
     append_history(lonely, OLD)
-    assert show_history([str(lonely), "--chart", str(tmp_path / "none.svg")]) == 1
+    assert main(["history", str(lonely), "--chart", str(tmp_path / "none.svg")]) == 1
     assert "no trend to draw" in capsys.readouterr().err

@@ -25,8 +25,8 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
 from prefect.states import Cancelled
 
-from flows.server import keep_server_ours
-from tasks.states import NOT_MET, REJECTED
+from flows.embedded_server import keep_server_ours
+from tasks.step import NOT_MET, REJECTED
 from virnuc_core.errors import VirnucError
 
 WATCH_S: Final = 2.0

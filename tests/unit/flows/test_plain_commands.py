@@ -34,5 +34,5 @@ def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
 def test_what_is_no_length_is_refused(word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "init-random", str(tmp_path / "models"), f"--head={word}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert f"'{word}' is not a model length" in line
+    assert "--head" in line
     assert not (tmp_path / "models").exists()

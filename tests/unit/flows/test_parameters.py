@@ -10,7 +10,8 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
-from flows.forms import build, fields_of, takes
+from flows import flow_commands
+from flows.cli import main
 from flows.parameters import (
     AttentionChoice,
     ComputeSettings,
@@ -19,6 +20,9 @@ from flows.parameters import (
     PredictSettings,
     TrainSettings,
     ValidateSettings,
+    build,
+    fields_of,
+    flow_parameters,
 )
 from virnuc_core.config import Attention, EngineSpec, Precision, Spec
 from virnuc_core.errors import ConfigError
@@ -37,7 +41,7 @@ class Cooking(Base):
     heat: Literal["low", "high"] = Field("low", description="how hot")
 
 
-@takes(Cooking)
+@flow_parameters(Cooking)
 def cook(settings: Cooking) -> str:
     """Cooks."""
     return f"{settings.dish} on {settings.heat} by {settings.workers}"
@@ -99,7 +103,9 @@ def test_settings_left_empty_are_those_of_the_profile() -> None:
 def test_the_form_and_the_model_agree_on_devices(devices: str, good: bool) -> None:
     import re
 
-    pattern = parameter_schema(takes(ComputeSettings)(lambda settings: settings)).properties["devices"]["pattern"]
+    pattern = parameter_schema(flow_parameters(ComputeSettings)(lambda settings: settings)).properties["devices"][
+        "pattern"
+    ]
     assert bool(re.search(pattern, devices)) is good
     if good:
         ComputeSettings(devices=devices)
@@ -117,3 +123,52 @@ def test_paths_arrive_as_paths() -> None:
     settings = build(PredictSettings, {"reads": ["a.fa"], "out": "run", "models": "m"})
     assert settings.out == Path("run")
     assert settings.reads == ("a.fa",)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["a.fq", "b.fq", "-o", "run"], {"reads": ("a.fq", "b.fq"), "out": Path("run")}),
+        (["-o", "run", "--reads", "a.fq", "b.fq"], {"reads": ("a.fq", "b.fq"), "out": Path("run")}),
+        (["-", "--out=run"], {"reads": ("-",), "out": Path("run")}),
+        (["a.fq", "-o", "run", "--force"], {"force": True}),
+        (["a.fq", "-o", "run", "--no-force"], {"force": False}),
+        (
+            ["a.fq", "-o", "run", "--on-error", "skip", "--token-budget", "512"],
+            {"on_error": "skip", "token_budget": 512},
+        ),
+        (["a.fq", "-o", "run", "--devices", "cuda:0,cuda:1"], {"devices": "cuda:0,cuda:1"}),
+        (["a.fq", "-o", "run", "--models", "other"], {"models": Path("other")}),
+        (["a.fq", "-o", "run"], {"models": Path("named"), "force": False, "devices": "auto"}),
+    ],
+)
+def test_words_become_settings_and_the_models_may_come_from_the_environment(
+    words: list[str], expected: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PredictSettings] = []
+
+    def start(_flow: str, settings: PredictSettings, *_: object) -> None:
+        asked.append(settings)
+        raise ConfigError("far enough")
+
+    monkeypatch.setattr(flow_commands, "_start", start)
+    monkeypatch.setenv("VIRNUC_MODELS", "named")
+    assert main(["predict", *words]) == 2
+    assert {name: getattr(asked[0], name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["a", "--models", "m"],  # no output
+        ["a", "-o", "x", "--models", "m", "--on-error", "maybe"],
+        ["a", "-o", "x", "--models", "m", "--unknown"],
+        ["a", "-o", "x", "--models", "m", "--forc"],  # no guessing of abbreviations
+        ["a", "-o", "x", "--models", "m", "--devices", "gpu"],
+        ["a", "-o", "x", "--models", "m", "--token-budget", "3"],
+    ],
+)
+def test_a_wrong_command_line_is_one_line(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("virnuc: ")

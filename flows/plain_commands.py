@@ -1,0 +1,436 @@
+"""Commands that start no flow: reads and weights to begin with, what finished runs say, what this machine has."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, Literal
+
+from cyclopts import App, Parameter
+from cyclopts.types import NonNegativeFloat, PositiveInt
+from cyclopts.validators import Number
+from pydantic import Field
+from rich.console import Console
+from rich.table import Table
+
+from flows.parameters import command
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, Profile, Target, load_profile, profile_names
+from virnuc_core.encoders.model_config import DnabertSize, Esm2Size
+from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
+from virnuc_core.reads.simulate import PRESETS, SimulateSpec
+from virnuc_core.reads.simulate import simulate as write_simulated
+from virnuc_core.rundir import RunDir, write_text_whole
+
+if TYPE_CHECKING:
+    from virnuc_core.report.model import LabelAgreement
+    from virnuc_core.report.regression import HistoryEntry
+
+CODON: Final = 3
+DISAGREE: Final = 5
+WIDTH_IN_FILES: Final = 160
+Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
+Storage = Literal["fp32", "fp16", "bf16"]
+Size = Literal["tiny", "small", "medium", "large", "100k", "1m", "6m"]
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+
+models = App(name="models", help="Make, convert, fetch or check weights.")
+
+
+def console() -> Console:
+    """Where tables go: standard output, without colours where those are not wanted."""
+    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+    width = None if sys.stdout.isatty() else WIDTH_IN_FILES
+    return Console(no_color=plain, highlight=False, width=width)
+
+
+class SimulateSettings(SimulateSpec):
+    """Where simulated reads go, and how many by name."""
+
+    out: Path = Field(description="reads: .fastq or .fasta, with .gz or without")
+    size: Annotated[Size | None, Parameter(name="--preset")] = Field(
+        None, description="number of reads by name; --reads overrides it"
+    )
+
+
+@command(SimulateSettings, "out")
+def simulate(settings: SimulateSettings, debug: bool) -> int:
+    """Write labelled synthetic reads, a table of what each is, and their genomes."""
+    given = settings.model_dump(exclude={"out", "size"}, exclude_unset=True)
+    if settings.size is not None:
+        given.setdefault("reads", PRESETS[settings.size])
+    made = write_simulated(SimulateSpec(**given), settings.out)
+    print(f"{made.reads_file}: {made.reads:,} reads, {made.viral_reads:,} viral, of {made.genomes} genomes")
+    print(f"{made.truth_file}: what each read is")
+    return 0
+
+
+def sample(
+    source: str,
+    /,
+    *,
+    reads: Annotated[int, Parameter(name=("--reads", "-n"))],
+    out: Annotated[Path, Parameter(name=("--out", "-o"))],
+    seed: int = 0,
+) -> int:
+    """Draw reads so that their lengths are distributed as in the whole.
+
+    Args:
+        source: FASTA or FASTQ file or folder; - is standard input
+        reads: how many
+        out: file to write; .gz packs it
+        seed: equal seeds draw equal reads
+    """
+    from virnuc_core.reads.sample import sample as draw
+
+    print("\n".join(draw(source, reads, out, seed).lines()))
+    return 0
+
+
+def _is_model_length(_type: object, length: int) -> None:
+    if length < CODON:
+        raise ValueError(f"'{length}' is not a model length: bases, at least {CODON}")
+
+
+@models.command(name="init-random")
+def init_random(
+    out: Path,
+    /,
+    *,
+    esm2: Esm2Size = "tiny",
+    dnabert_s: DnabertSize = "tiny",
+    head: Annotated[int, Parameter(validator=_is_model_length)] = DEFAULT_MODEL_LENGTH,
+    dtype: Storage = "fp32",
+    seed: int = 0,
+) -> int:
+    """Write a models directory with random weights of any size, for trying things out.
+
+    Args:
+        out: models directory to write
+        esm2: size of the ESM-2
+        dnabert_s: size of the DNABERT-S
+        head: model length S of the head: 300 or 500 as VirNucPro's, or another
+        dtype: what the encoders are stored in
+        seed: equal seeds give equal bytes
+    """
+    from virnuc_core.encoders.checkpoint import init_random as write
+
+    write(out, esm2=esm2, dnabert_s=dnabert_s, model_length=head, seed=seed, dtype=dtype)
+    print(f"{out}: random weights, ESM-2 {esm2}, DNABERT-S {dnabert_s}, head for length {head}")
+    return 0
+
+
+@models.command
+def convert(
+    out: Path,
+    /,
+    *,
+    esm2: Path | None = None,
+    dnabert_s: Path | None = None,
+    tokenizer: Path | None = None,
+    head: Path | None = None,
+    model_length: int | None = None,
+    dtype: Storage | None = None,
+) -> int:
+    """Turn public checkpoints on disk into a models directory.
+
+    Args:
+        out: models directory to write
+        esm2: ESM-2: a folder in HF layout, or fair-esm's .pt
+        dnabert_s: DNABERT-S: a folder in HF layout
+        tokenizer: tokenizer.json, when not beside DNABERT-S
+        head: VirNucPro's 300_model.pth or 500_model.pth
+        model_length: read length S of the head, when its name does not say it
+        dtype: store the encoders in this type
+    """
+    from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
+
+    if esm2 is None and dnabert_s is None and head is None:
+        raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
+    if esm2 is not None:
+        convert_esm2(esm2, out, dtype)
+        print(out / "esm2")
+    if dnabert_s is not None:
+        convert_dnabert_s(dnabert_s, out, tokenizer, dtype)
+        print(out / "dnabert_s")
+    if head is not None:
+        convert_head(head, out, model_length)
+        print(out / "head")
+    return 0
+
+
+@models.command
+def fetch(out: Path, /, *, head: Path, model_length: int | None = None, dtype: Storage | None = None) -> int:
+    """Download the public encoders at pinned revisions into a models directory.
+
+    Args:
+        out: models directory to write
+        head: VirNucPro's 300_model.pth or 500_model.pth
+        model_length: read length S of the head, when its name does not say it
+        dtype: store the encoders in this type
+    """
+    from virnuc_core.encoders.convert import fetch as download
+
+    download(out, head, model_length=model_length, dtype=dtype)
+    print(f"{out}: ESM-2 3B, DNABERT-S and {head.name}")
+    return 0
+
+
+@models.command(name="verify")
+def verify_models(out: Path, /, *, device: str = "cpu") -> int:
+    """Is a models directory complete, sound, and equal to VirNucPro where that can be told?
+
+    Args:
+        out: models directory
+        device: where the anchors are computed: cpu or cuda:0
+    """
+    import torch
+
+    from virnuc_core.encoders.verify import verify as examine
+
+    try:
+        chosen = torch.device(device)
+        torch.empty(1, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device {device} cannot be used: {str(error).splitlines()[0]}") from error
+    checks = examine(out, chosen)
+    for check in checks:
+        print(f"{check.verdict:<8} {check.name}: {check.detail}")
+    failed = [check.name for check in checks if check.verdict == "fail"]
+    if failed:
+        raise WeightsError(f"{out}: {', '.join(failed)} did not pass")
+    return 0
+
+
+def compare(
+    a: Path,
+    b: Path,
+    /,
+    *,
+    mode: Literal["both", "frame", "consensus"] = "both",
+    tolerance: NonNegativeFloat = 0.01,
+    minimum: Share = 0.99,
+    subset: Flag = False,
+    as_json: Annotated[Flag, Parameter(name="--json")] = False,
+) -> int:
+    """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each.
+
+    Args:
+        a: the reference
+        b: what is held against it
+        mode: what is compared
+        tolerance: score difference that counts as equal
+        minimum: agreement that is enough (0 to 1)
+        subset: A covers a part of B's reads: compare those only
+        as_json: as JSON
+    """
+    from virnuc_core.report.compare import compare as hold
+    from virnuc_core.report.compare import meets
+
+    found = hold(a, b, tolerance=tolerance, mode=mode, subset_of_a=subset)
+    if as_json:
+        print(found.model_dump_json(indent=2))
+    else:
+        print(f"{found.a} with {found.b}")
+        for title, part in (("per frame", found.frames), ("consensus", found.consensus)):
+            if part is not None:
+                print("\n".join(_agreement_lines(title, part)))
+    return 0 if meets(found, minimum) else DISAGREE
+
+
+def _agreement_lines(title: str, part: LabelAgreement) -> list[str]:
+    agreement = "nothing to compare" if part.agreement is None else f"{100 * part.agreement:.2f} %"
+    lines = [f"  {title + ':':<12}{agreement} ({part.agreeing:,} of {part.total:,} ids)"]
+    if part.only_in_a or part.only_in_b:
+        lines.append(f"    only in A {part.only_in_a:,}, only in B {part.only_in_b:,}: counted as disagreements")
+    if part.score is not None:
+        score = part.score
+        lines.append(
+            f"    score difference: mean {score.mean:.2e}, median {score.median:.2e}, p99 {score.p99:.2e}, "
+            f"max {score.max:.2e}; {100 * score.share_within_tolerance:.2f} % within {score.tolerance:g}"
+        )
+    return lines + [f"    {example}" for example in part.examples]
+
+
+def report(out: Annotated[Path, Parameter(name="DIR")], /, *, profile: str | None = None) -> int:
+    """Render a validation's report again from its report.json, and print it.
+
+    Args:
+        out: directory of the validation
+        profile: judge the raw files anew by this profile, instead of rendering what was judged before
+    """
+    from virnuc_core.report.render import rerender, write_report
+
+    if profile is None:
+        rerender(out)
+    else:
+        write_report(out, load_profile(profile))
+    print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
+    return 0
+
+
+def verify(out: Annotated[Path, Parameter(name="DIR")], /) -> int:
+    """Recompute every number of a report from raw files, and name what differs; 1 when any does.
+
+    Args:
+        out: directory of the validation
+    """
+    from virnuc_core.report.verify import report_lines, verify_report
+
+    found = verify_report(out)
+    print("\n".join(report_lines(found)))
+    return 0 if found.ok else 1
+
+
+def overhead(
+    out: Annotated[Path, Parameter(name="DIR")],
+    /,
+    *,
+    models: Path | None = None,
+    devices: str | None = None,
+    pairs: PositiveInt = 3,
+    shards: PositiveInt = 16,
+    force: Flag = False,
+) -> int:
+    """Time what commits cost: pairs of runs over the first shards of a validation, with them and without.
+
+    Args:
+        out: directory of the validation
+        models: models directory (default: the validation's)
+        devices: cuda:0,cuda:1 or cpu:2 (default: the validation's)
+        pairs: pairs of runs; fewer than 3 say nothing
+        shards: shards of each run, for each device
+        force: measure again what was measured before
+    """
+    from virnuc_core.measure.overhead import measure_again
+    from virnuc_core.report.render import write_report
+    from virnuc_core.report.views import overhead_text
+
+    judged_by = measure_again(out, models=models, devices=devices, pairs=pairs, shards_a_device=shards, force=force)
+    print(f"Commits cost {overhead_text(write_report(out, judged_by).overhead)} of the tokens/s")
+    return 0
+
+
+def rescore(
+    run: Path,
+    /,
+    *,
+    out: Annotated[Path, Parameter(name=("--out", "-o"))],
+    head: Path | None = None,
+    threshold: Share = 0.5,
+) -> int:
+    """Score a finished run's embeddings again: another head or threshold, no GPU.
+
+    Args:
+        run: run directory
+        out: directory of the new results
+        head: the new head: its folder, or a models directory it is in
+        threshold: viral score from which a read is viral
+    """
+    from virnuc_core.measure.rescore import rescore as score
+
+    results = score(RunDir(run), head, RunDir(out), threshold=threshold).results
+    print(f"{results.viral:,} of {results.reads:,} reads are viral\nResults: {out}")
+    return 0
+
+
+def history(file: Path, /, *, profile: str | None = None, chart: Path | None = None) -> int:
+    """Past validations, oldest first, as kept in a history file.
+
+    Args:
+        file: virnuc-history.jsonl, beside a validation's directory
+        profile: only runs of this profile
+        chart: also draw the newest series of like runs, as SVG
+    """
+    from virnuc_core.report.regression import check, read_history
+
+    if not file.is_file():
+        raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
+    kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
+    table = Table("when", "commit", "profile", "devices", "reads", "total s", "tokens/s", "change", "met", "regression")
+    for entry in kept:
+        found = check(kept, entry)
+        change = {metric.name: metric.change for metric in found.metrics}.get("tokens_per_s")
+        table.add_row(
+            entry.created,
+            entry.commit[:12],
+            entry.profile,
+            f"{entry.devices} {entry.precision}",
+            f"{entry.n_reads:,}",
+            _figure(entry.total_s),
+            _figure(entry.tokens_per_s),
+            "–" if change is None else f"{100 * change:+.1f} %",
+            str(entry.criteria_met),
+            f"{found.verdict}{': ' if found.reason else ''}{found.reason}",
+        )
+    console().print(table)
+    return 0 if chart is None else _draw_trend(kept, chart)
+
+
+def _draw_trend(kept: Sequence[HistoryEntry], path: Path) -> int:
+    """The trend of the newest run and those like it; 1 when there are not two of them."""
+    from virnuc_core.report.charts import history as trend
+    from virnuc_core.report.regression import points
+
+    drawing = trend(points(kept, kept[-1])) if kept else None
+    if drawing is None:
+        sys.stderr.write("virnuc: fewer than two runs like the newest one: there is no trend to draw\n")
+        return 1
+    write_text_whole(path, drawing)
+    print(f"Chart: {path}")
+    return 0
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def devices(*, as_json: Annotated[Flag, Parameter(name="--json")] = False) -> int:
+    """The devices of this machine, as --devices wants them.
+
+    Args:
+        as_json: as JSON
+    """
+    from virnuc_core.engine.devices import cpu_name, visible_gpus
+
+    gpus = visible_gpus()
+    cores = len(os.sched_getaffinity(0))
+    found = [{"devices": f"cuda:{i}", "name": gpu.name, "id": gpu.id} for i, gpu in enumerate(gpus)]
+    found.append({"devices": f"cpu:{cores}", "name": cpu_name(), "id": f"{cores} cores this process may use"})
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return 0
+    table = Table("--devices", "name", "id", title=None)
+    for row in found:
+        table.add_row(row["devices"], row["name"], row["id"])
+    console().print(table)
+    if not gpus:
+        print("No NVIDIA driver or GPU is visible; virnuc computes on CPU cores.")
+    return 0
+
+
+def profiles(name: str | None = None, /) -> int:
+    """The profiles of `virnuc validate`. A .toml file of your own works as well.
+
+    Args:
+        name: show the thresholds of this profile, or of this .toml file
+    """
+    if name is not None:
+        _show_profile(load_profile(name))
+        return 0
+    table = Table("profile", "what it asks", "reads", "meant for")
+    for known in profile_names():
+        profile = load_profile(known)
+        table.add_row(known, profile.title, f"≥ {profile.min_reads:,}", ", ".join(profile.device_names) or "any device")
+    console().print(table)
+    return 0
+
+
+def _show_profile(profile: Profile) -> None:
+    table = Table("criterion", "threshold", title=f"{profile.name}: {profile.title}")
+    for name, target in profile.targets:
+        if isinstance(target, Target):
+            table.add_row(name.replace("_", " "), f"{target.op} {target.value:g}")
+    console().print(table)
