@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from prefect.settings import (
     PREFECT_API_URL,
@@ -20,6 +22,8 @@ from prefect.testing.utilities import prefect_test_harness
 
 from virnuc_core.encoders.checkpoint import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
+
+from .processes import PATIENCE_S, PREFECT, background, own_server, wait_for
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +64,35 @@ def child_environment(prefect_backend: None, tmp_path_factory: pytest.TempPathFa
     home = str(tmp_path_factory.mktemp("prefect-home"))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
     return {**kept, "PREFECT_API_URL": url, "PREFECT_HOME": home, "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "false"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """A server as a team has it, with its services; yields the environment of processes that talk to it."""
+    folder = tmp_path_factory.mktemp("server")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/api"
+    environment = {**own_server(folder), "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+    own = {
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
+    }
+    start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
+    with background(start, environment | own, folder / "server.log") as process:
+        wait_for(lambda: answers(f"{url}/health"), "the server")
+        with temporary_settings(updates={PREFECT_API_URL: url}):
+            yield environment
+        process.terminate()
+        process.wait(PATIENCE_S)
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=2).status_code == 200
+    except httpx.HTTPError:
+        return False
 
 
 @pytest.fixture(scope="session")

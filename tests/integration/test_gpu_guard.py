@@ -9,30 +9,28 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tasks.guard import LEASE_S, slot_name
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
 
+from .processes import PATIENCE_S, ROOT, wait_for
+
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).resolve().parents[2]
 GPU = Device("GPU-guarded", "cuda", "a GPU by name")
 WORK_S = 3.0
 
@@ -78,47 +76,6 @@ guarded()
 """
 
 
-def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := truth()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
-    return found
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """A server as a team has it; yields the environment of processes that talk to it."""
-    folder = tmp_path_factory.mktemp("server")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    url = f"http://127.0.0.1:{port}/api"
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
-    environment = {**kept, "PREFECT_HOME": str(folder), "PREFECT_API_URL": url}
-    own = {
-        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    }
-    words = [sys.executable, "-m", "prefect", "server", "start", "--port", str(port), "--no-ui"]
-    with (folder / "server.log").open("wb") as log:
-        process = subprocess.Popen(words, env={**environment, **own}, stdout=log, stderr=log)
-    try:
-        wait_for(lambda: answers(f"{url}/health"), 90, "the server")
-        with temporary_settings(updates={PREFECT_API_URL: url}):
-            yield environment
-    finally:
-        process.terminate()
-        process.wait(30)
-
-
-def answers(url: str) -> bool:
-    try:
-        return httpx.get(url, timeout=2).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 class Lines:
     """What the workers wrote."""
 
@@ -143,7 +100,7 @@ def running(run: str, folder: Path, work_s: float, environment: dict[str, str]) 
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(PATIENCE_S)
 
 
 def state_of(run: str) -> str:
@@ -160,10 +117,10 @@ def slots_taken() -> float:
 def test_the_second_run_waits_for_the_first_to_end(tmp_path: Path, server: dict[str, str]) -> None:
     lines = Lines(tmp_path / "log")
     with running("first", tmp_path, WORK_S, server) as first:
-        wait_for(lambda: lines.of("first", "begins"), 60, "the first to begin")
+        wait_for(lambda: lines.of("first", "begins"), "the first to begin")
         with running("second", tmp_path, 0.1, server) as second:
-            assert second.wait(90) == 0, (tmp_path / "second.out").read_text()
-        assert first.wait(30) == 0
+            assert second.wait(PATIENCE_S) == 0, (tmp_path / "second.out").read_text()
+        assert first.wait(PATIENCE_S) == 0
     ended, began = lines.of("first", "ends"), lines.of("second", "begins")
     assert ended is not None
     assert began is not None
@@ -176,19 +133,19 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
 ) -> None:
     lines = Lines(tmp_path / "log")
     with running("killed", tmp_path, 600, server) as first:
-        worker = psutil.Process(wait_for(lambda: lines.of("killed", "begins"), 60, "the first to begin")["pid"])
+        worker = psutil.Process(wait_for(lambda: lines.of("killed", "begins"), "the first to begin")["pid"])
         with running("heir", tmp_path, 0.1, server) as second:
-            wait_for(lambda: state_of("heir") == "Running", 60, "the second to queue")
+            wait_for(lambda: state_of("heir") == "Running", "the second to queue")
             time.sleep(WORK_S)
             assert lines.of("heir", "begins") is None
             assert slots_taken() == 1
             os.kill(first.pid, signal.SIGKILL)
             killed_at = time.time()
             wait_for(
-                lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, 10, "its worker to end"
+                lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker to end"
             )
             os.close(lock_device(GPU.id, 0.0))  # the lock is free at once; the slot comes back when its lease is over
-            assert second.wait(LEASE_S + 60) == 0, (tmp_path / "second.out").read_text()
+            assert second.wait(LEASE_S + PATIENCE_S) == 0, (tmp_path / "second.out").read_text()
     began = lines.of("heir", "begins")
     assert began is not None
     assert began["at"] > killed_at
@@ -198,11 +155,11 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
 def test_a_slot_given_away_too_early_still_lets_nobody_onto_the_device(tmp_path: Path, server: dict[str, str]) -> None:
     lines = Lines(tmp_path / "log")
     with running("holder", tmp_path, 600, server):
-        wait_for(lambda: lines.of("holder", "begins"), 60, "the holder to begin")
+        wait_for(lambda: lines.of("holder", "begins"), "the holder to begin")
         with get_client(sync_client=True) as client:  # as `prefect gcl update … --active-slots 0` does
             client.update_global_concurrency_limit(slot_name(GPU), GlobalConcurrencyLimitUpdate(active_slots=0))
         with running("intruder", tmp_path, 0.1, server) as intruder:
-            intruder.wait(60)
+            intruder.wait(PATIENCE_S)
         assert lines.of("intruder", "begins") is None
         assert "GPU-guarded is in use by process" in (tmp_path / "log.errors").read_text()
         with pytest.raises(DeviceError, match="in use"):

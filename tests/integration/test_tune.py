@@ -72,9 +72,9 @@ def test_a_value_out_of_range_in_the_file_is_refused(tmp_path: Path) -> None:
         ComputeSettings(settings=path).engine(EngineSpec())
 
 
-def ask(out: Path, reads: Path, models: Path, **more: Any) -> State[Any]:
+def ask(out: Path, few_reads: Path, models: Path, **more: Any) -> State[Any]:
     given: dict[str, Any] = {
-        "reads": [str(reads)],
+        "reads": [str(few_reads)],
         "out": out,
         "models": models,
         "devices": "cpu:1",
@@ -88,9 +88,9 @@ def ask(out: Path, reads: Path, models: Path, **more: Any) -> State[Any]:
 
 
 @pytest.mark.usefixtures("prefect_backend")
-def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path, reads: Path, models: Path) -> None:
+def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path, few_reads: Path, models: Path) -> None:
     out = tmp_path / "sweep"
-    state = ask(out, reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
+    state = ask(out, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
     assert state.is_completed(), state.message
     body = json.loads((out / "tune.json").read_text())
     assert body["schema_version"] == 1
@@ -112,7 +112,7 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
     assert [row["verdict"] for row in rows].count("**recommended**") == 1
     assert list((out / "trials").rglob("shards/*.h5")) == []
 
-    again = ask(out, reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
+    again = ask(out, few_reads, models, token_budgets=[512], precisions=["fp32", "fp16"])
     assert again.name == "Reused"
     assert (again.message or "").endswith("nothing had to be measured")
     after = json.loads((out / "tune.json").read_text())
@@ -121,11 +121,11 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
 
 @pytest.mark.usefixtures("prefect_backend")
 def test_settings_that_change_results_are_marked_and_not_recommended(
-    tmp_path: Path, reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("virnuc_core.measure.tune.compare_scores", lambda _, scores: (0.25, len(scores)))
     few = {"token_budgets": [512], "attentions": ["reference", "fused"]}
-    state = ask(tmp_path / "sweep", reads, models, **few)
+    state = ask(tmp_path / "sweep", few_reads, models, **few)
     verdicts = {}
     for candidate in json.loads((tmp_path / "sweep" / "tune.json").read_text())["candidates"]:
         verdicts[candidate["changes"].get("attention", "auto")] = candidate["verdict"]
@@ -134,18 +134,18 @@ def test_settings_that_change_results_are_marked_and_not_recommended(
 
 
 @pytest.mark.usefixtures("prefect_backend")
-def test_a_base_that_cannot_run_ends_the_sweep_at_once(tmp_path: Path, reads: Path, models: Path) -> None:
-    state = ask(tmp_path / "sweep", reads, models, attention="fused")
+def test_a_base_that_cannot_run_ends_the_sweep_at_once(tmp_path: Path, few_reads: Path, models: Path) -> None:
+    state = ask(tmp_path / "sweep", few_reads, models, attention="fused")
     with pytest.raises(ConfigError, match="cannot run here: attention 'fused' needs a CUDA device"):
         state.result()
     assert not (tmp_path / "sweep" / "tune.json").exists()
 
 
 @pytest.mark.usefixtures("prefect_backend")
-def test_predict_takes_the_settings_a_sweep_wrote(tmp_path: Path, reads: Path, models: Path) -> None:
+def test_predict_takes_the_settings_a_sweep_wrote(tmp_path: Path, few_reads: Path, models: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("token_budget = 1024\nshard_tokens = 8192\n")
     out = tmp_path / "run"
-    predict(reads=[str(reads)], out=out, models=models, devices="cpu:1", settings=path)
+    predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1", settings=path)
     resolved = json.loads((out / "run.json").read_text())["resolved"]
     assert (resolved["token_budget"], resolved["shard_tokens"]) == (1024, 8192)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -17,18 +15,10 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
 from prefect.states import Cancelling
 
-pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
-ROOT = Path(__file__).resolve().parents[2]
-GONE_WITHIN_S = 10
+from .processes import PREFECT, ROOT, background, committed, gone, wait_for
+
+pytestmark = pytest.mark.slow
 SERVE = "from flows.predict import predict; predict.serve(name='served', pause_on_shutdown=False)"
-
-
-def wait_for(truth: Callable[[], Any], timeout_s: float, what: str) -> Any:
-    deadline = time.monotonic() + timeout_s
-    while not (found := truth()):
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.1)
-    return found
 
 
 def read(flow_run_id: UUID) -> FlowRun:
@@ -42,27 +32,12 @@ def state_name(flow_run_id: UUID) -> str:
     return state.name or ""
 
 
-@contextmanager
-def background(command: list[str], environment: dict[str, str], log: Path) -> Iterator[psutil.Process]:
-    """A long-lived command; it and all it started are killed afterwards."""
-    with log.open("wb") as handle:
-        process = subprocess.Popen(command, stdout=handle, stderr=handle, env=environment, cwd=ROOT)
-    host = psutil.Process(process.pid)
-    try:
-        yield host
-    finally:
-        for one in [*host.children(recursive=True), host]:
-            if one.is_running():
-                one.kill()
-        process.wait(10)
-
-
 def start(deployment: str, parameters: dict[str, Any]) -> UUID:
     def known() -> Any:
         with get_client(sync_client=True) as client:
             return next((d for d in client.read_deployments() if f"{d.name}" == deployment.split("/")[1]), None)
 
-    wait_for(known, 60, f"deployment {deployment}")
+    wait_for(known, f"deployment {deployment}")
     with get_client(sync_client=True) as client:
         found = client.read_deployment_by_name(deployment)
         return client.create_flow_run_from_deployment(found.id, parameters=parameters).id
@@ -79,27 +54,23 @@ def parameters(out: Path, reads: Path, models: Path) -> dict[str, Any]:
     }
 
 
-def committed(out: Path) -> int:
-    return len(list((out / "shards").glob("*.h5")))
-
-
-def cancel_and_finish(deployment: str, host: psutil.Process, given: dict[str, Any], log: Path) -> None:
+def cancel_and_finish(deployment: str, process: subprocess.Popen[bytes], given: dict[str, Any], log: Path) -> None:
     """Cancel a run in the middle: all of it is gone in time; the same parameters then end it."""
     out = Path(given["out"])
     first = start(deployment, given)
-    wait_for(lambda: committed(out) >= 3 or state_name(first) in ("Failed", "Crashed"), 120, "three shards")
+    wait_for(lambda: committed(out) >= 3 or state_name(first) in ("Failed", "Crashed"), "three shards")
     assert state_name(first) == "Running", log.read_text()
-    family = host.children(recursive=True)
+    family = psutil.Process(process.pid).children(recursive=True)
     assert any("virnuc_core.engine.worker" in one.cmdline() for one in family)
     with get_client(sync_client=True) as client:
         client.set_flow_run_state(first, Cancelling())
     ours = [one for one in family if one.is_running()]
     engine = [one for one in ours if "virnuc_core" in " ".join(one.cmdline())]
-    wait_for(lambda: not any(one.is_running() for one in engine), GONE_WITHIN_S, "the run's processes to end")
-    wait_for(lambda: state_name(first) == "Cancelled", 60, "the state Cancelled")
+    wait_for(lambda: gone(engine), "the run's processes to end")
+    wait_for(lambda: state_name(first) == "Cancelled", "the state Cancelled")
     kept = committed(out)
     second = start(deployment, given)
-    wait_for(lambda: state_name(second) in ("Completed", "Failed", "Crashed"), 180, "the second run")
+    wait_for(lambda: state_name(second) in ("Completed", "Failed", "Crashed"), "the second run")
     state = read(second).state
     assert state is not None
     assert state.name == "Completed", log.read_text()
@@ -107,26 +78,12 @@ def cancel_and_finish(deployment: str, host: psutil.Process, given: dict[str, An
     assert kept >= 3
 
 
+@pytest.mark.usefixtures("prefect_backend")
 def test_the_deployments_deploy_run_and_cancel_under_a_worker(
     tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
-    prefect = [sys.executable, "-m", "prefect", "--no-prompt"]
-    subprocess.run(
-        [*prefect, "work-pool", "create", "gpu", "--type", "process"],
-        env=child_environment,
-        check=True,
-        cwd=ROOT,
-        capture_output=True,
-    )
-    deployed = subprocess.run(
-        [*prefect, "deploy", "--prefect-file", "deployments/prefect.yaml", "--all"],
-        env=child_environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert deployed.returncode == 0, deployed.stdout + deployed.stderr
+    succeed(child_environment, "work-pool", "create", "gpu", "--type", "process")
+    succeed(child_environment, "deploy", "--prefect-file", "deployments/prefect.yaml", "--all")
     with get_client(sync_client=True) as client:
         names = {f"{client.read_flow(d.flow_id).name}/{d.name}" for d in client.read_deployments()}
     assert names >= {
@@ -138,14 +95,42 @@ def test_the_deployments_deploy_run_and_cancel_under_a_worker(
         "train/ad-hoc",
     }
     log = tmp_path / "log"
-    command = [*prefect, "worker", "start", "-p", "gpu", "--limit", "1"]
-    with background(command, child_environment, log) as host:
-        cancel_and_finish("predict/ad-hoc", host, parameters(tmp_path / "run", many_reads, models), log)
+    with background((*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"), child_environment, log) as process:
+        cancel_and_finish("predict/ad-hoc", process, parameters(tmp_path / "run", many_reads, models), log)
 
 
+@pytest.mark.usefixtures("prefect_backend")
 def test_a_served_flow_is_cancelled_to_the_last_process(
     tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
     log = tmp_path / "log"
-    with background([sys.executable, "-c", SERVE], child_environment, log) as host:
-        cancel_and_finish("predict/served", host, parameters(tmp_path / "run", many_reads, models), log)
+    with background((sys.executable, "-c", SERVE), child_environment, log) as process:
+        cancel_and_finish("predict/served", process, parameters(tmp_path / "run", many_reads, models), log)
+
+
+def succeed(environment: dict[str, str], *words: str) -> None:
+    """Run a command of Prefect."""
+    done = subprocess.run((*PREFECT, *words), env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_scheduled_run_starts_by_itself_and_completes(
+    tmp_path: Path, few_reads: Path, models: Path, server: dict[str, str]
+) -> None:
+    """Nobody starts it: the server's scheduler plans it, the worker takes it, and its files are there."""
+    out, log = tmp_path / "run", tmp_path / "log"
+    given = json.dumps({"reads": [str(few_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"})
+    succeed(server, "work-pool", "create", "gpu", "--type", "process")
+    deployed = ("-n", "soon", "-p", "gpu", "--interval", "5", "--params", given, "--concurrency-limit", "1")
+    succeed(server, "deploy", "flows/predict.py:predict", *deployed)
+
+    def ended() -> FlowRun | None:
+        with get_client(sync_client=True) as client:
+            runs = client.read_flow_runs()
+        return next((run for run in runs if run.state is not None and run.state.is_final()), None)
+
+    with background((*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"), server, log):
+        run = wait_for(ended, "a scheduled run to end")
+    assert run.auto_scheduled
+    assert run.state.name == "Completed", log.read_text()
+    assert (out / "prediction_results.txt").is_file()
