@@ -34,7 +34,11 @@ async def planned_runs() -> int:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as home:
-        os.environ |= {"PREFECT_HOME": home, "PREFECT_SERVER_ANALYTICS_ENABLED": "false", "PREFECT_LOGGING_LEVEL": "ERROR"}
+        os.environ |= {
+            "PREFECT_HOME": home,
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+            "PREFECT_LOGGING_LEVEL": "ERROR",
+        }
         os.environ.pop("PREFECT_API_URL", None)
         planned = asyncio.run(planned_runs())
     assert planned > 0, "Prefect's scheduler planned no run for an hourly deployment"

@@ -141,9 +141,7 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
             assert slots_taken() == 1
             os.kill(first.pid, signal.SIGKILL)
             killed_at = time.time()
-            wait_for(
-                lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker to end"
-            )
+            wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker to end")
             os.close(lock_device(GPU.id, 0.0))  # the lock is free at once; the slot comes back when its lease is over
             assert second.wait(LEASE_S + PATIENCE_S) == 0, (tmp_path / "second.out").read_text()
     began = lines.of("heir", "begins")
