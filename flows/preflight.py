@@ -10,8 +10,7 @@ from typing import Final
 from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, RunSettings, TrainSettings
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models
-from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.messages import resolve_engine
+from virnuc_core.engine.devices import Device, resolve, resolve_engine
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.remote import is_remote

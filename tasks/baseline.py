@@ -10,7 +10,6 @@ from prefect.client.schemas.objects import State
 from tasks.guard import device_slots
 from tasks.progress import ProgressArtifact
 from tasks.step import done, first_attempt, step
-from virnuc_core.baseline.record import record
 from virnuc_core.baseline.run import BaselineProgress, run_baseline
 from virnuc_core.config import BaselineSpec, Devices
 from virnuc_core.engine.devices import resolve
@@ -33,7 +32,6 @@ def baseline(
     with device_slots(resolve(devices)), progress:
         summary = run_baseline(run, store, models, devices, spec, on_progress=show)
         progress.show(1.0)
-        record(run, summary, store=store, models=models, spec=spec)
     return done(summary, describe(summary), reused=summary.reused)
 
 

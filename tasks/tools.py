@@ -14,8 +14,8 @@ from tasks.progress import ProgressArtifact
 from tasks.step import done, first_attempt, step
 from tasks.tables import Rows, overhead_rows, overhead_sentence, percent
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.messages import TraceSpec, resolve_engine
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.engine.tracing import WAIT, Operation, TraceTable
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.ceiling import measure_ceilings

@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,17 +22,9 @@ from virnuc_core import provenance
 from virnuc_core.config import Devices, EngineSpec, RunSpec, Spec
 from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.messages import (
-    Fingerprints,
-    JobSpec,
-    TraceSpec,
-    WorkerSpec,
-    job_fingerprint,
-    resolve_engine,
-    result_settings,
-)
-from virnuc_core.engine.pool import Pool, PoolSummary
+from virnuc_core.engine.devices import Device, resolve, resolve_engine
+from virnuc_core.engine.messages import EngineWorkerSpec, JobSpec, TraceSpec
+from virnuc_core.engine.pool import WORKER, Pool, PoolSummary
 from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
@@ -168,13 +160,13 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     found = resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     weights = fingerprint(models)
-    prints = Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
+    prints = shards.Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
     fresh = provenance.new_record(
         spec=spec.asked,
         model_length=length,
         widths={"dna": dnabert_s.width, "protein": esm2.width},
         fingerprints=asdict(prints),
-        resolved={**result_settings(resolved), "kind": found[0].kind},
+        resolved={**shards.result_settings(resolved), "kind": found[0].kind},
         devices=[device.record() for device in found],
         store=os.path.relpath(store, run.root),
     )
@@ -185,7 +177,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
         orfs.protein_offsets,
         resolved.shard_tokens,
         resolved.token_budget,
-        job_fingerprint(prints, resolved, found[0].kind),
+        shards.job_fingerprint(prints, resolved, found[0].kind),
     )
     shards.write_plan(run, plan)
     write(run.record, record)
@@ -260,16 +252,23 @@ def _compute(
     return summary
 
 
-def _workers(job: Job) -> list[WorkerSpec]:
+def _workers(
+    models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
+) -> list[EngineWorkerSpec]:
     """One worker a device."""
-    models = str(job.models.resolve())
-    return [WorkerSpec(models, device, job.engine, trace=job.trace) for device in job.devices]
+    root = str(models.resolve())
+    return [EngineWorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices]
 
 
 def _job_spec(job: Job) -> JobSpec:
     """What all workers of a job are told of it."""
     root = job.run.root.resolve()
-    return JobSpec(str(root), str(job.store.path.resolve()), job.store.fingerprint, str(root / "logs"))
+    return JobSpec(
+        run=str(root),
+        store=str(job.store.path.resolve()),
+        reads=job.store.fingerprint,
+        logs=str(root / "logs"),
+    )
 
 
 def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> PrewarmedWorkers:
@@ -278,8 +277,7 @@ def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> PrewarmedWork
     Errors: `DeviceError`, `ConfigError`.
     """
     found = resolve(devices)
-    resolved = resolve_engine(engine, found[0].kind)
-    return PrewarmedWorkers([WorkerSpec(str(models.resolve()), device, resolved) for device in found])
+    return PrewarmedWorkers(WORKER, _workers(models, found, resolve_engine(engine, found[0].kind)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +340,9 @@ def _embed(
             live.update(done)
 
     with reporter as live:
-        return Pool(job.plan, _workers(job), _job_spec(job), on_done, prewarmed).run(job.todo)
+        return Pool(
+            job.plan, _workers(job.models, job.devices, job.engine, job.trace), _job_spec(job), on_done, prewarmed
+        ).run(job.todo)
 
 
 def _write_results(job: Job, clock: StageClock) -> ResultSummary:

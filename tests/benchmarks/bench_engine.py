@@ -27,9 +27,9 @@ import torch
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import init_random, load_dnabert_s, load_esm2
 from virnuc_core.encoders.tokenize import PackedBatch
-from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.loader import Loader, Ready
-from virnuc_core.engine.messages import ShardTask, resolve_engine
+from virnuc_core.engine.messages import ShardTask
 from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
@@ -94,7 +94,8 @@ def bare(job: Job, seconds: float) -> Bare:
     if device.type == "cpu":
         torch.set_num_threads(1)
     loader = Loader(job.store.path, job.store.fingerprint, job.models, engine, pin=False)
-    items = [i for i in loader.load(ShardTask(0, *job.plan.range(0))) if isinstance(i, Ready)]
+    lo, hi = job.plan.range(0)
+    items = [i for i in loader.load(ShardTask(shard=0, lo=lo, hi=hi)) if isinstance(i, Ready)]
     rates = {}
     for name, load in (("esm2", load_esm2), ("dnabert_s", load_dnabert_s)):
         encoder = load(job.models, device, engine.precision, engine.attention)

@@ -37,7 +37,6 @@ WAYS: Final = ("bare", "server", "embedded")
 
 def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     """Every step of a validation, called as a function; prints the seconds that importing Prefect took."""
-    from virnuc_core.baseline.record import record
     from virnuc_core.baseline.run import run_baseline
     from virnuc_core.config import Devices, load_profile
     from virnuc_core.engine.devices import resolve
@@ -67,7 +66,6 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     )
     base = RunDir(out / "baseline")
     summary = run_baseline(base, store, models, devices, profile.baseline)
-    record(base, summary, store=store, models=models, spec=profile.baseline)
     names = tuple(f"devices-{count}" for count in sorted({1, len(devices)}))
     for name in names:
         few = devices.first(int(name.rpartition("-")[2]))

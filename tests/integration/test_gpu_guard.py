@@ -34,43 +34,39 @@ pytestmark = pytest.mark.slow
 GPU = Device("GPU-guarded", "cuda", "a GPU by name")
 WORK_S = 3.0
 
-# what a worker does with a device: locks it, works, says so; it dies with the run that started it
+# what a worker does with a device: works, says so; the device is locked before, and it dies with the run it is of
 WORKER = """
-import json, os, sys, time
-from virnuc_core.rundir import lock_device
-from virnuc_core.engine.process import Parent
+import json, os, time
 
-parent = Parent()
-parent.listen()
-spec = parent.spec
-handle = lock_device(spec["device"], 0.0)
-with open(spec["log"], "a") as log:
-    for word in ("begins", "ends"):
-        log.write(json.dumps({"run": spec["run"], "word": word, "pid": os.getpid(), "at": time.time()}) + "\\n")
-        log.flush()
-        time.sleep(spec["work_s"] if word == "begins" else 0)
+def work(parent, spec):
+    with open(os.environ["GUARD_LOG"], "a") as log:
+        for word in ("begins", "ends"):
+            log.write(json.dumps({"run": spec.models, "word": word, "pid": os.getpid(), "at": time.time()}) + "\\n")
+            log.flush()
+            time.sleep(float(os.environ["GUARD_WORK_S"]) if word == "begins" else 0)
 """
 
 # what a flow does with a device: takes the slot, starts the worker, waits for it
 FLOW = """
-import queue, sys
+import os, sys
 from pathlib import Path
 from prefect import flow
 from tasks.guard import device_slots, no_orphans
+from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.process import cancel_token, end_children, spawn
+from virnuc_core.engine.messages import Closed, EngineWorkerSpec
+from virnuc_core.engine.process import LocalWorkers
 
-run, log, work_s = sys.argv[1], sys.argv[2], float(sys.argv[3])
+run, log, work_s = sys.argv[1:]
+os.environ |= {"GUARD_LOG": log, "GUARD_WORK_S": work_s}
+gpu = Device("GPU-guarded", "cuda", "a GPU by name")
 
 @flow(name="guarded", flow_run_name=run)
 def guarded():
-    with no_orphans(), device_slots([Device("GPU-guarded", "cuda", "a GPU by name")]):
-        inbox = queue.Queue()
-        spec = {"device": "GPU-guarded", "log": log, "run": run, "work_s": work_s}
-        child = spawn("guarded_worker", spec, name=run, inbox=inbox, log=Path(log + ".errors"), token=cancel_token())
-        while inbox.get()[1]["event"] != "closed":
+    with no_orphans(), device_slots([gpu]), LocalWorkers("guarded_worker") as workers:
+        workers.start(EngineWorkerSpec(models=run, device=gpu, engine=EngineSpec()), Path(log + ".errors"))
+        while not isinstance(workers.receive(600)[1], Closed):
             pass
-        end_children([child])
 
 guarded()
 """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
-import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, TypeVar
@@ -15,14 +16,13 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.baseline.crew import Crew, Operation, Phase
+from virnuc_core import provenance
 from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, cut, write_fasta
-from virnuc_core.baseline.scaling import Growth, scale_phase, scale_stage
-from virnuc_core.baseline.worker import WorkerSpec
 from virnuc_core.config import BaselineSpec, Devices
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.process import cancel_token
+from virnuc_core.engine.messages import BaselineWorkerSpec, FileDone, FileTask, Operation, RowsDone, Started
+from virnuc_core.engine.process import Child, LocalWorkers
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
@@ -30,6 +30,7 @@ from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import BaselineSubset, BaselineSummary, DeviceRecord, device_records, read, write
 from virnuc_core.telemetry.records import STAGES
 
+SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 _CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 OWN_STAGES: Final = STAGES[2:]  # rows come from the store, chunked and translated
 
@@ -55,32 +56,41 @@ def run_baseline(
     seed: int = 0,
     on_progress: Callable[[BaselineProgress], None] = lambda _: None,
 ) -> BaselineSummary:
-    """Measure a baseline on `store` and write its result files and `summary.json` into `run`.
+    """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`.
 
     With `spec.reads` it runs on that many reads, drawn by `seed`, and its time is scaled. A finished baseline of the
     same reads, weights, devices and settings is returned as it is, marked `reused`. Nothing it started outlives the
     call. Errors: `ConfigError` for a recorded baseline without its numbers; `WeightsError`, `DeviceError`,
     `InputError`; `WorkerError` with the worker's traceback for a worker that failed.
     """
-    opened = OrfStore.open(store)
+    orfs = OrfStore.open(store)
     if spec.source == "recorded":
-        summary = _recorded(opened, spec)
+        summary = _recorded(orfs, spec)
+        run.record.unlink(missing_ok=True)  # it is not of these reads and weights
         write(run.summary, summary)
         return summary
-    token = cancel_token()
-    chosen = resolve(devices)
-    if spec.name == "vanilla":
-        chosen = chosen[:1]
-    identity = _identity(opened, models, chosen, spec, seed)
+    workers = LocalWorkers("virnuc_core.baseline.worker")
+    chosen = resolve(devices)[: 1 if spec.name == "vanilla" else None]
+    body = {
+        "reads": orfs.fingerprint,
+        "weights": asdict(fingerprint(models)),
+        "devices": [device.record() for device in chosen],
+        "spec": spec.model_dump(mode="json"),
+        "seed": seed,
+    }
+    identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
     with run_lock(run.root):
         if run.summary.exists() and run.predictions.exists() and run.consensus.exists():
             before = read(run.summary, BaselineSummary)
             if before.fingerprint == identity:
+                if not run.record.exists():
+                    _write_record(run, orfs, models, chosen, spec)
                 return before.model_copy(update={"reused": True})
         run.summary.unlink(missing_ok=True)
-        measurement = _Measurement(run, opened, models, chosen, spec, token, on_progress)
-        summary = measurement.measure(seed, identity)
+        measurement = _Measurement(run, orfs, models, chosen, spec, workers, on_progress)
+        summary = measurement.measure(seed).model_copy(update={"fingerprint": identity})
         shutil.rmtree(measurement.folder.root)
+        _write_record(run, orfs, models, chosen, spec)
         write(run.summary, summary)
     return summary
 
@@ -93,11 +103,6 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         name=spec.name,
         source="recorded",
         wall_s=spec.recorded_seconds,
-        stages={},
-        subset=None,
-        measured_s=None,
-        measured_stages={},
-        scaled_s=None,
         n_reads=store.n_reads,
         n_rows=store.n_rows,
         measured_rows=0,
@@ -107,15 +112,25 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
     )
 
 
-def _identity(store: OrfStore, models: Path, devices: tuple[Device, ...], spec: BaselineSpec, seed: int) -> str:
-    body = {
-        "reads": store.fingerprint,
-        "weights": asdict(fingerprint(models)),
-        "devices": [device.record() for device in devices],
-        "spec": spec.model_dump(mode="json"),
-        "seed": seed,
-    }
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+def _write_record(run: RunDir, orfs: OrfStore, models: Path, devices: Sequence[Device], spec: BaselineSpec) -> None:
+    """`run.json`: of which reads, weights and model length the baseline is."""
+    record = provenance.new_record(
+        spec=spec.model_dump(mode="json"),
+        model_length=orfs.model_length,
+        fingerprints={"reads": orfs.fingerprint, **asdict(fingerprint(models))},
+        resolved={},
+        devices=[device.record() for device in devices],
+        store=os.path.relpath(orfs.path, run.root),
+    )
+    write(run.record, record)
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One operation over all files."""
+
+    wall_s: float
+    done: tuple[FileDone, ...]
 
 
 @dataclass(slots=True)
@@ -125,9 +140,9 @@ class _Measurement:
     run: RunDir
     store: OrfStore
     models: Path
-    devices: tuple[Device, ...]
+    devices: Sequence[Device]
     spec: BaselineSpec
-    token: threading.Event
+    workers: LocalWorkers
     on_progress: Callable[[BaselineProgress], None]
     rows_embedded: int = 0
 
@@ -135,8 +150,8 @@ class _Measurement:
     def folder(self) -> Folder:
         return Folder(self.run.root / "baseline_files")
 
-    def measure(self, seed: int, identity: str) -> BaselineSummary:
-        """Everything but the summary file."""
+    def measure(self, seed: int) -> BaselineSummary:
+        """The result files, and everything that the summary says but the fingerprint."""
         reads = choose_reads(self.store.n_reads, self.spec.reads, seed)
         covered = np.zeros(self.store.n_reads, dtype=bool)
         covered[reads] = True
@@ -174,19 +189,14 @@ class _Measurement:
             measured_rows=len(rows),
             file_rows=file_rows,
             devices=device_records(device.record() for device in self.devices),
-            fingerprint=identity,
         )
 
     def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64], seed: int) -> BaselineSubset | None:
         if len(reads) == self.store.n_reads:
             return None
-        tokens = np.diff(np.asarray(self.store.protein_offsets)) + 2
-        unique = np.asarray(self.store.row_unique)
+        tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[np.asarray(self.store.row_unique)]
         return BaselineSubset(
-            reads=len(reads),
-            tokens=int(tokens[unique[rows]].sum()),
-            total_tokens=int(tokens[unique].sum()),
-            seed=seed,
+            reads=len(reads), tokens=int(tokens[rows].sum()), total_tokens=int(tokens.sum()), seed=seed
         )
 
     def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]], seconds: dict[str, float]) -> None:
@@ -216,38 +226,74 @@ class _Measurement:
             (MERGING, "merge", one_worker),
             (PREDICTION, "predict", one_worker),
         )
-        root, models = str(self.folder.root), str(self.models)
-        workers = [WorkerSpec(root, models, self.spec.name, device) for device in self.devices]
         started = time.monotonic()
-        with Crew(workers, self.run.root / "logs", self.token) as crew:
+        with self.workers:
+            children = [self._start(device) for device in self.devices]
+            for _ in children:
+                assert isinstance(self.workers.expect(children, SILENCE_S)[1], Started)
             start_s = time.monotonic() - started
             phases = {}
-            for stage, operation, plan in steps:
-                phases[stage] = crew.phase(operation, plan, self._teller(stage, rows))
+            for stage, op, plan in steps:
+                todo = {child: deque(files) for child, files in zip(children, plan, strict=False)}
+                phases[stage] = self._phase(stage, op, todo, 2 * rows)
         return phases, start_s
 
-    def _teller(self, stage: str, rows: int) -> Callable[[int], None]:
-        def tell(more: int) -> None:
-            self.rows_embedded += more
-            self.on_progress(BaselineProgress(stage, self.rows_embedded, 2 * rows))
+    def _start(self, device: Device) -> Child:
+        spec = BaselineWorkerSpec(
+            models=str(self.models), device=device, folder=str(self.folder.root), algorithm=self.spec.name
+        )
+        return self.workers.start(spec, self.run.root / "logs" / f"baseline-{device.id}.log")
 
-        return tell
+    def _phase(self, stage: str, op: Operation, todo: dict[Child, deque[int]], total_rows: int) -> Phase:
+        """Do `op` on all files, each on the worker that it is given to. A worker that dies ends the baseline."""
+        started = time.monotonic()
+        busy: set[Child] = set()
+        done: list[FileDone] = []
+
+        def give(child: Child) -> None:
+            if todo[child]:
+                child.send(FileTask(op=op, file=todo[child].popleft()))
+                busy.add(child)
+
+        for child in todo:
+            give(child)
+        while busy:
+            child, event = self.workers.expect(busy, SILENCE_S)
+            if isinstance(event, RowsDone):
+                self.rows_embedded += event.rows
+                self.on_progress(BaselineProgress(stage, self.rows_embedded, total_rows))
+            elif isinstance(event, FileDone):
+                done.append(event)
+                busy.discard(child)
+                give(child)
+        return Phase(time.monotonic() - started, tuple(done))
 
     def _scaled(
         self, seconds: dict[str, float], phases: dict[str, Phase], subset: BaselineSubset, rows: int
     ) -> dict[str, float]:
         """The stages' seconds on the whole input."""
-        growth = Growth(
-            tokens=subset.total_tokens / subset.tokens,
-            rows=self.store.n_rows / rows,
-            total_rows=self.store.n_rows,
-            devices=len(self.devices),
-        )
-        scaled = {name: scale_stage(value, growth) for name, value in seconds.items()}
-        keeps_dnabert_s = self.spec.name == "v1"
-        scaled[DNABERT_S] = scale_phase(phases[DNABERT_S], growth, load_each_file=not keeps_dnabert_s)
-        scaled[ESM2] = scale_phase(phases[ESM2], growth, load_each_file=True)
+        growth, total = subset.total_tokens / subset.tokens, self.store.n_rows
+        scaled = {name: value * total / rows for name, value in seconds.items()}
+        for stage, load_each_file in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
+            scaled[stage] = scale_phase(
+                phases[stage], growth, total_rows=total, devices=len(self.devices), load_each_file=load_each_file
+            )
         return scaled
+
+
+def scale_phase(phase: Phase, growth: float, *, total_rows: int, devices: int, load_each_file: bool) -> float:
+    """Seconds a phase would take on all rows in files of 10,000, dealt to the devices as the algorithm does.
+
+    The measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each
+    file, or each device when the model stays loaded, costs the mean time of a load besides.
+    """
+    files = [high - low for low, high in cut(total_rows, FILE_ROWS)]
+    compute_s = sum(one.compute_s for one in phase.done) * growth
+    loads = [one.load_s for one in phase.done if one.load_s > 0]
+    load_s = sum(loads) / len(loads) if loads else 0.0
+    costs = [compute_s * rows / total_rows + load_s * load_each_file for rows in files]
+    busiest = max(sum(costs[i] for i in share) for share in assign(files, devices))
+    return busiest if load_each_file else busiest + load_s
 
 
 def fetch(read: Callable[[int, int], list[T]], at: NDArray[np.int64]) -> list[T]:
@@ -256,10 +302,8 @@ def fetch(read: Callable[[int, int], list[T]], at: NDArray[np.int64]) -> list[T]
     >>> fetch(lambda lo, hi: list(range(lo, hi)), np.array([3, 4, 5, 9, 9]))
     [3, 4, 5, 9, 9]
     """
-    if len(at) == 0:
-        return []
-    breaks = np.flatnonzero(np.diff(at) != 1) + 1
     found: list[T] = []
-    for stretch in np.split(at, breaks):
-        found += read(int(stretch[0]), int(stretch[-1]) + 1)
+    for stretch in np.split(at, np.flatnonzero(np.diff(at) != 1) + 1):
+        if len(stretch):
+            found += read(int(stretch[0]), int(stretch[-1]) + 1)
     return found

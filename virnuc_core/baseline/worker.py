@@ -1,71 +1,223 @@
-"""A baseline's worker process: one device, pinned; file numbers in, embedded files out.
+"""A baseline's worker process: what the two algorithms to beat load, when, and in which batches they feed it.
 
-`python -m virnuc_core.baseline.worker PARENT_PID`; JSON lines on standard input and output. In: the spec, then
-`{"op": "dnabert_s" | "esm2" | "merge" | "predict", "file": n}` any number of times. Out: `ready`, `alive`, `rows`,
-`done`, `error`. A closed standard input, or the death of the parent, ends it.
+One device, pinned; files in, embedded, merged and scored files out. Equal rows are embedded each. Messages in: a
+BaselineWorkerSpec, then any number of FileTasks. Out: Started, RowsDone, FileDone, Failed.
 """
 
 from __future__ import annotations
 
-import os
-import signal
-import traceback
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Final, Protocol
 
+import numpy as np
+import torch
+from torch import Tensor
+
+from virnuc_core.baseline.files import (
+    HEAD_BATCH_ROWS,
+    Folder,
+    dna_token_estimate,
+    filled_batches,
+    merge_file,
+    read_fasta,
+    sorted_batches,
+)
+from virnuc_core.baseline.networks import PaddedDnabertS, PaddedEsm2, PlainHead, Sizes, pad, placed
 from virnuc_core.config import BaselineName
-from virnuc_core.engine.devices import Device, pin_to_core
+from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
+from virnuc_core.engine.messages import BaselineWorkerSpec, FileDone, FileTask, RowsDone, Started
 from virnuc_core.engine.process import Parent
-from virnuc_core.rundir import lock_device
 
-DEVICE_WAIT_S = 60.0  # for another run to finish with the device
+SAY_ROWS_EVERY_S: Final = 1.0
+
+Batches = list[list[int]]
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSpec:
-    """The first line a worker reads."""
+class Algorithm:
+    """One way of doing it."""
 
-    folder: str
-    models: str
-    algorithm: BaselineName
-    device: Device
+    name: BaselineName
+    half_on_cuda: bool
+    reload_dnabert_s: bool  # for each file; else once a worker. ESM-2 is loaded for each file by both
+    dna_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in bases
+    protein_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in residues
 
-    def to_json(self) -> dict[str, Any]:
-        """As sent to the worker."""
-        return {
-            "folder": self.folder,
-            "models": self.models,
-            "algorithm": self.algorithm,
-            "device": self.device.record(),
+    def precision(self, device: torch.device) -> torch.dtype:
+        """What the encoders' weights are kept in."""
+        return torch.float16 if self.half_on_cuda and device.type == "cuda" else torch.float32
+
+
+def one_by_one(lengths: Sequence[int]) -> Batches:
+    """A batch for each row."""
+    return [[row] for row in range(len(lengths))]
+
+
+def _estimated(lengths: Sequence[int]) -> Batches:
+    return filled_batches([dna_token_estimate(length) for length in lengths])
+
+
+VANILLA: Final = Algorithm(
+    "vanilla",
+    half_on_cuda=False,
+    reload_dnabert_s=True,
+    dna_batches=one_by_one,
+    protein_batches=sorted_batches,
+)
+V1: Final = Algorithm(
+    "v1",
+    half_on_cuda=True,
+    reload_dnabert_s=False,
+    dna_batches=_estimated,
+    protein_batches=filled_batches,
+)
+ALGORITHMS: Final = {algorithm.name: algorithm for algorithm in (VANILLA, V1)}
+
+
+class Network(Protocol):
+    """A padded encoder."""
+
+    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """An encoder with its tokenizer."""
+
+    network: Network
+    tokenizer: Tokenizer
+
+
+def load_esm2(models: Path, device: torch.device, dtype: torch.dtype) -> Reader:
+    """ESM-2 from a models directory; `WeightsError` when it cannot be used."""
+    shape, tensors = open_esm2(models)
+    sizes = Sizes(shape.layers, shape.heads, shape.norm_eps)
+    network = PaddedEsm2(placed(tensors, device, dtype), sizes, token_dropout=shape.token_dropout)
+    return Reader(network, Esm2Tokenizer())
+
+
+def load_dnabert_s(models: Path, device: torch.device, dtype: torch.dtype) -> Reader:
+    """DNABERT-S from a models directory; `WeightsError` when it cannot be used."""
+    shape, tensors = open_dnabert(models)
+    network = PaddedDnabertS(placed(tensors, device, dtype), Sizes(shape.layers, shape.heads, shape.norm_eps))
+    return Reader(network, DnabertTokenizer(models))
+
+
+def load_head(models: Path, device: torch.device) -> PlainHead:
+    """The classifier, float32."""
+    shape, tensors = open_head(models)
+    return PlainHead(placed(tensors, device, torch.float32), norm_eps=shape.norm_eps)
+
+
+def embed_rows(
+    reader: Reader, sequences: list[bytes], batches: Batches, on_rows: Callable[[int], None] = lambda _: None
+) -> Tensor:
+    """Embeddings of `sequences`, float32 [rows, width], in their own order whatever the order of the batches.
+
+    `on_rows` hears how many rows each batch added.
+    """
+    parts = []
+    with torch.inference_mode():
+        for batch in batches:
+            flat, offsets = reader.tokenizer.encode([sequences[row] for row in batch])
+            parts.append(reader.network.embed(*pad(flat, offsets, reader.tokenizer.pad_id)))
+            on_rows(len(batch))
+    order = torch.tensor([row for batch in batches for row in batch])
+    joined = torch.cat(parts)
+    out = torch.full_like(joined, torch.nan)
+    out[order] = joined
+    return out
+
+
+def score_rows(head: PlainHead, features: Tensor) -> Tensor:
+    """Scores of merged features, float32 [rows, 2], in batches of 256 as the originals."""
+    with torch.inference_mode():
+        return torch.cat([head.scores(batch) for batch in features.split(HEAD_BATCH_ROWS)])
+
+
+class FileWorker:
+    """Does what the tasks ask for, one after the other; each answer is the rows, and the seconds of loading a model."""
+
+    def __init__(self, parent: Parent, spec: BaselineWorkerSpec) -> None:
+        self.parent, self.folder, self.models = parent, Folder(Path(spec.folder)), Path(spec.models)
+        self.algorithm = ALGORITHMS[spec.algorithm]
+        self.device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
+        self.dtype = self.algorithm.precision(self.device)
+        self.dnabert_s: Reader | None = None
+        self._progress_s, self._unsaid_rows, self._said_s = time.monotonic(), 0, 0.0
+        self._operations = {
+            "dnabert_s": self._dnabert_s,
+            "esm2": self._esm2,
+            "merge": self._merge,
+            "predict": self._predict,
         }
+        if self.device.type == "cpu":
+            torch.set_num_threads(1)
 
-    @classmethod
-    def from_json(cls, body: dict[str, Any]) -> WorkerSpec:
-        """As read by the worker."""
-        return cls(body["folder"], body["models"], body["algorithm"], Device(**body["device"]))
+    def serve(self) -> None:
+        """Answer tasks until the process is ended."""
+        self.parent.progress = lambda: self._progress_s
+        self.parent.send(Started())
+        while isinstance(task := self.parent.receive(), FileTask):
+            started = self._progress_s = time.monotonic()
+            rows, load_s = self._operations[task.op](task.file)
+            self._say_rows()
+            self._progress_s = time.monotonic()
+            compute_s = self._progress_s - started - load_s
+            self.parent.send(FileDone(file=task.file, rows=rows, load_s=load_s, compute_s=compute_s))
+
+    def _dnabert_s(self, file: int) -> tuple[int, float]:
+        rows = read_fasta(self.folder.nucleotide(file))
+        started = time.monotonic()
+        if self.dnabert_s is None or self.algorithm.reload_dnabert_s:
+            self.dnabert_s = None  # free the old one first
+            self.dnabert_s = load_dnabert_s(self.models, self.device, self.dtype)
+        load_s = time.monotonic() - started
+        batches = self.algorithm.dna_batches([len(s) for s in rows.sequences])
+        self._embed(self.dnabert_s, rows.sequences, batches, self.folder.dnabert_s(file))
+        return len(rows.ids), load_s
+
+    def _esm2(self, file: int) -> tuple[int, float]:
+        self.dnabert_s = None
+        rows = read_fasta(self.folder.protein(file))
+        started = time.monotonic()
+        esm2 = load_esm2(self.models, self.device, self.dtype)
+        load_s = time.monotonic() - started
+        batches = self.algorithm.protein_batches([len(s) for s in rows.sequences])
+        self._embed(esm2, rows.sequences, batches, self.folder.esm2(file))
+        return len(rows.ids), load_s
+
+    def _embed(self, reader: Reader, sequences: list[bytes], batches: Batches, target: Path) -> None:
+        np.save(target, embed_rows(reader, sequences, batches, self._count_rows).numpy())
+
+    def _merge(self, file: int) -> tuple[int, float]:
+        return merge_file(self.folder, file), 0.0
+
+    def _predict(self, file: int) -> tuple[int, float]:
+        started = time.monotonic()
+        head = load_head(self.models, self.device)
+        load_s = time.monotonic() - started
+        features = torch.from_numpy(np.load(self.folder.merged(file)))
+        np.save(self.folder.scores(file), score_rows(head, features).numpy())
+        self.folder.merged(file).unlink()
+        return len(features), load_s
+
+    def _count_rows(self, rows: int) -> None:
+        self._progress_s = time.monotonic()
+        self._unsaid_rows += rows
+        if self._progress_s - self._said_s >= SAY_ROWS_EVERY_S:
+            self._say_rows()
+
+    def _say_rows(self) -> None:
+        if self._unsaid_rows:
+            self.parent.send(RowsDone(rows=self._unsaid_rows))
+        self._unsaid_rows, self._said_s = 0, time.monotonic()
 
 
-def main() -> None:
-    """Run one worker until its parent closes its input or dies."""
-    parent = Parent()  # from here on this process cannot outlive its parent; so nothing slow is imported before
-    spec = WorkerSpec.from_json(parent.spec)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    if spec.device.core is not None:
-        pin_to_core(spec.device.core)
-    parent.listen()
-    try:
-        handle = lock_device(spec.device.id, DEVICE_WAIT_S) if spec.device.kind == "cuda" else None
-        from virnuc_core.baseline.operations import Operations
-
-        Operations(parent, spec).serve()
-    except Exception as error:  # noqa: BLE001 - a worker's failure reaches its parent with its traceback
-        parent.send(
-            {"event": "error", "kind": type(error).__name__, "message": str(error), "traceback": traceback.format_exc()}
-        )
-        os._exit(1)
-    if handle is not None:
-        os.close(handle)  # held until here
-
-
-if __name__ == "__main__":
-    main()
+def work(parent: Parent, spec: BaselineWorkerSpec) -> None:
+    """Work on files until the parent ends this process."""
+    FileWorker(parent, spec).serve()

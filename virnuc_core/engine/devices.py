@@ -1,4 +1,4 @@
-"""Which devices a run uses, and how a worker is tied to exactly one of them."""
+"""Which devices a run uses, how a worker is tied to exactly one of them, and what `auto` settings mean there."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from virnuc_core.config import Devices
-from virnuc_core.errors import DeviceError
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.errors import ConfigError, DeviceError
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,3 +92,13 @@ def _cores(count: int) -> tuple[Device, ...]:
 def pin_to_core(core: int) -> None:
     """Tie this process, and every thread it starts, to one CPU core."""
     os.sched_setaffinity(0, {core})
+
+
+def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:
+    """Replace every `auto` by what it means on this kind of device; `ConfigError` for what cannot run there."""
+    precision = engine.precision
+    if precision == "auto":
+        precision = "fp16" if kind == "cuda" else "fp32"
+    if kind == "cpu" and precision != "fp32":
+        raise ConfigError(f"precision {precision} needs a CUDA device; on CPU choose fp32 or auto")
+    return engine.model_copy(update={"precision": precision})

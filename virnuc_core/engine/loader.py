@@ -27,6 +27,7 @@ from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import die_with_parent
 from virnuc_core.telemetry.records import Encoder
 
 SLICE_ROWS = 1024  # uniques tokenised in one call
@@ -124,8 +125,6 @@ class _Spans(Sampler[Slice]):
 
 def _die_with_worker(_: int) -> None:
     """Loader processes leave with the worker that started them, and let it handle Ctrl-C."""
-    from virnuc_core.rundir import die_with_parent
-
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

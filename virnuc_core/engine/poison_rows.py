@@ -6,7 +6,7 @@ search in which every part survives clears the shard, which is then simply compu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Final
 
 from virnuc_core.engine.messages import ShardTask
@@ -64,11 +64,11 @@ class Search:
 
     def _probe(self, lo: int, hi: int) -> ShardTask:
         skip = tuple(row for row in self.guilty if lo <= row < hi)
-        return replace(self.whole, lo=lo, hi=hi, skip=skip, probe=True)
+        return self.whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
 
     def _verdict(self) -> ShardTask:
         """The shard again, without the rows found guilty."""
         self._in_vain = 0 if self._found else self._in_vain + 1
         self._waiting.clear()
-        self.whole = replace(self.whole, skip=tuple(sorted(self.guilty)))
+        self.whole = self.whole.model_copy(update={"skip": tuple(sorted(self.guilty))})
         return self.whole

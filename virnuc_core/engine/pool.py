@@ -1,51 +1,98 @@
-"""The pool: one worker process a device; shards handed out one by one, so that a slow device simply takes fewer.
+"""The worker pool: shards handed out one by one, so that a slow device simply takes fewer.
 
 A worker that dies is restarted and what it held is handed out again; one that is silent for too long is ended first. A
 shard at which workers die repeatedly is searched for the row that does it (`poison_rows`); it is set aside and the
 rest is computed. A device that runs out of memory gets the shard again with half the token budget. Errors of reads,
 weights, settings and devices stop the run at once.
+
+All of that is policy. Where the workers run is the `Transport`'s: processes of this machine, unless told otherwise.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
-from virnuc_core import errors
-from virnuc_core.engine.messages import JobSpec, ShardTask, WorkerSpec
+from virnuc_core.engine.messages import (
+    Closed,
+    Committed,
+    EngineWorkerSpec,
+    Event,
+    Failed,
+    JobSpec,
+    Message,
+    Probed,
+    Ready,
+    ShardTask,
+    Stop,
+    WorkerSpec,
+)
 from virnuc_core.engine.poison_rows import Search
-from virnuc_core.engine.process import Child, PrewarmedWorkers, cancel_token, end_children, start_worker
+from virnuc_core.engine.process import INTERRUPTED, LocalWorkers
 from virnuc_core.engine.shards import ShardPlan
-from virnuc_core.telemetry.records import BatchRecord, ShardDone
+from virnuc_core.errors import DeviceError, WorkerError
+from virnuc_core.telemetry.records import ShardDone
 
 log = logging.getLogger(__name__)
 
-ORDERS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
+WORKER: Final = "virnuc_core.engine.worker"
+TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
 TICK_S: Final = 0.5
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
-NOT_TO_BE_RETRIED: Final = ("InputError", "ConfigError", "WeightsError", "DeviceError", "ShardError")
-OF_THE_SYSTEM: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
+
+
+class Connection(Protocol):
+    """A worker, wherever it runs."""
+
+    log: Path
+    progress_s: float  # `time.monotonic()` when it last did something, or was last told to
+
+    def send(self, message: Message) -> bool: ...
+
+    def end(self, grace_s: float) -> int: ...
+
+    def last_words(self) -> str: ...
+
+
+class Transport(Protocol):
+    """Starts workers and brings their events. `Closed` is the last event of each, however it ended."""
+
+    @property
+    def cancelled(self) -> bool: ...
+
+    def start(self, spec: WorkerSpec, log: Path) -> Connection: ...
+
+    def receive(self, timeout_s: float) -> tuple[Connection, Event] | None: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(slots=True)
 class WorkerSlot:
     """A device's place in the pool: who works there now, and what it holds."""
 
-    spec: WorkerSpec
-    child: Child | None = None
+    spec: EngineWorkerSpec
+    worker: Connection | None = None
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
-    ready: dict[str, Any] | None = None  # what the present worker said when it was ready
-    failure: dict[str, Any] | None = None  # what it said of its failure
-    progress_s: float = 0.0
+    ready: Ready | None = None  # what the present worker said when it was ready
+    failure: Failed | None = None  # what it said of its failure
     restarts: int = 0
     unready_deaths: int = 0
+
+    @property
+    def device(self) -> str:
+        return self.spec.device.id
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether the present worker ended of it."""
+        return self.failure is not None and self.failure.out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +113,16 @@ class Pool:
     def __init__(
         self,
         plan: ShardPlan,
-        workers: Sequence[WorkerSpec],
+        workers: Sequence[EngineWorkerSpec],
         job: JobSpec,
         on_done: Callable[[ShardDone], None],
-        prewarmed: PrewarmedWorkers | None = None,
+        transport: Transport | None = None,
     ) -> None:
         self._plan, self._job, self._on_done = plan, job, on_done
-        self._prewarmed = prewarmed
+        self._transport = transport or LocalWorkers(WORKER)
         self._slots = [WorkerSlot(spec) for spec in workers]
         self._attempts = workers[0].engine.max_shard_attempts
-        self._inbox = queue.Queue[tuple[Child, dict[str, Any]]]() if prewarmed is None else prewarmed.inbox
-        self._token = cancel_token()
+        self._silence_s = workers[0].engine.silence_s
         self._todo: deque[ShardTask] = deque()
         self._left: set[int] = set()
         self._killed: Counter[int] = Counter()  # deaths with this shard first in line
@@ -92,149 +138,138 @@ class Pool:
         `ShardError` for a shard that ends workers though no row of it does alone; `WorkerError` with the worker's
         traceback for workers that never get ready, and after `end_all_children`.
         """
-        self._todo.extend(ShardTask(shard, *self._plan.range(shard)) for shard in shards)
+        for shard in shards:
+            lo, hi = self._plan.range(shard)
+            self._todo.append(ShardTask(shard=shard, lo=lo, hi=hi))
         self._left.update(shards)
         try:
             for slot in self._slots[: len(self._left)]:
                 self._start(slot)
             while self._left:
-                self._step()
+                self._end_silent()
+                if (received := self._transport.receive(TICK_S)) is not None:
+                    self._hear(*received)
             for slot in self._slots:
-                if slot.child is not None:
-                    slot.child.send({"op": "stop"})
+                if slot.worker is not None:
+                    slot.worker.send(Stop())
         finally:
-            end_children([slot.child for slot in self._slots if slot.child is not None])
-        aside = tuple(sorted(row for search in self._searches.values() for row in search.guilty))
+            self._transport.close()
         return PoolSummary(
-            len(shards),
-            sum(slot.restarts for slot in self._slots),
-            tuple(self._deaths),
-            tuple(self._workers.values()),
-            aside,
-            tuple(self._reduced),
+            computed=len(shards),
+            restarts=sum(slot.restarts for slot in self._slots),
+            deaths=tuple(self._deaths),
+            workers=tuple(self._workers.values()),
+            set_aside=tuple(sorted(row for search in self._searches.values() for row in search.guilty)),
+            reduced=tuple(self._reduced),
         )
+
+    # --- handing out
 
     def _start(self, slot: WorkerSlot) -> None:
         slot.ready = slot.failure = None
-        log = Path(self._job.logs) / f"worker-{slot.spec.device.id}.log"
-        waiting = None if self._prewarmed is None else self._prewarmed.take(slot.spec, log)
-        slot.child = waiting or start_worker(slot.spec, self._inbox, log, self._token)
-        slot.child.send(self._job.to_json())
-        slot.progress_s = time.monotonic()
+        slot.worker = self._transport.start(slot.spec, Path(self._job.logs) / f"worker-{slot.device}.log")
+        slot.worker.send(self._job)
         self._feed(slot)
 
     def _feed(self, slot: WorkerSlot) -> None:
         """Give the worker tasks until it holds enough; a suspect travels alone, so that a death names it."""
-        assert slot.child is not None
-        while self._todo and len(slot.held) < ORDERS_AHEAD:
-            if slot.held and (self._suspect(self._todo[0]) or self._suspect(slot.held[0])):
+        assert slot.worker is not None
+        while self._todo and len(slot.held) < TASKS_AHEAD:
+            if slot.held and (self._is_suspect(self._todo[0]) or self._is_suspect(slot.held[0])):
                 return
             task = self._todo.popleft()
-            task = replace(task, divisor=max(task.divisor, slot.spec.divisor))
+            task = task.model_copy(update={"divisor": max(task.divisor, slot.spec.divisor)})
             slot.held.append(task)
-            slot.child.send(task.to_json())
+            slot.worker.send(task)
 
-    def _suspect(self, task: ShardTask) -> bool:
+    def _is_suspect(self, task: ShardTask) -> bool:
         return task.probe or self._killed[task.shard] > 0
 
-    def _step(self) -> None:
-        self._end_silent()
-        try:
-            child, message = self._inbox.get(timeout=TICK_S)
-        except queue.Empty:
-            return
-        slot = next((s for s in self._slots if s.child is child), None)
+    # --- what workers say
+
+    def _hear(self, worker: Connection, event: Event) -> None:
+        slot = next((slot for slot in self._slots if slot.worker is worker), None)
         if slot is None:
             return  # an earlier worker's last message
-        match message["event"]:
-            case "ready":
-                self._ready(slot, message)
-            case "alive":
-                slot.progress_s = max(slot.progress_s, float(message["progress_s"]))
-            case "committed":
-                self._committed(slot, message)
-            case "probed":
-                self._probed(slot)
-            case "oom" | "error":
-                self._failed(slot, message)
-            case "closed":
-                self._died(slot)
+        match event:
+            case Ready():
+                slot.ready, slot.unready_deaths = event, 0
+                self._workers[slot.device] = event.record(slot.device)
+                log.info("%s ready after %.1f s", slot.device, event.ready_s)
+            case Committed():
+                self._committed(slot, event.done)
+            case Probed():
+                task = slot.held.popleft()
+                self._todo.appendleft(self._searches[task.shard].survived(task))
+                self._feed(slot)
+            case Failed():
+                self._failed(slot, event)
+            case Closed():
+                self._died(slot, worker)
 
-    def _ready(self, slot: WorkerSlot, message: dict[str, Any]) -> None:
-        device = slot.spec.device.id
-        message = {key: value for key, value in message.items() if key != "event"}
-        slot.ready, slot.unready_deaths, slot.progress_s = message, 0, time.monotonic()
-        self._workers[device] = {"device": device, **message}
-        log.info("%s ready after %.1f s", device, message["ready_s"])
-
-    def _committed(self, slot: WorkerSlot, message: dict[str, Any]) -> None:
-        shard = int(message["shard"])
+    def _committed(self, slot: WorkerSlot, done: ShardDone) -> None:
         task = slot.held.popleft()
         if task.divisor > 1:
-            self._reduced.append((shard, task.divisor))
-        slot.progress_s = time.monotonic()
-        self._left.discard(shard)
-        self._killed.pop(shard, None)
-        batches = tuple(BatchRecord(**batch) for batch in message["batches"])
-        body = {key: value for key, value in message.items() if key not in ("event", "batches")}
-        self._on_done(ShardDone(**body, batches=batches))
+            self._reduced.append((task.shard, task.divisor))
+        self._left.discard(task.shard)
+        self._killed.pop(task.shard, None)
+        self._on_done(done)
         self._feed(slot)
 
-    def _probed(self, slot: WorkerSlot) -> None:
-        task = slot.held.popleft()
-        slot.progress_s = time.monotonic()
-        self._todo.extendleft([self._searches[task.shard].survived(task)])
-        self._feed(slot)
-
-    def _failed(self, slot: WorkerSlot, message: dict[str, Any]) -> None:
+    def _failed(self, slot: WorkerSlot, failure: Failed) -> None:
         """What another try cannot mend stops the run; the rest is left to the death that follows."""
-        kind, text = str(message["kind"]), str(message["message"])
-        log.error("%s: %s: %s", slot.spec.device.id, kind, text)
-        slot.failure = message
-        if kind in NOT_TO_BE_RETRIED:
-            raise as_raised(kind, text)
-        if kind in OF_THE_SYSTEM:
-            raise errors.VirnucError(text)
+        log.error("%s: %s: %s", slot.device, failure.kind, failure.message)
+        slot.failure = failure
+        if (error := failure.own_error()) is not None:
+            raise error
 
-    def _died(self, slot: WorkerSlot) -> None:
-        assert slot.child is not None
-        status = slot.child.end(0.5)
-        if self._token.is_set():
-            raise errors.WorkerError("the run was interrupted; what was committed stays, run again to go on")
-        said = self._last_words(slot, slot.child)
+    # --- deaths
+
+    def _end_silent(self) -> None:
+        """End workers that hold work and have not moved for too long; their death is then handled like any other."""
+        now = time.monotonic()
+        for slot in self._slots:
+            if slot.worker is not None and slot.held and now - slot.worker.progress_s > self._silence_s:
+                log.error("%s has been silent for more than %.0f s; ending it", slot.device, self._silence_s)
+                slot.worker.progress_s = now
+                slot.worker.end(0.5)
+
+    def _died(self, slot: WorkerSlot, worker: Connection) -> None:
+        """Hand out again what a dead worker held, and start another in its place."""
+        status = worker.end(0.5)
+        if self._transport.cancelled:
+            raise WorkerError(INTERRUPTED)
+        said = f"{slot.failure.kind}: {slot.failure.message}" if slot.failure else worker.last_words()
         held = [task.shard for task in slot.held]
-        line = f"worker on {slot.spec.device.id} ended (status {status}), holding shards {held}; it said: {said}"
+        line = f"worker on {slot.device} ended (status {status}), holding shards {held}; it said: {said}"
         log.warning("%s", line)
         self._deaths.append(line)
-        if slot.ready is None and (slot.failure or {}).get("kind") == "OutOfMemoryError":
-            slot.spec = replace(slot.spec, divisor=_halved(slot.spec.divisor, slot.spec.device.id))
-        elif slot.ready is None:
-            slot.unready_deaths += 1
-            if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
-                trace = str((slot.failure or {}).get("traceback", ""))
-                raise errors.WorkerError(
-                    f"workers on {slot.spec.device.id} ended {slot.unready_deaths} times before they were ready; "
-                    f"last words: {said}; see {slot.child.log}",
-                    worker_traceback=trace,
-                )
+        if slot.ready is None:
+            self._died_unready(slot, worker, said)
         elif slot.held:
-            slot.held[0] = self._after_death(slot.held[0], slot.failure or {}, said)
+            slot.held[0] = self._after_death(slot.held[0], slot, said)
         self._todo.extendleft(reversed(slot.held))
         slot.held.clear()
-        slot.child = None
         slot.restarts += 1
         self._start(slot)
 
-    def _last_words(self, slot: WorkerSlot, child: Child) -> str:
-        if slot.failure is not None:
-            return f"{slot.failure['kind']}: {slot.failure['message']}"
-        words = child.last_words().splitlines()
-        return words[-1] if words else "nothing"
+    def _died_unready(self, slot: WorkerSlot, worker: Connection, said: str) -> None:
+        """The device is too small for the budgets, or, a few times in a row, no worker can live there."""
+        if slot.out_of_memory:
+            slot.spec = slot.spec.model_copy(update={"divisor": _doubled(slot.spec.divisor, slot.device)})
+            return
+        slot.unready_deaths += 1
+        if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
+            raise WorkerError(
+                f"workers on {slot.device} ended {slot.unready_deaths} times before they were ready; "
+                f"last words: {said}; see {worker.log}",
+                worker_traceback=slot.failure.traceback if slot.failure else "",
+            )
 
-    def _after_death(self, task: ShardTask, failure: dict[str, Any], said: str) -> ShardTask:
+    def _after_death(self, task: ShardTask, slot: WorkerSlot, said: str) -> ShardTask:
         """What to try next with the task at which a worker died."""
-        if failure.get("kind") == "OutOfMemoryError":
-            return replace(task, divisor=_halved(task.divisor, f"shard {task.shard:05d}"))
+        if slot.out_of_memory:
+            return task.model_copy(update={"divisor": _doubled(task.divisor, f"shard {task.shard:05d}")})
         if task.probe:
             return self._searches[task.shard].ended(task)
         self._killed[task.shard] += 1
@@ -244,27 +279,11 @@ class Pool:
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, self._killed[task.shard])
         return search.begin(said)
 
-    def _end_silent(self) -> None:
-        """End workers that hold work and have not moved for too long; their death is then handled like any other."""
-        now = time.monotonic()
-        for slot in self._slots:
-            limit = slot.spec.engine.silence_s
-            if slot.child is not None and slot.held and now - slot.progress_s > limit:
-                log.error("%s has been silent for more than %.0f s; ending it", slot.spec.device.id, limit)
-                slot.progress_s = now
-                slot.child.end(0.5)
 
-
-def as_raised(kind: str, text: str) -> errors.VirnucError:
-    """The worker's error as one of ours."""
-    known: type[errors.VirnucError] = getattr(errors, kind)
-    return known(text)
-
-
-def _halved(divisor: int, what: str) -> int:
+def _doubled(divisor: int, what: str) -> int:
     """The next smaller budget for a device or shard that ran out of memory."""
     if divisor >= MAX_DIVISOR:
-        raise errors.DeviceError(
+        raise DeviceError(
             f"{what}: out of memory even with 1/{divisor} of the token budget; free the device or use a smaller model"
         )
     log.warning("%s: out of memory, trying 1/%d of the token budget", what, divisor * 2)

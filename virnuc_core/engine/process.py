@@ -1,13 +1,17 @@
-"""Child processes that talk in JSON lines and never outlive their parent.
+"""Worker processes: started, heard, watched and ended in one way, whatever they compute.
 
-A child is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which then ends the child
-in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed standard input.
+The parent's side: `LocalWorkers` starts pinned workers on this machine, `Child` is one of them. The worker's side:
+`python -m virnuc_core.engine.process MODULE PARENT_PID` is the program of each, `Parent` its line to the process that
+started it, and `MODULE.work(parent, spec)` what it does. Messages are JSON lines on standard input and output.
+
+A worker is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which then ends the
+worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
+import importlib
 import os
 import queue
 import shutil
@@ -17,19 +21,34 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Final, NoReturn, Self
 
 import psutil
 
-from virnuc_core.engine.messages import WorkerSpec
-from virnuc_core.errors import WorkerError
-from virnuc_core.rundir import die_with_parent
+from virnuc_core.engine.devices import pin_to_core
+from virnuc_core.engine.messages import (
+    EVENTS,
+    REQUESTS,
+    SPECS,
+    Alive,
+    Closed,
+    Event,
+    Failed,
+    Message,
+    Request,
+    WorkerSpec,
+)
+from virnuc_core.errors import VirnucError, WorkerError
+from virnuc_core.rundir import die_with_parent, lock_device
 
-END_OF_OUTPUT: Final = {"event": "closed"}
+GRACE_S: Final = 6.0  # for a worker to finish what it is at
 STDERR_TAIL_BYTES: Final = 8_192
 PREFIX: Final = "virnuc-prewarm-"  # of folders with the logs of workers that have no run yet
+INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
 
 _children: set[Child] = set()
 _children_lock = threading.Lock()
@@ -37,31 +56,36 @@ _token = threading.Event()  # set when all children are ended; then another take
 
 
 def cancel_token() -> threading.Event:
-    """What to keep when work begins and to give to `spawn`, which starts nothing once it is set."""
+    """What to keep when work begins: it is set when all children are ended, and nothing is started under it then."""
     return _token
 
 
 class Child:
-    """A running child: `send` a message to it; its messages arrive in `inbox` as `(child, message)`.
+    """A running worker process: `send` a message to it; its messages arrive in the inbox as `(child, event)`.
 
-    The last message of a child is `{"event": "closed"}`, sent once its standard output has ended.
+    Heartbeats only move `progress_s`. The last event is `Closed`, once its standard output has ended.
     """
 
-    def __init__(self, process: subprocess.Popen[str], name: str, inbox: queue.Queue[Any], log: Path) -> None:
-        self.process, self.name, self.inbox, self.log = process, name, inbox, log
+    def __init__(
+        self, process: subprocess.Popen[str], device: str, inbox: queue.Queue[tuple[Child, Event]], log: Path
+    ) -> None:
+        self.process, self.device, self.log = process, device, log
         self.earlier_log: Path | None = None  # where it wrote before it wrote to `log`
-        self._reader = threading.Thread(target=self._read, name=f"read {name}", daemon=True)
+        self.progress_s = time.monotonic()  # when it last did something, or was last told to
+        self._inbox, self._ending = inbox, threading.Lock()
+        self._reader = threading.Thread(target=self._read, name=f"read {device}", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def send(self, message: Mapping[str, Any]) -> bool:
+    def send(self, message: Message) -> bool:
         """Write one message; False when the child is no longer reading."""
         assert self.process.stdin is not None
+        self.progress_s = time.monotonic()
         try:
-            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.write(message.model_dump_json() + "\n")
             self.process.stdin.flush()
         except (BrokenPipeError, ValueError, OSError):
             return False
@@ -69,88 +93,71 @@ class Child:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        with contextlib.suppress(ValueError, OSError), self.process.stdout:
-            for line in self.process.stdout:
-                try:
-                    message = json.loads(line)
-                except json.JSONDecodeError:
-                    continue  # a line cut off by a killed child
-                self.inbox.put((self, message))
-        self.inbox.put((self, END_OF_OUTPUT))
+        try:
+            with contextlib.suppress(ValueError, OSError), self.process.stdout:
+                for line in self.process.stdout:
+                    if line.endswith("\n"):  # else it was cut off by a kill
+                        self._heard(EVENTS.validate_json(line))
+        finally:
+            self._inbox.put((self, Closed()))
 
-    def end(self, grace_s: float = 6.0) -> int:
+    def _heard(self, event: Event) -> None:
+        if isinstance(event, Alive):
+            self.progress_s = max(self.progress_s, event.progress_s)
+            return
+        self.progress_s = time.monotonic()
+        self._inbox.put((self, event))
+
+    def end(self, grace_s: float = GRACE_S) -> int:
         """SIGTERM, which lets a worker finish the shard at hand, then SIGKILL to the whole session; the exit status."""
-        for sig in (signal.SIGTERM, signal.SIGKILL):
-            if self.process.poll() is not None:
-                break
+        with self._ending:
+            if self not in _children:
+                return self.process.wait()  # ended before: its number may be another's by now
+            for sig in (signal.SIGTERM, signal.SIGKILL):
+                if self.process.poll() is not None:
+                    break
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self.pid, sig)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(grace_s)
+            status = self.process.wait()
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, sig)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(grace_s)
-        status = self.process.wait()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what the child itself had started
-        self._reader.join(grace_s)
-        with contextlib.suppress(OSError, ValueError):
-            assert self.process.stdin is not None
-            self.process.stdin.close()
-        with _children_lock:
-            _children.discard(self)
+                os.killpg(self.pid, signal.SIGKILL)  # what the child itself had started
+            self._reader.join(grace_s)
+            with contextlib.suppress(OSError, ValueError):
+                assert self.process.stdin is not None
+                self.process.stdin.close()
+            with _children_lock:
+                _children.discard(self)
         return status
 
     def last_words(self) -> str:
-        """The end of what it wrote to standard error."""
-        said = (_tail(path) for path in (self.earlier_log, self.log) if path is not None and path.is_file())
-        return "\n".join(filter(None, said))
+        """The last line it wrote to standard error."""
+        lines = [line for path in (self.earlier_log, self.log) if path is not None for line in _tail(path)]
+        return lines[-1] if lines else "nothing"
+
+    def failure(self, event: Failed | Closed) -> VirnucError:
+        """What to raise for a worker that may not fail: its own error where it is one of ours."""
+        if isinstance(event, Failed):
+            problem = f"worker on {self.device}: {event.kind}: {event.message}; see {self.log}"
+            return event.own_error() or WorkerError(problem, worker_traceback=event.traceback)
+        status = self.end(0.5)
+        return WorkerError(
+            f"worker on {self.device} ended (status {status}); last words: {self.last_words()}; see {self.log}"
+        )
 
 
-def _tail(path: Path) -> str:
-    """The last lines of a log, without the space around them."""
+def _tail(path: Path) -> list[str]:
+    """The last lines of a log."""
+    if not path.is_file():
+        return []
     with path.open("rb") as handle:
         handle.seek(0, os.SEEK_END)
         handle.seek(max(0, handle.tell() - STDERR_TAIL_BYTES))
-        return handle.read().decode("utf-8", "replace").strip()
+        return handle.read().decode("utf-8", "replace").strip().splitlines()
 
 
-def spawn(
-    module: str,
-    spec: Mapping[str, Any],
-    *,
-    name: str,
-    inbox: queue.Queue[Any],
-    log: Path,
-    token: threading.Event,
-    environment: Mapping[str, str] | None = None,
-) -> Child:
-    """Start `python -m module` and send `spec` as its first line.
-
-    Its standard error goes to the file `log`. The calling thread must live as long as the child: the kernel sends the
-    parent-death signal when the thread that started a process ends. Errors: `WorkerError` when `end_all_children` has
-    been called since `token = cancel_token()`.
-    """
-    if token.is_set():
-        raise WorkerError("the run was interrupted; what was committed stays, run again to go on")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as errors:
-        process = subprocess.Popen(
-            # -P: no module of the folder people stand in
-            [sys.executable, "-P", "-m", module, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            encoding="utf-8",
-            start_new_session=True,
-            env={**os.environ, **(environment or {})},
-        )
-    child = Child(process, name, inbox, log)
-    with _children_lock:
-        _children.add(child)
-    child.send(spec)
-    return child
-
-
-def end_children(children: Iterable[Child], grace_s: float = 6.0) -> None:
+def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     """End several at once, so that the slowest sets the time."""
     threads = [threading.Thread(target=child.end, args=(grace_s,)) for child in children]
     for thread in threads:
@@ -159,7 +166,7 @@ def end_children(children: Iterable[Child], grace_s: float = 6.0) -> None:
         thread.join()
 
 
-def end_all_children(grace_s: float = 6.0) -> int:
+def end_all_children(grace_s: float = GRACE_S) -> int:
     """End every child of this process and let their owners start no more; returns how many there were.
 
     For a flow's `finally`: signals reach the main thread only, while a pool may be waiting in another.
@@ -173,17 +180,122 @@ def end_all_children(grace_s: float = 6.0) -> int:
     return len(living)
 
 
-def start_worker(spec: WorkerSpec, inbox: queue.Queue[Any], log: Path, token: threading.Event) -> Child:
-    """A worker process on its device, loading; what it writes to standard error goes to `log`. Raises as `spawn`."""
-    return spawn(
-        "virnuc_core.engine.worker",
-        spec.to_json(),
-        name=spec.device.id,
-        inbox=inbox,
-        log=log,
-        token=token,
-        environment=spec.device.environment(),
-    )
+class LocalWorkers:
+    """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
+
+    The thread that starts them must live as long as they do: the kernel sends the parent-death signal when the thread
+    that started a process ends.
+    """
+
+    def __init__(self, module: str) -> None:
+        self._module, self._token = module, cancel_token()
+        self._inbox: queue.Queue[tuple[Child, Event]] = queue.Queue()
+        self._started: list[Child] = []
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether `end_all_children` has been called since these were made."""
+        return self._token.is_set()
+
+    def start(self, spec: WorkerSpec, log: Path) -> Child:
+        """A worker pinned to its device and loading; what it writes to standard error goes to the file `log`.
+
+        Errors: `WorkerError` when all children were ended meanwhile.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with _children_lock, log.open("ab") as errors:
+            if self.cancelled:
+                raise WorkerError(INTERRUPTED)
+            process = subprocess.Popen(
+                # -P: no module of the folder people stand in
+                [sys.executable, "-P", "-m", "virnuc_core.engine.process", self._module, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                encoding="utf-8",
+                start_new_session=True,
+                env={**os.environ, **spec.device.environment()},
+            )
+            child = Child(process, spec.device.id, self._inbox, log)
+            _children.add(child)
+        self._started.append(child)
+        child.send(spec)
+        return child
+
+    def receive(self, timeout_s: float) -> tuple[Child, Event] | None:
+        """The next event of any worker; None when none comes in time."""
+        try:
+            return self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def expect(self, busy: Iterable[Child], silence_s: float) -> tuple[Child, Event]:
+        """The next event of workers none of which may fail.
+
+        Errors: those of input, weights and devices as the worker raised them; `WorkerError` for one that failed
+        otherwise, died, or is `busy` and has not moved for `silence_s`, and after `end_all_children`.
+        """
+        while True:
+            for child in busy:
+                if time.monotonic() - child.progress_s > silence_s:
+                    raise WorkerError(f"worker on {child.device} has not moved for {silence_s:.0f} s; see {child.log}")
+            if (received := self.receive(1.0)) is not None:
+                child, event = received
+                if isinstance(event, Closed) and self.cancelled:
+                    raise WorkerError(INTERRUPTED)
+                if isinstance(event, Failed | Closed):
+                    raise child.failure(event)
+                return received
+
+    def close(self) -> None:
+        """End every worker."""
+        end_children(self._started)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+class PrewarmedWorkers(LocalWorkers):
+    """Workers started before there is a job: they import and load the weights while the reads are still being staged.
+
+    Whoever asks for a worker with the very same spec gets the one that waits. Until then it writes to a folder of
+    ours: the run's directory may come to nothing, and is not touched.
+    """
+
+    def __init__(self, module: str, specs: Sequence[WorkerSpec]) -> None:
+        super().__init__(module)
+        _sweep()
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
+        self._waiting: list[tuple[WorkerSpec, Child]] = []
+        try:
+            for place, spec in enumerate(specs):
+                self._waiting.append((spec, super().start(spec, self._folder / f"{place}.log")))
+        except BaseException:
+            self.close()
+            raise
+
+    def start(self, spec: WorkerSpec, log: Path) -> Child:
+        """The living worker that waits with this very spec, and writes to `log` from its job on; else a new one."""
+        for place, (started_with, child) in enumerate(self._waiting):
+            if started_with == spec and child.process.poll() is None:
+                del self._waiting[place]
+                child.earlier_log, child.log = child.log, log
+                return child
+        return super().start(spec, log)
+
+    def close(self) -> None:
+        """End every worker. What they wrote before their job is put to the end of their logs."""
+        super().close()
+        for child in self._started:
+            if child.earlier_log is not None and child.log.is_file():
+                with child.log.open("ab") as log:
+                    log.write(child.earlier_log.read_bytes())
+            child.earlier_log = None
+        shutil.rmtree(self._folder, ignore_errors=True)  # of logs only; what remains does no harm
 
 
 def _sweep() -> None:
@@ -194,93 +306,82 @@ def _sweep() -> None:
             shutil.rmtree(folder, ignore_errors=True)  # another user's stays
 
 
-class PrewarmedWorkers:
-    """Workers that wait for a job. A pool takes those it can use; `close` ends the others.
+# --- the worker's side ------------------------------------------------------------------------------------------------
 
-    Until then they write to a folder of their own: the run's directory may come to nothing, and is not touched. The
-    thread that makes these must live as long as its workers do (see `spawn`).
+
+def serve(module: str, parent_pid: int) -> NoReturn:
+    """The program of a worker: bound to its parent and its device, it does `module.work(parent, spec)` and ends.
+
+    A failure reaches the parent with its traceback. The module is imported last, because that may take seconds, in
+    which the process must not outlive its parent either.
     """
-
-    def __init__(self, specs: Sequence[WorkerSpec]) -> None:
-        self.inbox: queue.Queue[tuple[Child, dict[str, Any]]] = queue.Queue()
-        _sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
-        self._waiting: list[tuple[WorkerSpec, Child]] = []
-        self._taken: list[Child] = []
-        token = cancel_token()
-        try:
-            for place, spec in enumerate(specs):
-                self._waiting.append((spec, start_worker(spec, self.inbox, self._folder / f"{place}.log", token)))
-        except BaseException:
-            self.close()
-            raise
-
-    def take(self, spec: WorkerSpec, log: Path) -> Child | None:
-        """The living worker that was started with exactly this; None when there is none, or it was taken before.
-
-        From its job on it writes to `log`.
-        """
-        for place, (started_with, child) in enumerate(self._waiting):
-            if started_with == spec and child.process.poll() is None:
-                del self._waiting[place]
-                self._taken.append(child)
-                child.earlier_log, child.log = child.log, log
-                return child
-        return None
-
-    def close(self) -> None:
-        """End the workers that nobody took. What the others wrote before their job is put to the end of their logs."""
-        end_children([child for _, child in self._waiting])
-        self._waiting.clear()
-        for child in self._taken:
-            if child.earlier_log is not None and child.log.is_file():
-                with child.log.open("ab") as log:
-                    log.write(child.earlier_log.read_bytes())
-            child.earlier_log = None
-        self._taken.clear()
-        shutil.rmtree(self._folder, ignore_errors=True)  # of logs only; what remains does no harm
+    parent = Parent(parent_pid)
+    spec = SPECS.validate_json(parent.first)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if spec.device.core is not None:
+        pin_to_core(spec.device.core)
+    parent.listen(spec.heartbeat_s)
+    try:
+        if spec.device.kind == "cuda":
+            lock_device(spec.device.id, spec.device_wait_s)  # until this process ends
+        importlib.import_module(module).work(parent, spec)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
+        parent.give_up(error)
+    os._exit(0)  # skip interpreter shutdown: everything is written, and threads or CUDA may linger
 
 
 class Parent:
-    """The child's side: messages from the parent, and a clean standard output for messages to it."""
+    """A worker's line to its parent, with a clean standard output for messages to it."""
 
-    def __init__(self) -> None:
-        die_with_parent(int(sys.argv[1]))
+    def __init__(self, pid: int) -> None:
+        die_with_parent(pid)
+        self.started_s = time.monotonic()
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
         os.dup2(2, 1)  # a library's print must not garble the messages
         self._lock = threading.Lock()
-        self.messages: queue.Queue[dict[str, Any] | None] = queue.Queue()
-        first = sys.stdin.readline()
-        if not first:
+        self._requests: queue.Queue[Request] = queue.Queue()
+        self.progress: Callable[[], float] = time.monotonic  # when the worker last did something
+        self.first = sys.stdin.readline()
+        if not self.first:
             raise SystemExit(0)
-        self.spec: dict[str, Any] = json.loads(first)
 
-    def listen(self, on_end: Callable[[], None] | None = None) -> None:
-        """Read messages in a thread; a closed input calls `on_end` and then ends the process at once."""
-        threading.Thread(target=self._listen, args=(on_end,), name="parent's messages", daemon=True).start()
+    def listen(self, heartbeat_s: float) -> None:
+        """Read messages and send heartbeats, each in a thread; a closed input ends the process at once."""
+        threading.Thread(target=self._listen, name="parent's messages", daemon=True).start()
+        threading.Thread(target=self._beat, args=(heartbeat_s,), name="heartbeat", daemon=True).start()
 
-    def _listen(self, on_end: Callable[[], None] | None) -> None:
+    def _listen(self) -> None:
         for line in sys.stdin:
-            self.messages.put(json.loads(line))
-        if on_end is not None:
-            on_end()
+            self._requests.put(REQUESTS.validate_json(line))
         os._exit(0)
 
-    def send(self, message: Mapping[str, Any]) -> None:
+    def _beat(self, every_s: float) -> None:
+        while True:
+            time.sleep(every_s)
+            self.send(Alive(progress_s=self.progress()))
+
+    def receive(self, timeout_s: float | None = None) -> Request | None:
+        """The next message; None when none comes in time."""
+        try:
+            return self._requests.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+
+    def send(self, message: Message) -> None:
         """Tell the parent; a parent that is gone ends this process."""
         try:
             with self._lock:
-                self._out.write(json.dumps(message) + "\n")
+                self._out.write(message.model_dump_json() + "\n")
                 self._out.flush()
         except (BrokenPipeError, OSError):
             os._exit(1)
 
-    def beat(self, every_s: float, progress: Callable[[], float]) -> None:
-        """Say every `every_s` seconds when there was last progress (`time.monotonic()`)."""
+    def give_up(self, error: Exception) -> NoReturn:
+        """Tell the parent what went wrong, in whichever thread it did, and end the process."""
+        trace = "".join(traceback.format_exception(error))
+        self.send(Failed(kind=type(error).__name__, message=str(error), traceback=trace))
+        os._exit(1)
 
-        def run() -> None:
-            while True:
-                time.sleep(every_s)
-                self.send({"event": "alive", "progress_s": progress()})
 
-        threading.Thread(target=run, name="heartbeat", daemon=True).start()
+if __name__ == "__main__":  # the module under its own name: there its classes are those that others know
+    importlib.import_module("virnuc_core.engine.process").serve(sys.argv[1], int(sys.argv[2]))

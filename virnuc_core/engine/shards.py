@@ -11,18 +11,19 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO, Final, Literal
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.config import RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Final = 1
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
 SEAL_BYTES = 512  # HDF5's smallest user block
 READ_BYTES = 1 << 22
@@ -30,11 +31,33 @@ FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
 @dataclass(frozen=True, slots=True)
-class ShardPlan:
-    """Which uniques each shard holds: shard i is `bounds[i]` … `bounds[i + 1]`."""
+class Fingerprints:
+    """Digests of all that decides a result, besides the settings."""
 
-    bounds: tuple[int, ...]
+    reads: str
+    esm2: str
+    dnabert_s: str
+    head: str
+
+
+def result_settings(engine: EngineSpec) -> dict[str, Any]:
+    """The settings that may change result bytes."""
+    # "compile" was a setting that was off: runs of then are resumed, and fingerprints stay what they were
+    return {"compile": False} | {name: getattr(engine, name) for name in RESULT_FIELDS}
+
+
+def job_fingerprint(prints: Fingerprints, engine: EngineSpec, kind: str) -> str:
+    """Digest of reads, weights, result settings and kind of device: what a shard's bytes depend on."""
+    body = {"prints": asdict(prints), "settings": result_settings(engine), "kind": kind}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+class ShardPlan(Spec):
+    """`shards/plan.json`: which uniques each shard holds. Shard i is `bounds[i]` … `bounds[i + 1]`."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
     fingerprint: str
+    bounds: tuple[int, ...]
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -70,21 +93,19 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
             size = int(size // token_budget * token_budget * FILL)
         cut = int(np.searchsorted(ends, done + size, side="right")) - 1
         bounds.append(min(uniques, max(cut, bounds[-1] + 1)))
-    return ShardPlan(tuple(bounds), fingerprint)
+    return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
 
 
 def write_plan(run: RunDir, plan: ShardPlan) -> None:
     """Write `shards/plan.json`."""
-    body = {"schema_version": SCHEMA_VERSION, "fingerprint": plan.fingerprint, "bounds": list(plan.bounds)}
-    write_text_whole(run.plan, json.dumps(body) + "\n")
+    write_text_whole(run.plan, json.dumps(plan.model_dump()) + "\n")
 
 
 def read_plan(run: RunDir) -> ShardPlan:
     """Read `shards/plan.json`; `ShardError` when it is missing or not one of ours."""
     try:
-        body = json.loads(run.plan.read_text(encoding="utf-8"))
-        return ShardPlan(tuple(int(b) for b in body["bounds"]), str(body["fingerprint"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return ShardPlan.model_validate_json(run.plan.read_bytes())
+    except (OSError, ValueError) as error:
         raise ShardError(f"{run.plan}: not a readable shard plan ({error}); start over with --force") from error
 
 

@@ -15,8 +15,7 @@ from typing import Any
 
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.messages import resolve_engine
+from virnuc_core.engine.devices import Device, resolve, resolve_engine
 from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, prepare
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir

@@ -1,17 +1,15 @@
 """What the linear layers sustain on each device, measured just before a run, by a process of its own on each.
 
-`python -m virnuc_core.measure.ceiling PARENT_PID`; in: a WorkerSpec. Out: `measured`, or `error`.
+Messages in: an EngineWorkerSpec. Out: Measured, or Failed.
 """
 
 from __future__ import annotations
 
 import logging
-import queue
 import time
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -21,11 +19,9 @@ from virnuc_core.encoders.dnabert_s import DnabertLayer
 from virnuc_core.encoders.esm2 import Esm2Layer
 from virnuc_core.encoders.precision import product, quantise_rows
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.messages import WorkerSpec
-from virnuc_core.engine.pool import NOT_TO_BE_RETRIED, as_raised
-from virnuc_core.engine.process import Child, Parent, cancel_token, end_children, spawn
+from virnuc_core.engine.messages import EngineWorkerSpec, Measured
+from virnuc_core.engine.process import LocalWorkers, Parent
 from virnuc_core.engine.runner import Runner
-from virnuc_core.errors import WorkerError
 from virnuc_core.pipeline import model_flops
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.telemetry.flops import ceiling_tokens_per_s
@@ -34,8 +30,8 @@ Layers = Sequence[Esm2Layer] | Sequence[DnabertLayer]
 log = logging.getLogger(__name__)
 
 AHEAD: Final = 4  # passes launched before the oldest is waited for
-MODULE: Final = "virnuc_core.measure.ceiling"
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
+SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 
 
 def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
@@ -44,47 +40,27 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
     Errors: those that a worker would raise; `WorkerError` for others, and when a process ends without an answer.
     """
     plain = model_flops(models)
-    inbox: queue.Queue[Any] = queue.Queue()
-    token, children = cancel_token(), list[Child]()
     found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
-    try:
+    with LocalWorkers(__name__) as workers:
+        measuring = set()
         for device in devices:
             if device.kind == "cuda":
-                spec = WorkerSpec(str(models.resolve()), device, engine).to_json()
-                log_file, environment = logs / f"ceiling-{device.id}.log", device.environment()
-                children.append(
-                    spawn(MODULE, spec, name=device.id, inbox=inbox, log=log_file, token=token, environment=environment)
-                )
-        left = set(children)
-        while left:
-            child, message = inbox.get()
-            if child in left and message["event"] != "alive":
-                left.discard(child)
-                for encoder, rate in _answer(child, message).items():
-                    found[encoder][child.name] = rate
-    finally:
-        end_children(children)
+                spec = EngineWorkerSpec(models=str(models.resolve()), device=device, engine=engine)
+                measuring.add(workers.start(spec, logs / f"ceiling-{device.id}.log"))
+        while measuring:
+            worker, event = workers.expect(measuring, SILENCE_S)
+            assert isinstance(event, Measured)
+            measuring.discard(worker)
+            if not event.tokens_per_s:
+                log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", worker.device)
+            for encoder, rate in event.tokens_per_s.items():
+                found[encoder][worker.device] = rate
     return plain.model_copy(
         update={"esm2_ceiling_tokens_s": found["esm2"], "dnabert_s_ceiling_tokens_s": found["dnabert_s"]}
     )
 
 
-def _answer(child: Child, message: Mapping[str, Any]) -> dict[str, float]:
-    """Tokens/s by encoder; none from a GPU whose memory does not hold the budgets, which the runs will halve."""
-    if message["event"] == "measured":
-        return {encoder: message[encoder] for encoder in SECONDS}
-    if message["event"] == "error":
-        kind, text = str(message["kind"]), str(message["message"])
-        if kind == "OutOfMemoryError":
-            log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", child.name)
-            return {}
-        if kind in NOT_TO_BE_RETRIED:
-            raise as_raised(kind, text)
-        raise WorkerError(f"{child.name}: {text}", worker_traceback=message["traceback"])
-    raise WorkerError(f"{child.name}: no ceiling was measured; it said: {child.last_words() or 'nothing'}")
-
-
-def _measure(spec: WorkerSpec) -> dict[str, float | None]:
+def _measure(spec: EngineWorkerSpec) -> dict[str, float]:
     """Tokens/s of each encoder's linear layers on this process's GPU.
 
     Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
@@ -93,11 +69,12 @@ def _measure(spec: WorkerSpec) -> dict[str, float | None]:
     esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
     budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
     Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.model_length // 3 + 2)
-    found: dict[str, float | None] = {}
+    found: dict[str, float] = {}
     for name, weights in (("esm2", esm2.weights), ("dnabert_s", dnabert_s.weights)):
         step = linear_pass(weights.layers, budgets[name], device)
         passes, elapsed_s = sustained_passes(step, SECONDS[name])
-        found[name] = ceiling_tokens_per_s(budgets[name], passes, elapsed_s)
+        if (rate := ceiling_tokens_per_s(budgets[name], passes, elapsed_s)) is not None:
+            found[name] = rate
     return found
 
 
@@ -134,20 +111,11 @@ def sustained_passes(step: Callable[[], object], seconds: float) -> tuple[int, f
     return passes, time.perf_counter() - start
 
 
-def main() -> None:
-    """Measure on one device and tell the parent."""
-    parent = Parent()
-    spec = WorkerSpec.from_json(parent.spec)
-    parent.listen()
+def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+    """Measure on one device, tell the parent, and stay until it ends this process."""
     try:
-        from virnuc_core.rundir import lock_device
-
-        handle = lock_device(spec.device.id, spec.engine.device_wait_s)  # kept open until this process ends
-        parent.send({"event": "measured", "lock": handle, **_measure(spec)})
-    except Exception as error:  # noqa: BLE001 - reaches the parent with its traceback
-        kind, trace = type(error).__name__, "".join(traceback.format_exception(error))
-        parent.send({"event": "error", "kind": kind, "message": str(error), "traceback": trace})
-
-
-if __name__ == "__main__":
-    main()
+        found = _measure(spec)
+    except torch.OutOfMemoryError:
+        found = {}  # the runs will halve the budgets
+    parent.send(Measured(tokens_per_s=found))
+    parent.receive()

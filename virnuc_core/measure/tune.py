@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from virnuc_core import provenance
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import Device
-from virnuc_core.engine.messages import resolve_engine
+from virnuc_core.engine.devices import Device, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.results import THRESHOLD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.baseline.crew import FileDone, Phase
 from virnuc_core.baseline.files import (
     Folder,
     assign,
@@ -23,7 +23,8 @@ from virnuc_core.baseline.files import (
     sorted_batches,
     write_fasta,
 )
-from virnuc_core.baseline.scaling import Growth, scale_phase
+from virnuc_core.baseline.run import Phase, scale_phase
+from virnuc_core.engine.messages import FileDone
 from virnuc_core.errors import InputError
 
 lengths = st.lists(st.integers(1, 166), max_size=200)
@@ -140,11 +141,12 @@ def test_merging_refuses_other_rows(tmp_path: Path) -> None:
 
 
 def test_scaling_counts_loads_by_file_and_computing_by_token() -> None:
-    done = (FileDone("a", 1, 500, load_s=10.0, compute_s=3.0), FileDone("b", 2, 500, load_s=12.0, compute_s=5.0))
-    phase = Phase(wall_s=17.0, done=done)
-    growth = Growth(tokens=30.0, rows=30.0, total_rows=30_000, devices=2)  # three files: 10,000 rows each
+    done = (
+        FileDone(file=1, rows=500, load_s=10.0, compute_s=3.0),
+        FileDone(file=2, rows=500, load_s=12.0, compute_s=5.0),
+    )
+    scaled = partial(scale_phase, Phase(wall_s=17.0, done=done), 30.0, total_rows=30_000)  # three files of 10,000 rows
     per_file_s = (3.0 + 5.0) * 30.0 / 3
-    assert scale_phase(phase, growth, load_each_file=True) == pytest.approx(2 * (per_file_s + 11.0))
-    assert scale_phase(phase, growth, load_each_file=False) == pytest.approx(2 * per_file_s + 11.0)
-    one = Growth(tokens=30.0, rows=30.0, total_rows=30_000, devices=1)
-    assert scale_phase(phase, one, load_each_file=True) == pytest.approx(3 * (per_file_s + 11.0))
+    assert scaled(devices=2, load_each_file=True) == pytest.approx(2 * (per_file_s + 11.0))
+    assert scaled(devices=2, load_each_file=False) == pytest.approx(2 * per_file_s + 11.0)
+    assert scaled(devices=1, load_each_file=True) == pytest.approx(3 * (per_file_s + 11.0))

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.baseline.algorithms import Reader, embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
 from virnuc_core.baseline.networks import PaddedEsm2, alibi_slopes, pad
+from virnuc_core.baseline.worker import Reader, embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
 from virnuc_core.encoders.checkpoint import init_random, open_dnabert, open_esm2, open_head
 
 CPU = torch.device("cpu")

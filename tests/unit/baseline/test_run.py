@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,11 +19,13 @@ import pytest
 import torch
 
 from virnuc_core.baseline import run as baseline_run
-from virnuc_core.baseline.algorithms import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
 from virnuc_core.baseline.run import BaselineProgress, fetch, run_baseline
+from virnuc_core.baseline.worker import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
 from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
+from virnuc_core.provenance import read_record
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
@@ -148,8 +151,18 @@ def test_a_finished_baseline_is_reused_and_another_is_not(tmp_path: Path, store:
     assert not run_baseline(run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21)).reused
 
 
+def test_the_record_says_what_the_baseline_was_made_from(
+    vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
+) -> None:
+    written = read_record(vanilla[0])
+    assert written.fingerprints == {"reads": store.fingerprint, **asdict(fingerprint(models))}
+    assert written.model_length == 500
+    assert (vanilla[0].root / written.store).resolve() == store.path.resolve()
+
+
 def test_a_recorded_baseline_writes_its_record_and_no_results(tmp_path: Path, store: OrfStore, models: Path) -> None:
     spec = BaselineSpec(source="recorded", recorded_seconds=12_600, recorded_device="RTX 4090", recorded_devices=2)
+    (tmp_path / "run.json").write_text("of an earlier, measured one")
     summary = run_baseline(RunDir(tmp_path), store.path, models, cores(1), spec)
     assert (summary.source, summary.wall_s, summary.measured_s) == ("recorded", 12_600, None)
     assert [device.name for device in summary.devices] == ["RTX 4090", "RTX 4090"]

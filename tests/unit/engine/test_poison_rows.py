@@ -32,7 +32,7 @@ def settle(search: Search, dies_at: set[int], *, outside_kills: random.Random | 
 @given(st.integers(1, 400), st.data())
 def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject) -> None:
     guilty = set(data.draw(st.lists(st.integers(100, 100 + rows - 1), min_size=1, max_size=3)))
-    task, deaths = settle(Search(ShardTask(7, 100, 100 + rows)), guilty)
+    task, deaths = settle(Search(ShardTask(shard=7, lo=100, hi=100 + rows)), guilty)
     assert set(task.skip) == guilty
     assert (task.lo, task.hi, task.probe) == (100, 100 + rows, False)
     assert deaths <= len(guilty) * (2 * rows.bit_length() + 4)
@@ -41,7 +41,7 @@ def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObj
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
     try:
-        task, _ = settle(Search(ShardTask(7, 0, 64)), set(), outside_kills=random.Random(seed))
+        task, _ = settle(Search(ShardTask(shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed))
     except ShardError:
         return
     assert len(task.skip) <= 1  # two kills in a row of one single-row probe cannot be told from guilt
@@ -49,7 +49,7 @@ def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: in
 
 def test_a_fault_that_no_single_row_shows_is_given_up_by_name() -> None:
     def try_it_ten_times() -> None:
-        search = Search(ShardTask(7, 0, 64))
+        search = Search(ShardTask(shard=7, lo=0, hi=64))
         for _ in range(10):
             task = search.begin("boom")
             while task.probe:

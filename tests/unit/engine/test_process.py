@@ -1,9 +1,8 @@
-"""Children that never outlive their parent: real processes, really killed."""
+"""Worker processes that never outlive their parent: real ones, really killed."""
 
 from __future__ import annotations
 
 import os
-import queue
 import signal
 import subprocess
 import sys
@@ -16,41 +15,65 @@ import psutil
 import pytest
 
 from virnuc_core.engine import process
-from virnuc_core.errors import WorkerError
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.messages import BaselineWorkerSpec, Event, FileTask, RowsDone
+from virnuc_core.errors import InputError, WorkerError
+
+CORE = Device(f"cpu-core-{min(os.sched_getaffinity(0))}", "cpu", "a core", min(os.sched_getaffinity(0)))
+# answers a file's number with as many rows, and starts a process that only a kill of its group can end
+WORKER = """
+import signal, subprocess, sys
+from virnuc_core.engine.messages import RowsDone
+from virnuc_core.errors import InputError
+
+def work(parent, spec):
+    if spec.folder == "stubborn":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    kid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    print("noise from a library")
+    parent.send(RowsDone(rows=kid.pid))
+    while True:
+        file = parent.receive().file
+        if file == 13:
+            raise InputError("unlucky", line=13)
+        parent.send(RowsDone(rows=file))
+"""
+PARENT = """
+import sys, time
+from pathlib import Path
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.messages import BaselineWorkerSpec
+from virnuc_core.engine.process import LocalWorkers
+spec = BaselineWorkerSpec(models="", device=Device(*{device}), folder="stubborn", algorithm="v1")
+workers = LocalWorkers("echo_worker")
+child = workers.start(spec, Path(sys.argv[1]))
+workers.receive(60)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture
-def child_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A child that echoes, and starts a grandchild that only a group kill can end."""
-    (tmp_path / "echo_child.py").write_text(
-        textwrap.dedent(
-            """
-            import subprocess, sys, signal
-            from virnuc_core.engine.process import Parent
-            parent = Parent()
-            if parent.spec.get("stubborn"):
-                signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            kid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-            print("noise from a library")
-            parent.send({"event": "ready", "kid": kid.pid})
-            parent.listen()
-            while True:
-                parent.send({"event": "echo", "said": parent.messages.get()})
-            """
-        )
-    )
+def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process.LocalWorkers]:
+    (tmp_path / "echo_worker.py").write_text(WORKER)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    yield "echo_child"
-    process.end_all_children(1)
+    with process.LocalWorkers("echo_worker") as made:
+        yield made
 
 
-def start(module: str, tmp_path: Path, **spec: object) -> tuple[process.Child, queue.Queue, int]:
-    inbox: queue.Queue = queue.Queue()
-    child = process.spawn(
-        module, spec, name="echo", inbox=inbox, log=tmp_path / "log" / "echo.log", token=process.cancel_token()
-    )
-    _, ready = inbox.get(timeout=20)
-    return child, inbox, ready["kid"]
+def start(workers: process.LocalWorkers, tmp_path: Path, folder: str = "") -> tuple[process.Child, int]:
+    """A worker, and its own child's number."""
+    spec = BaselineWorkerSpec(models="", device=CORE, folder=folder, algorithm="v1")
+    child = workers.start(spec, tmp_path / "log" / "echo.log")
+    said = heard(workers)
+    assert isinstance(said, RowsDone)
+    return child, said.rows
+
+
+def heard(workers: process.LocalWorkers) -> Event:
+    received = workers.receive(30)
+    assert received is not None
+    return received[1]
 
 
 def gone(pid: int, within_s: float = 10) -> bool:
@@ -62,45 +85,57 @@ def gone(pid: int, within_s: float = 10) -> bool:
     return False
 
 
-def test_messages_go_both_ways_and_prints_do_not_garble_them(child_module: str, tmp_path: Path) -> None:
-    child, inbox, _ = start(child_module, tmp_path)
-    child.send({"op": "hello"})
-    assert inbox.get(timeout=10)[1] == {"event": "echo", "said": {"op": "hello"}}
-    assert "noise from a library" in child.last_words()
+def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.LocalWorkers, tmp_path: Path) -> None:
+    child, _ = start(workers, tmp_path)
+    child.send(FileTask(op="merge", file=7))
+    assert heard(workers) == RowsDone(rows=7)
+    assert child.last_words() == "noise from a library"
+    assert psutil.Process(child.pid).cpu_affinity() == [CORE.core]
 
 
-@pytest.mark.parametrize("stubborn", [False, True])
-def test_ending_a_child_takes_its_children_along(child_module: str, tmp_path: Path, stubborn: bool) -> None:
-    child, _, kid = start(child_module, tmp_path, stubborn=stubborn)
+def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers, tmp_path: Path) -> None:
+    child, _ = start(workers, tmp_path)
+    child.send(FileTask(op="merge", file=13))
+    with pytest.raises(InputError, match="line 13: unlucky"):
+        workers.expect({child}, 30)
+
+
+def test_a_worker_that_does_not_move_or_dies_is_an_error(workers: process.LocalWorkers, tmp_path: Path) -> None:
+    child, _ = start(workers, tmp_path)
+    child.progress_s -= 100
+    with pytest.raises(WorkerError, match=f"{CORE.id} has not moved for 60 s"):
+        workers.expect({child}, 60)
+    os.kill(child.pid, signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"status -9\); last words: noise from a library"):
+        workers.expect({child}, 1000)
+
+
+@pytest.mark.parametrize("folder", ["", "stubborn"])
+def test_ending_a_worker_takes_its_children_along(workers: process.LocalWorkers, tmp_path: Path, folder: str) -> None:
+    child, kid = start(workers, tmp_path, folder)
     child.end(grace_s=1)
     assert gone(child.pid)
     assert gone(kid)
 
 
-def test_after_ending_all_no_new_child_of_that_generation_is_started(child_module: str, tmp_path: Path) -> None:
-    token = process.cancel_token()
-    child, _, _ = start(child_module, tmp_path)
+def test_after_ending_all_no_new_worker_is_started(workers: process.LocalWorkers, tmp_path: Path) -> None:
+    child, _ = start(workers, tmp_path)
     assert process.end_all_children(1) == 1
     assert gone(child.pid)
     with pytest.raises(WorkerError, match="interrupted"):
-        process.spawn(child_module, {}, name="late", inbox=queue.Queue(), log=tmp_path / "late.log", token=token)
+        start(workers, tmp_path)
+    assert not process.LocalWorkers("echo_worker").cancelled
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGTERM])
-def test_a_killed_parent_takes_its_child_along(child_module: str, tmp_path: Path, sig: signal.Signals) -> None:
-    program = textwrap.dedent(
-        f"""
-        import queue, pathlib, time
-        from virnuc_core.engine import process
-        inbox = queue.Queue()
-        child = process.spawn("{child_module}", {{"stubborn": True}}, name="e", inbox=inbox,
-                              log=pathlib.Path({str(tmp_path)!r}) / "e.log", token=process.cancel_token())
-        inbox.get()
-        print(child.pid, flush=True)
-        time.sleep(600)
-        """
+def test_a_killed_parent_takes_its_worker_along(
+    workers: process.LocalWorkers, tmp_path: Path, sig: signal.Signals
+) -> None:
+    device = (CORE.id, CORE.kind, CORE.name, CORE.core)
+    program = textwrap.dedent(PARENT).format(device=device)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "e.log")], stdout=subprocess.PIPE, text=True
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, env=os.environ)
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     parent.send_signal(sig)

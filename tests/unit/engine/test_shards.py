@@ -41,7 +41,7 @@ def test_a_plan_covers_every_sequence_once_within_the_size(lengths: list[int], s
 
 
 def test_a_committed_shard_reads_back_and_leaves_no_temporary_file(run: RunDir) -> None:
-    plan = ShardPlan((0, 3, 5), "f")
+    plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     shards.commit(run, plan, 0, result(3))
     again = shards.read_shard(run, plan, 0)
     assert np.array_equal(again.embeddings, result(3).embeddings)
@@ -49,7 +49,7 @@ def test_a_committed_shard_reads_back_and_leaves_no_temporary_file(run: RunDir) 
 
 
 def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
-    plan = ShardPlan((0, 3), "f")
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
     one = shards.commit(RunDir(tmp_path / "a"), plan, 0, result(3)).read_bytes()
     two = shards.commit(RunDir(tmp_path / "b"), plan, 0, result(3)).read_bytes()
     assert one == two
@@ -57,7 +57,7 @@ def test_the_same_result_gives_the_same_bytes(tmp_path: Path) -> None:
 
 def test_a_result_of_the_wrong_length_is_refused(run: RunDir) -> None:
     with pytest.raises(ShardError, match="2 rows for 3 sequences"):
-        shards.commit(run, ShardPlan((0, 3), "f"), 0, result(2))
+        shards.commit(run, ShardPlan(bounds=(0, 3), fingerprint="f"), 0, result(2))
     assert not list(run.root.rglob("*.h5"))
 
 
@@ -67,13 +67,13 @@ def test_a_failed_write_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space"):
-        shards.commit(run, ShardPlan((0, 3), "f"), 0, result(3))
+        shards.commit(run, ShardPlan(bounds=(0, 3), fingerprint="f"), 0, result(3))
     assert list(run.shards.iterdir()) == []
 
 
 @pytest.mark.parametrize("damage", ["truncate", "flip", "empty", "other range", "other run"])
 def test_damage_is_seen_and_the_file_moved_aside(run: RunDir, damage: str) -> None:
-    plan = ShardPlan((0, 3, 5), "f")
+    plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     path = shards.commit(run, plan, 0, result(3))
     shards.commit(run, plan, 1, result(2, seed=1))
     body = bytearray(path.read_bytes())
@@ -85,7 +85,7 @@ def test_damage_is_seen_and_the_file_moved_aside(run: RunDir, damage: str) -> No
         os.replace(shards.shard_path(run, 1), path)
         shards.commit(run, plan, 1, result(2, seed=1))
     elif damage == "other run":
-        shards.commit(run, ShardPlan((0, 3, 5), "g"), 0, result(3))
+        shards.commit(run, ShardPlan(bounds=(0, 3, 5), fingerprint="g"), 0, result(3))
     else:
         with h5py.File(path, "r") as file:
             at = file["embeddings"].id.get_offset()
@@ -99,7 +99,7 @@ def test_damage_is_seen_and_the_file_moved_aside(run: RunDir, damage: str) -> No
 
 
 def test_scores_come_back_in_order_and_nan_means_failed(run: RunDir) -> None:
-    plan = ShardPlan((0, 3, 5), "f")
+    plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     shards.write_plan(run, plan)
     first, second = result(3), result(2, seed=1)
     second.scores[1] = np.nan
@@ -112,7 +112,7 @@ def test_scores_come_back_in_order_and_nan_means_failed(run: RunDir) -> None:
 
 def test_the_virtual_dataset_shows_all_shards_also_after_a_move(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "here")
-    plan = ShardPlan((0, 3, 5), "f")
+    plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     shards.write_plan(run, plan)
     parts = [result(3), result(2, seed=1)]
     for shard, part in enumerate(parts):
@@ -128,7 +128,7 @@ def test_the_virtual_dataset_shows_all_shards_also_after_a_move(tmp_path: Path) 
 def test_the_virtual_dataset_does_not_know_the_time(tmp_path: Path) -> None:
     written = []
     for name in ("a", "b"):
-        run, plan = RunDir(tmp_path / name), ShardPlan((0, 3), "f")
+        run, plan = RunDir(tmp_path / name), ShardPlan(bounds=(0, 3), fingerprint="f")
         shards.write_plan(run, plan)
         shards.commit(run, plan, 0, result(3))
         written.append(shards.write_virtual_embeddings(run).read_bytes())
@@ -138,7 +138,7 @@ def test_the_virtual_dataset_does_not_know_the_time(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", range(0, 64, 8))
 def test_every_single_flipped_bit_of_the_file_is_seen(run: RunDir, start: int) -> None:
-    plan = ShardPlan((0, 3), "f")
+    plan = ShardPlan(bounds=(0, 3), fingerprint="f")
     path = shards.commit(run, plan, 0, result(3))
     whole = path.read_bytes()
     for at in range(start, len(whole), 64):

@@ -54,7 +54,7 @@ def run(tmp_path: Path, models: Path) -> RunDir:
         widths={"dna": 64, "protein": 64},
     )
     write(run.record, record)
-    plan = shards.ShardPlan((*range(0, store.n_uniques, 53), store.n_uniques), "made")
+    plan = shards.ShardPlan(bounds=(*range(0, store.n_uniques, 53), store.n_uniques), fingerprint="made")
     shards.write_plan(run, plan)
     rng = np.random.default_rng(0)
     head = load_head(models, torch.device("cpu"))

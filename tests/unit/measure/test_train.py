@@ -52,7 +52,7 @@ class World:
         rng = np.random.default_rng(0)
         self.embeddings = rng.normal(size=(self.store.n_uniques, WIDTH)).astype(np.float32)
         self.embeddings[:, :8] += signal * (virus[:, None] - 0.5).astype(np.float32)
-        plan = shards.ShardPlan((*range(0, self.store.n_uniques, 97), self.store.n_uniques), "made")
+        plan = shards.ShardPlan(bounds=(*range(0, self.store.n_uniques, 97), self.store.n_uniques), fingerprint="made")
         assert len(plan) > 2
         shards.write_plan(self.run, plan)
         for shard in range(len(plan)):
