@@ -13,12 +13,12 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 .PHONY: help setup demo test test-slow check lint lines sound deploy test-ui test-postgres faults clean
 
 help:
-	@echo "make setup     .venv with the pinned versions        make demo      the whole story in two minutes"
-	@echo "make test      all quick tests                     make check     format, lint, types, tests"
-	@echo "make deploy    deployments to the configured server  make test-ui   the UI in a real browser"
-	@echo "make test-slow workers, cancelling, long runs        make test-postgres   a team's server"
-	@echo "make faults N=200   long kill-and-resume run         make sound     do the pinned versions fit together?"
-	@echo "make lines     size of the source against its budgets"
+	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
+	@echo "make test      the quick tests, about 3 minutes     make test-slow  servers, schedules, many killed runs"
+	@echo "make check     format, lint, types, quick tests     make lines      size of the source and its budgets"
+	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
+	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
+	@echo "make faults N=200   long kill-and-resume run"
 
 setup: $(STAMP)
 
