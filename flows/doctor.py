@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
-import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -45,43 +45,33 @@ def doctor(
         as_json: as JSON
     """
     prepare_prefect()
-    started = time.perf_counter()
-    found = []
-    logging.getLogger("virnuc_core").setLevel(logging.CRITICAL)  # what matters is in the findings
-    for check in _checks(out, models=models, devices=devices, hashed=hashed, computed=compute):
-        for finding in check():
-            found.append(finding)
-            if not as_json:
-                sys.stdout.write(f"{MARKS[finding.verdict]}  {finding.check}: {finding.detail}\n")
-                sys.stdout.flush()
-    failed = sum(finding.verdict == "fail" for finding in found)
-    warned = sum(finding.verdict == "warn" for finding in found)
-    seconds = time.perf_counter() - started
+    asked: list[Callable[[], Iterable[Finding]]] = [  # cheap ones first
+        checks.python_version,
+        checks.packages,
+        partial(checks.tested_versions, CONSTRAINTS),
+        partial(checks.disk, out),
+        checks.shared_memory,
+        partial(checks.file_system, out),
+        checks.locks,
+        prefect_server,
+        checks.driver_and_gpus,
+        partial(checks.weights, models, hashed=hashed),
+        *([partial(checks.compute, devices)] if compute else []),
+    ]
+    started, found = time.perf_counter(), []
+    for finding in itertools.chain.from_iterable(check() for check in asked):
+        found.append(finding)
+        if not as_json:
+            print(f"{MARKS[finding.verdict]}  {finding.check}: {finding.detail}", flush=True)
+    seconds, counts = time.perf_counter() - started, Counter(finding.verdict for finding in found)
+    sound = not counts["fail"]
     if as_json:
-        body = {"sound": not failed, "seconds": round(seconds, 2), "checks": [asdict(finding) for finding in found]}
-        sys.stdout.write(json.dumps(body, indent=2, ensure_ascii=False) + "\n")
+        body = {"sound": sound, "seconds": round(seconds, 2), "checks": [asdict(finding) for finding in found]}
+        print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
-        word = "not sound" if failed else "sound"
-        sys.stdout.write(f"\nThis machine is {word}: {failed} failed, {warned} warnings, {seconds:.1f} s\n")
-    return NOT_SOUND if failed else 0
-
-
-def _checks(
-    out: Path, *, models: Path | None, devices: str, hashed: bool, computed: bool
-) -> Iterator[Callable[[], Iterable[Finding]]]:
-    """Every check, cheap ones first."""
-    yield checks.python_version
-    yield checks.packages
-    yield partial(checks.tested_versions, CONSTRAINTS)
-    yield partial(checks.disk, out)
-    yield checks.shared_memory
-    yield partial(checks.file_system, out)
-    yield checks.locks
-    yield prefect_server
-    yield checks.driver_and_gpus
-    yield partial(checks.weights, models, hashed=hashed)
-    if computed:
-        yield partial(checks.compute, devices)
+        word = "sound" if sound else "not sound"
+        print(f"\nThis machine is {word}: {counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s")
+    return 0 if sound else NOT_SOUND
 
 
 def prefect_server() -> Iterator[Finding]:

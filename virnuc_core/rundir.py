@@ -175,6 +175,18 @@ def _open_shared(path: Path) -> int:
     return handle
 
 
+def device_holder(device: str) -> str | None:
+    """The process that holds a device, in words; None when nobody does."""
+    path = device_lock_path(device)
+    if not path.exists():
+        return None
+    handle = _open_shared(path)
+    try:
+        return None if _try_lock(handle) else _holder(path)
+    finally:
+        os.close(handle)
+
+
 def lock_device(device: str, wait_s: float) -> int:
     """Take a device for this process until it ends; returns the open handle, which must be kept.
 

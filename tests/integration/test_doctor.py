@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
+from flows.doctor import doctor
 from virnuc_core.engine.devices import Device
 from virnuc_core.measure import doctor as checks
 from virnuc_core.measure.doctor import judge, together
@@ -21,21 +22,18 @@ CORE = Device("cpu-core-0", "cpu", "a core", 0)
 OTHER = Device("cpu-core-1", "cpu", "a core", 1)
 
 
-def doctor(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "flows.cli", "doctor", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        env={**{name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}, **environment},
-    )
+@pytest.fixture(autouse=True)
+def _no_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Runs would use the embedded server, and the settings of this process stay as they are."""
+    monkeypatch.setattr("flows.doctor.prepare_prefect", lambda: None)
+    with temporary_settings(updates={PREFECT_API_URL: None, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE: True}):
+        yield
 
 
-def test_a_sound_machine_is_said_to_be_one_line_a_check(tmp_path: Path, models: Path) -> None:
-    done = doctor("-o", tmp_path, "--models", models, "--devices", "cpu:1", "--json")
-    assert done.returncode == 0, done.stdout + done.stderr
-    body = json.loads(done.stdout)
+def test_a_sound_machine_is_said_to_be(tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor(out=tmp_path, models=models, devices="cpu:1", as_json=True)
+    body = json.loads(capsys.readouterr().out)
+    assert code == 0, body
     found = {check["check"]: check for check in body["checks"]}
     for name in ("Python", "packages", "file locks", "commits", "Prefect server", "weights", "weights sha256"):
         assert found[name]["verdict"] == "ok", found[name]
@@ -45,15 +43,15 @@ def test_a_sound_machine_is_said_to_be_one_line_a_check(tmp_path: Path, models: 
     assert body["sound"] is True
 
 
-def test_what_is_wrong_is_named_and_the_exit_code_says_so(tmp_path: Path) -> None:
-    words = ("-o", tmp_path, "--models", tmp_path / "absent", "--no-compute")
-    done = doctor(*words, PREFECT_API_URL="http://127.0.0.1:9/api")
-    assert done.returncode == 1
-    lines = done.stdout.splitlines()
+def test_what_is_wrong_is_named_one_line_a_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}):
+        assert doctor(out=tmp_path, models=tmp_path / "absent", compute=False) == 1
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
     assert any(line.startswith("FAIL  Prefect server: http://127.0.0.1:9/api does not answer") for line in lines)
     assert any(line.startswith("FAIL  weights: ") and "absent" in line for line in lines)
     assert lines[-1].startswith("This machine is not sound: 2 failed")
-    assert done.stderr == ""
+    assert said.err == ""
 
 
 def test_versions_other_than_those_tested_are_a_warning(tmp_path: Path) -> None:
@@ -78,6 +76,7 @@ def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
     """What nvitop tells of a GPU."""
     return SimpleNamespace(
         name=lambda: "a GPU",
+        uuid=lambda: "GPU-of-no-run",
         memory_total=lambda: 80 * checks.GIB,
         memory_free=lambda: free_gib * checks.GIB,
         gpu_utilization=lambda: 0,
@@ -93,10 +92,8 @@ def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
         (gpu(3), "warn", "wants 16 GiB"),
     ],
 )
-def test_a_gpu_that_is_busy_or_full_is_a_warning(
-    seen: SimpleNamespace, verdict: str, said: str, tmp_path: Path
-) -> None:
-    found = checks.gpu_finding("cuda:0", seen, tmp_path / "absent.lock")
+def test_a_gpu_that_is_busy_or_full_is_a_warning(seen: SimpleNamespace, verdict: str, said: str) -> None:
+    found = checks.gpu_finding("cuda:0", seen)
     assert (found.verdict, said in found.detail) == (verdict, True)
 
 

@@ -5,7 +5,7 @@ Each check is a function to one or more `Finding`s. None raises: what cannot be 
 
 from __future__ import annotations
 
-import fcntl
+import logging
 import os
 import platform
 import re
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,7 @@ from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, device_lock_path, run_lock, whole_file
+from virnuc_core.rundir import RunDir, device_holder, device_lock_path, run_lock, whole_file
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
@@ -142,17 +143,17 @@ def driver_and_gpus() -> Iterator[Finding]:
             import nvitop
 
             for number, gpu in enumerate(nvitop.Device.cuda.all()):
-                yield gpu_finding(f"cuda:{number}", gpu, device_lock_path(gpu.uuid()))
+                yield gpu_finding(f"cuda:{number}", gpu)
 
 
-def gpu_finding(name: str, gpu: Any, lock: Path) -> Finding:
+def gpu_finding(name: str, gpu: Any) -> Finding:
     """One GPU, as nvitop tells of it."""
     total, free = int(gpu.memory_total()), int(gpu.memory_free())
     others = [process for process in gpu.processes().values() if process.pid != os.getpid()]
     text = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {gpu.gpu_utilization()} %"
-    holder = lock_holder(lock)
+    holder = device_holder(gpu.uuid())
     if holder is not None:
-        return Finding(name, "warn", f"{text}; a virnuc run holds it (process {holder})")
+        return Finding(name, "warn", f"{text}; a virnuc run holds it ({holder})")
     if others:
         pids = ", ".join(str(process.pid) for process in others[:5])
         return Finding(name, "warn", f"{text}; {len(others)} other processes compute here ({pids})")
@@ -161,25 +162,11 @@ def gpu_finding(name: str, gpu: Any, lock: Path) -> Finding:
     return Finding(name, "ok", text)
 
 
-def lock_holder(path: Path) -> str | None:
-    """The process that holds a device's lock; None when nobody does."""
-    if not path.exists():
-        return None
-    handle = os.open(path, os.O_RDWR)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return path.read_text(encoding="utf-8", errors="replace").strip() or "of unknown number"
-    else:
-        return None
-    finally:
-        os.close(handle)
-
-
 def locks() -> Iterator[Finding]:
     """Devices that virnuc runs of this user hold on this machine."""
     folder = device_lock_path("any").parent
-    held = [f"{path.stem} (process {who})" for path in sorted(folder.glob("*.lock")) if (who := lock_holder(path))]
+    names = sorted(path.stem for path in folder.glob("*.lock"))
+    held = [f"{name} ({holder})" for name in names if (holder := device_holder(name))]
     yield Finding("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
 
 
@@ -275,7 +262,7 @@ def compute(devices: str) -> Iterator[Finding]:
     except VirnucError as error:
         yield Finding("compute", "fail", str(error))
         return
-    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name:
+    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, _no_log():
         folder = Path(name)
         store, models, scores = folder / "orfs.h5", folder / "models", []
         init_random(models, model_length=LENGTH, seed=SEED)
@@ -292,6 +279,18 @@ def compute(devices: str) -> Iterator[Finding]:
             scores.append((device, answer))
             yield judge(device, reference, answer)
     yield from together(scores)
+
+
+@contextmanager
+def _no_log() -> Iterator[None]:
+    """What matters of these runs is in the findings."""
+    logger = logging.getLogger("virnuc_core")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def judge(device: Device, reference: Scores, answer: Scores) -> Finding:

@@ -16,29 +16,25 @@ import hashlib
 import io
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
-from pydantic.dataclasses import dataclass as checked
-
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.provenance import now
 from virnuc_core.rundir import write_text_whole
+from virnuc_core.runfiles import RunFile, RunSummary, read_usable, write
 
-FateName = Literal["predicted", "failed"]
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
 
 
-@checked(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
-class Fate:
+class Fate(RunFile):
     """What became of one content."""
 
     sha256: str
-    fate: FateName
+    fate: Literal["predicted", "failed"]
     file: str  # the file it was predicted from
     run: str  # run directory, relative to OUT
     when: str
@@ -47,8 +43,7 @@ class Fate:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(RunFile):
     """One file of the inbox, as inbox.tsv shows it."""
 
     file: str  # relative to the inbox
@@ -61,9 +56,12 @@ class Row:
     viral: str = ""
     note: str = ""
 
+    def but(self, fate: RowFate, note: str) -> Row:
+        """The row with another fate."""
+        return self.model_copy(update={"fate": fate, "note": note})
 
-_FATE: Final = TypeAdapter(Fate)
-_COLUMNS: Final = tuple(field.name for field in fields(Row))
+
+COLUMNS: Final = tuple(Row.model_fields)
 
 
 class Ledger:
@@ -104,11 +102,12 @@ class Ledger:
 
     def _row(self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float) -> Row:
         name, status = str(path.relative_to(self.inbox)), path.stat()
-        row = Row(name, "", status.st_size, status.st_mtime_ns, "arriving")
+        size, mtime_ns = status.st_size, status.st_mtime_ns
         if status.st_mtime > settled_before:
-            return row
-        sha256 = known.get((name, status.st_size, status.st_mtime_ns)) or _digest(path)
-        return _with_fate(replace(row, sha256=sha256, fate="waiting"), self.fate(sha256))
+            return Row(file=name, sha256="", size=size, mtime_ns=mtime_ns, fate="arriving")
+        sha256 = known.get((name, size, mtime_ns)) or _digest(path)
+        row = Row(file=name, sha256=sha256, size=size, mtime_ns=mtime_ns, fate="waiting")
+        return _with_fate(row, self.fate(sha256))
 
     @staticmethod
     def _mark_duplicates(rows: list[Row]) -> list[Row]:
@@ -120,24 +119,47 @@ class Ledger:
         for row in rows:
             twin = first.get(row.sha256)
             same = not row.sha256 or twin is None or twin == row.file
-            marked.append(row if same else replace(row, fate="duplicate", note=f"same content as {twin}"))
+            marked.append(row if same else row.but("duplicate", f"same content as {twin}"))
         return marked
+
+    def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
+        """Whether a file waits for its fate."""
+        return row.fate == "waiting" or (row.fate == "failed" and retry_failed)
+
+    def work(self, row: Row, predict: Callable[[Row, Path], RunSummary], *, retry_failed: bool) -> Row:
+        """The row with its new fate; `predict` takes the row and its run directory.
+
+        Only what is wrong with the file itself (`InputError`) is its fate; any other failure of `predict` is raised.
+        """
+        with self.claim(row.sha256) as mine:
+            if not mine:
+                return row.but("busy", "another run predicts it")
+            known = self.fate(row.sha256)
+            if known is None or (known.fate == "failed" and retry_failed):  # else an overlapping run was faster
+                known = self._predict(row, predict)
+                self.record(known)
+            return _with_fate(row, known)
+
+    def _predict(self, row: Row, predict: Callable[[Row, Path], RunSummary]) -> Fate:
+        run = self.run_of(row.sha256)
+        fate = Fate(sha256=row.sha256, fate="predicted", file=row.file, run=str(run.relative_to(self.out)), when=now())
+        try:
+            found = predict(row, run)
+        except InputError as error:
+            return fate.model_copy(update={"fate": "failed", "when": now(), "error": str(error)})
+        return fate.model_copy(update={"when": now(), "reads": found.n_reads, "viral": found.fates["viral"]})
 
     def fate(self, sha256: str) -> Fate | None:
         """The fate of a content; None while unknown. Errors: `ConfigError` names a fate file that cannot be read."""
         path = self.out / "fates" / f"{sha256}.json"
-        try:
-            return _FATE.validate_json(path.read_bytes())
-        except FileNotFoundError:
-            return None
-        except ValidationError as error:
-            raise ConfigError(
-                f"{path}: not a fate this version can read; remove it to predict that file anew"
-            ) from error
+        found, problems = read_usable(path, Fate)
+        if problems:
+            raise ConfigError(f"{path}: not a fate this version can read; remove it to predict that file anew")
+        return found
 
     def record(self, fate: Fate) -> None:
         """Write a fate down."""
-        write_text_whole(self.out / "fates" / f"{fate.sha256}.json", _FATE.dump_json(fate, indent=2).decode() + "\n")
+        write(self.out / "fates" / f"{fate.sha256}.json", fate)
 
     @contextmanager
     def claim(self, sha256: str) -> Iterator[bool]:
@@ -152,20 +174,19 @@ class Ledger:
         except FileNotFoundError:
             return []
         reader = csv.DictReader(io.StringIO(text), delimiter="\t")
-        if tuple(reader.fieldnames or ()) != _COLUMNS:
+        if tuple(reader.fieldnames or ()) != COLUMNS:
             return []
-        adapter = TypeAdapter(Row)
-        return [adapter.validate_python(row) for row in reader]
+        return [Row.model_validate(row) for row in reader]
 
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
         with _locked(self.out / "claims" / "inbox.tsv.lock", wait=True):
             here = {row.file for row in rows}
-            gone = [replace(row, fate="gone") for row in self.read_table() if row.file not in here]
+            gone = [row.model_copy(update={"fate": "gone"}) for row in self.read_table() if row.file not in here]
             text = io.StringIO()
-            writer = csv.DictWriter(text, _COLUMNS, delimiter="\t", lineterminator="\n")
+            writer = csv.DictWriter(text, COLUMNS, delimiter="\t", lineterminator="\n")
             writer.writeheader()
-            writer.writerows(asdict(self._refreshed(row)) for row in [*rows, *gone])
+            writer.writerows(self._refreshed(row).model_dump() for row in [*rows, *gone])
             write_text_whole(self.table, text.getvalue())
 
     def _refreshed(self, row: Row) -> Row:
@@ -179,10 +200,10 @@ def _with_fate(row: Row, fate: Fate | None) -> Row:
     if fate is None:
         return row
     reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
-    known = replace(row, run=fate.run, reads=reads, viral=viral)
+    known = row.model_copy(update={"run": fate.run, "reads": reads, "viral": viral})
     if fate.file != row.file:
-        return replace(known, fate="duplicate", note=f"same content as {fate.file}")
-    return replace(known, fate=fate.fate, note=fate.error or "")
+        return known.but("duplicate", f"same content as {fate.file}")
+    return known.but(fate.fate, fate.error or "")
 
 
 def _digest(path: Path) -> str:

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import time
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -97,22 +98,15 @@ class Split:
     label: NDArray[np.int64]
 
 
-class _Mlp(nn.Module):
+def _network(shape: HeadShape, dropout: float) -> nn.Sequential:
     """The head while it learns; its tensors bear the names of the head file."""
-
-    def __init__(self, shape: HeadShape, dropout: float) -> None:
-        super().__init__()
-        self.hidden_layer = nn.Linear(shape.width, shape.hidden)
-        self.bn1 = nn.BatchNorm1d(shape.hidden, eps=shape.norm_eps)
-        self.dropout = nn.Dropout(dropout)
-        self.output_layer = nn.Linear(shape.hidden, len(CLASSES))
-        for layer in (self.hidden_layer, self.output_layer):
-            nn.init.xavier_uniform_(layer.weight)
-            nn.init.zeros_(layer.bias)
-
-    def forward(self, features: Tensor) -> Tensor:
-        out: Tensor = self.output_layer(self.dropout(torch.relu(self.bn1(self.hidden_layer(features)))))
-        return out
+    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
+    for layer in (hidden, output):
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    norm = nn.BatchNorm1d(shape.hidden, eps=shape.norm_eps)
+    parts = {"hidden_layer": hidden, "bn1": norm, "relu": nn.ReLU(), "dropout": nn.Dropout(dropout)}
+    return nn.Sequential(OrderedDict({**parts, "output_layer": output}))
 
 
 def read_truth(path: Path) -> Truth:
@@ -261,7 +255,7 @@ def train_head(
     )
     with torch.random.fork_rng(devices=[]), _few_threads(spec.batch_rows * shape.width * shape.hidden):
         torch.manual_seed(seed)
-        network = _Mlp(shape, spec.dropout)
+        network = _network(shape, spec.dropout)
         epochs, best_epoch, loss = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
     with torch.inference_mode():
         virus = torch.softmax(network(features[2]), dim=-1)[:, 1]
@@ -293,7 +287,7 @@ def _few_threads(products: int) -> Iterator[None]:
 
 
 def _fit(
-    network: _Mlp, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], spec: TrainSpec
+    network: nn.Module, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], spec: TrainSpec
 ) -> tuple[int, int, float]:
     """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss.
 
@@ -318,7 +312,7 @@ def _fit(
     return epoch, best_epoch, best_loss
 
 
-def _epoch(network: _Mlp, optimiser: torch.optim.SGD, features: Tensor, labels: Tensor, batch_rows: int) -> None:
+def _epoch(network: nn.Module, optimiser: torch.optim.SGD, features: Tensor, labels: Tensor, batch_rows: int) -> None:
     network.train()
     for batch in torch.randperm(len(features)).split(batch_rows):
         if len(batch) < 2:
@@ -341,7 +335,7 @@ def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
     return float((rank[label == 1].sum() - virus * (virus + 1) / 2) / (virus * others))
 
 
-def _write_head(network: _Mlp, shape: HeadShape, folder: Path) -> None:
+def _write_head(network: nn.Module, shape: HeadShape, folder: Path) -> None:
     """Weights before sizes: a folder with a config has its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()

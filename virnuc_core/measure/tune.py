@@ -21,11 +21,11 @@ from numpy.typing import NDArray
 from virnuc_core import provenance
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import Device, resolve_engine
+from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.results import THRESHOLD
-from virnuc_core.rundir import RunDir, lock_device, run_lock, whole_file, write_text_whole
+from virnuc_core.rundir import RunDir, device_holder, run_lock, whole_file, write_text_whole
 from virnuc_core.runfiles import read_usable, write
 
 SCHEMA_VERSION: Final = 1
@@ -218,8 +218,8 @@ class Sweep:
             measured = measure(job, sample_s=self.bench.sample_s)
             scores = shards.read_scores(run)[0]
         except (ConfigError, DeviceError, ShardError) as error:
-            if isinstance(error, DeviceError) and _taken(job.devices):
-                raise
+            if isinstance(error, DeviceError) and any(device_holder(device.id) for device in job.devices):
+                raise  # another run has it: nothing has been said about these settings
             return str(error)
         finally:
             shutil.rmtree(run.shards, ignore_errors=True)  # the embeddings of every trial would fill the disk
@@ -299,14 +299,3 @@ def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) 
     apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b)))
     turned = alone | ((a >= THRESHOLD) != (b >= THRESHOLD))
     return float(apart.max(initial=0.0)), int(turned.sum())
-
-
-def _taken(devices: Sequence[Device]) -> bool:
-    """Whether another run holds a device: then nothing has been said about these settings."""
-    for device in devices:
-        if device.kind == "cuda":
-            try:
-                os.close(lock_device(device.id, 0.0))
-            except DeviceError:
-                return True
-    return False

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.measure.inbox import Fate, Ledger
+from virnuc_core.measure.inbox import Fate, Ledger, Row
+from virnuc_core.runfiles import RunSummary
 
 OLD = 1_700_000_000
 
@@ -33,7 +34,15 @@ def fates(ledger: Ledger, **options: float) -> dict[str, str]:
 
 def predicted(ledger: Ledger, file: str) -> Fate:
     row = next(row for row in ledger.scan(settle_s=0) if row.file == file)
-    fate = Fate(row.sha256, "predicted", file, f"runs/{row.sha256[:16]}", "2026-01-01T00:00:00+00:00", 10, 3)
+    fate = Fate(
+        sha256=row.sha256,
+        fate="predicted",
+        file=file,
+        run="runs/x",
+        when="2026-01-01T00:00:00+00:00",
+        reads=10,
+        viral=3,
+    )
     ledger.record(fate)
     return fate
 
@@ -113,6 +122,31 @@ def test_the_table_of_an_overlapping_run_shows_the_fate_found_meanwhile(ledger: 
     predicted(Ledger(ledger.inbox, ledger.out), "a.fa")
     ledger.write_table(rows)
     assert ledger.read_table()[0].fate == "predicted"
+
+
+def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    [waiting] = ledger.scan(settle_s=0)
+    asked: list[Path] = []
+
+    def broken(row: Row, run: Path) -> RunSummary:
+        asked.append(run)
+        raise InputError("no reads", file=ledger.inbox / row.file)
+
+    def full_disk(row: Row, run: Path) -> RunSummary:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        ledger.work(waiting, full_disk, retry_failed=False)
+    failed = ledger.work(waiting, broken, retry_failed=False)
+    assert (failed.fate, "no reads" in failed.note, asked) == ("failed", True, [ledger.run_of(waiting.sha256)])
+    assert [ledger.wants_work(failed, retry_failed=again) for again in (False, True)] == [False, True]
+    assert ledger.work(waiting, broken, retry_failed=False) == failed, "another run was faster"
+    summary = RunSummary(n_reads=1, fates={"viral": 1})
+    done = ledger.work(failed, lambda row, run: summary, retry_failed=True)
+    assert (done.fate, done.reads, done.viral, done.note) == ("predicted", "1", "1", "")
+    with Ledger(ledger.inbox, ledger.out).claim(done.sha256):
+        assert ledger.work(waiting, broken, retry_failed=False).fate == "busy"
 
 
 def test_a_fate_file_that_cannot_be_read_is_named(ledger: Ledger) -> None:
