@@ -9,8 +9,8 @@ from prefect.client.schemas.objects import State
 from tasks.artifacts import publish_table
 from tasks.step import done, step
 from tasks.tables import percent, rows_of
-from virnuc_core.report.bitwise import bitwise, cosines
 from virnuc_core.report.build import write_comparisons
+from virnuc_core.report.compare import bitwise, cosines
 from virnuc_core.report.compare import compare as hold
 from virnuc_core.report.model import Comparison
 from virnuc_core.report.verify import dna_width

@@ -1,4 +1,4 @@
-"""Two results held against each other: labels, scores, embeddings, bytes.
+"""Two results held against each other: labels and scores joined by id, embeddings by cosine, files byte for byte.
 
 Results are joined by id, never by position, and an id that only one side has is a disagreement. Files of the original
 (two columns in the consensus file), of its successor (four columns) and run directories are all read. Results of
@@ -9,37 +9,42 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import h5py
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.report.model import Comparison, LabelAgreement, ScoreDifference
+from virnuc_core.report.model import BitwiseEquality, Comparison, CosineStats, LabelAgreement, ScoreDifference
 from virnuc_core.rundir import RunDir
 
 Mode = Literal["both", "frame", "consensus"]
 
-FRAMES_FILE: Final = "prediction_results.txt"
-CONSENSUS_FILE: Final = "prediction_results_highestscore.csv"
-FRAME_LABELS: Final = ("others", "virus")
 CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
 EXAMPLES: Final = 5
 MUST_MATCH: Final = ("head", "model length", "reads")
+RESULT_FILES: Final = ("predictions", "consensus", "reads_table", "failed_rows")
+NAMED: Final = 8  # things that differ; of more, their number is said
+BLOCK_ROWS: Final = 8_192
+BLOCK_BYTES: Final = 1 << 20
+
+
+# --- reading results -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class ResultSide:
-    """One side of a comparison: the files it has, and what is known of how they were made."""
+    """One side of a comparison: the files it has, and the run directory it is or lies in."""
 
     name: str
     frames: Path | None
     consensus: Path | None
-    run: Path | None  # run directory, when the side is one or lies in one
+    run: Path | None
 
 
 def open_side(path: Path, name: str | None = None) -> ResultSide:
@@ -47,18 +52,15 @@ def open_side(path: Path, name: str | None = None) -> ResultSide:
 
     Raises `InputError` when there is nothing to compare.
     """
+    folder = RunDir(path if path.is_dir() else path.parent)
+    run = folder.root if folder.record.is_file() else None
     if path.is_dir():
-        frames, consensus = path / FRAMES_FILE, path / CONSENSUS_FILE
-        if not frames.is_file() and not consensus.is_file():
-            raise InputError(f"neither {FRAMES_FILE} nor {CONSENSUS_FILE} is in this folder", file=path)
-        return ResultSide(
-            name or path.name,
-            frames if frames.is_file() else None,
-            consensus if consensus.is_file() else None,
-            path if RunDir(path).record.is_file() else None,
-        )
+        frames, consensus = (file if file.is_file() else None for file in (folder.predictions, folder.consensus))
+        if frames is None and consensus is None:
+            names = f"neither {folder.predictions.name} nor {folder.consensus.name}"
+            raise InputError(f"{names} is in this folder", file=path)
+        return ResultSide(name or path.name, frames, consensus, run)
     header = _header(path)
-    run = path.parent if RunDir(path.parent).record.is_file() else None
     if "Sequence_ID" in header:
         return ResultSide(name or path.name, path, None, run)
     if "Modified_ID" in header:
@@ -76,37 +78,25 @@ def _header(path: Path) -> list[str]:
 
 def load_frames(path: Path) -> pd.DataFrame:
     """Rows of `prediction_results.txt`: `id`, `virus` (bool), `score1`, `score2` (float64; NaN where not a number)."""
-    frame = _load(path, ["Sequence_ID", "Prediction", "score1", "score2"], scores=("score1", "score2"))
-    labels = frame["Prediction"]
-    unknown = ~labels.isin(FRAME_LABELS)
-    if unknown.any():
-        place = int(np.flatnonzero(unknown.to_numpy())[0])
-        raise InputError(f"label '{labels.iloc[place]}' is neither virus nor others", file=path, line=place + 2)
-    return pd.DataFrame(
-        {
-            "id": frame["Sequence_ID"],
-            "virus": (labels == "virus").to_numpy(),
-            "score1": frame["score1"].to_numpy(),
-            "score2": frame["score2"].to_numpy(),
-        }
-    )
+    found = _load(path, ("Sequence_ID", "Prediction"), ("score1", "score2"))
+    return _labelled(path, found, {"virus": True, "others": False}, "label '{}' is neither virus nor others")
 
 
 def load_consensus(path: Path) -> pd.DataFrame:
     """Chunks of the consensus file: `id`, `virus`, and `score1`, `score2` where the file has four columns."""
-    header = _header(path)
-    wanted = ["Modified_ID", "Is_Virus"]
-    scores = ("max_score_0", "max_score_1") if {"max_score_0", "max_score_1"} <= set(header) else ()
-    frame = _load(path, [*wanted, *scores], scores=scores)
-    labels = frame["Is_Virus"]
-    unknown = ~labels.isin(("True", "False"))
-    if unknown.any():
-        place = int(np.flatnonzero(unknown.to_numpy())[0])
-        raise InputError(f"Is_Virus is '{labels.iloc[place]}', neither True nor False", file=path, line=place + 2)
-    columns: dict[str, Any] = {"id": frame["Modified_ID"], "virus": (labels == "True").to_numpy()}
-    for column, name in zip(("score1", "score2"), scores, strict=False):
-        columns[column] = frame[name].to_numpy()
-    return pd.DataFrame(columns)
+    scores = ("max_score_0", "max_score_1")
+    found = _load(path, ("Modified_ID", "Is_Virus"), scores if set(scores) <= set(_header(path)) else ())
+    return _labelled(path, found, {"True": True, "False": False}, "Is_Virus is '{}', neither True nor False")
+
+
+def _labelled(path: Path, found: pd.DataFrame, labels: Mapping[str, bool], problem: str) -> pd.DataFrame:
+    """The table under common names; `InputError` names the first line with another label."""
+    found.columns = pd.Index(("id", "virus", "score1", "score2")[: found.shape[1]])
+    virus = found["virus"].map(labels)
+    if virus.isna().any():
+        place = int(np.flatnonzero(virus.isna().to_numpy())[0])
+        raise InputError(problem.format(found["virus"].iloc[place]), file=path, line=place + 2)
+    return found.assign(virus=virus.astype(np.bool_))
 
 
 def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
@@ -114,164 +104,33 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
 
     Chunks come in the order of their first row. A frame's id ends in two letters for its frame.
     """
-    chunk = frames["id"].str.slice(stop=-2)
-    best = frames.groupby(chunk, sort=False)[["score1", "score2"]].max()
-    return pd.DataFrame(
-        {
-            "id": best.index.to_numpy(),
-            "virus": (best["score2"] >= best["score1"]).to_numpy(),
-            "score1": best["score1"].to_numpy(),
-            "score2": best["score2"].to_numpy(),
-        }
-    )
+    best = frames.groupby(frames["id"].str.slice(stop=-2), sort=False)[["score1", "score2"]].max().reset_index()
+    return best.assign(virus=best["score2"] >= best["score1"])
 
 
-def _load(path: Path, columns: Sequence[str], scores: Sequence[str]) -> pd.DataFrame:
+def _load(path: Path, texts: Sequence[str], scores: Sequence[str] = ()) -> pd.DataFrame:
+    """The columns asked for, in that order; scores as float64, all else as text."""
+    columns = [*texts, *scores]
     missing = [name for name in columns if name not in _header(path)]
     if missing:
         raise InputError(f"no column {', '.join(missing)}; columns are separated by tabs", file=path, line=1)
-    texts = [name for name in columns if name not in scores]
     try:
         return pd.read_csv(
             path,
             sep="\t",
-            usecols=list(columns),
+            usecols=columns,
             dtype={**dict.fromkeys(texts, "str"), **dict.fromkeys(scores, "float64")},
             keep_default_na=False,
             na_values={name: ["", "nan", "NaN"] for name in scores},
             quoting=csv.QUOTE_NONE,
             encoding="utf-8",
             encoding_errors="surrogateescape",
-        )
+        )[columns]
     except (ValueError, pd.errors.ParserError) as error:
         raise InputError(f"not a table of results ({error})", file=path) from error
 
 
-def _keys(ids: pd.Series[str]) -> pd.Index[str]:
-    """Ids made unique: the second row of an id, and each further one, bears its number."""
-    if not ids.duplicated().any():
-        return pd.Index(ids)
-    number = ids.groupby(ids, sort=False).cumcount()
-    return pd.Index(ids.where(number == 0, ids + "\x00" + number.astype(str)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Join:
-    """Positions of partners: `a[i]` and `b[i]` bear the same id."""
-
-    a: NDArray[np.intp]
-    b: NDArray[np.intp]
-    only_a: NDArray[np.intp]
-    only_b: NDArray[np.intp]
-
-
-def _join(ids_a: pd.Series[str], ids_b: pd.Series[str]) -> _Join:
-    none = np.empty(0, dtype=np.intp)
-    if len(ids_a) == len(ids_b) and (ids_a.to_numpy() == ids_b.to_numpy()).all():
-        every = np.arange(len(ids_a), dtype=np.intp)
-        return _Join(every, every, none, none)
-    partner = _keys(ids_a).get_indexer(_keys(ids_b))  # for each row of b its row in a, or -1
-    found = partner >= 0
-    lonely = np.ones(len(ids_a), dtype=np.bool_)
-    lonely[partner[found]] = False
-    return _Join(partner[found], np.flatnonzero(found), np.flatnonzero(lonely), np.flatnonzero(~found))
-
-
-def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreement:
-    """Join two loaded results by id and count. Score differences are of `score2`, where both sides have scores."""
-    join = _join(a["id"], b["id"])
-    virus_a, virus_b = a["virus"].to_numpy()[join.a], b["virus"].to_numpy()[join.b]
-    same = virus_a == virus_b
-    total = len(join.a) + len(join.only_a) + len(join.only_b)
-    return LabelAgreement(
-        in_both=len(join.a),
-        only_in_a=len(join.only_a),
-        only_in_b=len(join.only_b),
-        agreeing=int(same.sum()),
-        agreement=float(same.sum()) / total if total else None,
-        score=_score_difference(a, b, join, tolerance),
-        examples=_examples(a, b, join, np.flatnonzero(~same)),
-    )
-
-
-def _score_difference(a: pd.DataFrame, b: pd.DataFrame, join: _Join, tolerance: float) -> ScoreDifference | None:
-    if "score2" not in a or "score2" not in b or not len(join.a):
-        return None
-    pairs = [(a[name].to_numpy()[join.a], b[name].to_numpy()[join.b]) for name in ("score1", "score2")]
-    difference = np.abs(pairs[1][0] - pairs[1][1])
-    if np.isnan(difference).any() or np.isnan(pairs[0][0] - pairs[0][1]).any():
-        return None  # a score that is no number cannot be near another
-    return ScoreDifference(
-        n=len(difference),
-        mean=float(difference.mean()),
-        median=float(np.median(difference)),
-        p99=float(np.percentile(difference, 99)),
-        max=float(difference.max()),
-        tolerance=tolerance,
-        share_within_tolerance=float((difference <= tolerance).mean()),
-        allclose=all(np.allclose(x, y, rtol=CLOSE, atol=CLOSE) for x, y in pairs),
-    )
-
-
-def _examples(a: pd.DataFrame, b: pd.DataFrame, join: _Join, differing: NDArray[np.intp]) -> tuple[str, ...]:
-    words = {True: "virus", False: "others"}
-    found = []
-    for place in differing[:EXAMPLES].tolist():
-        left, right = a.iloc[join.a[place]], b.iloc[join.b[place]]
-        found.append(f"{left['id']}: {words[bool(left['virus'])]} / {words[bool(right['virus'])]}")
-    found += [f"{a['id'].iloc[place]}: only in a" for place in join.only_a[:EXAMPLES].tolist()]
-    found += [f"{b['id'].iloc[place]}: only in b" for place in join.only_b[:EXAMPLES].tolist()]
-    return tuple(text.encode("utf-8", "replace").decode() for text in found[:EXAMPLES])
-
-
-def provenance(run: Path | None) -> dict[str, str]:
-    """What must be alike for two results to be comparable, as far as the run record tells."""
-    if run is None:
-        return {}
-    try:
-        body = json.loads(RunDir(run).record.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"not a readable run record ({error})", file=RunDir(run).record) from error
-    prints = body.get("fingerprints") or {}
-    known = {"head": prints.get("head"), "reads": prints.get("reads"), "model length": body.get("model_length")}
-    return {name: str(value) for name, value in known.items() if value is not None}
-
-
-def refuse_unlike(a: ResultSide, b: ResultSide) -> None:
-    """Raise `RunMismatchError` naming what differs when the two were made with another head, S or other reads."""
-    left, right = provenance(a.run), provenance(b.run)
-    differing = [
-        f"{name} ({a.name}: {_brief(left[name])}, {b.name}: {_brief(right[name])})"
-        for name in MUST_MATCH
-        if name in left and name in right and left[name] != right[name]
-    ]
-    if differing:
-        raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(differing)}")
-
-
-def _brief(value: str) -> str:
-    return value if len(value) <= 16 else f"{value[:12]}…"
-
-
-def cut_to_reads(frame: pd.DataFrame, reads: set[str], *, frame_letters: int) -> pd.DataFrame:
-    """The rows whose read is in `reads`; ids end in `_chunk_<n>` and `frame_letters` letters."""
-    stem = frame["id"].str.slice(stop=-frame_letters) if frame_letters else frame["id"]
-    read = stem.str.replace(r"_chunk_\d+$", "", regex=True)
-    return frame[read.isin(reads)].reset_index(drop=True)
-
-
-def reads_of(side: ResultSide) -> set[str]:
-    """The reads a side covers: those of its reads.tsv, else those with a row in its files."""
-    beside = (side.frames or side.consensus or Path()).parent / RunDir(Path()).reads_table.name
-    if beside.is_file():
-        return set(_load(beside, ["id"], scores=())["id"])
-    if side.frames is not None:
-        stems = load_frames(side.frames)["id"].str.slice(stop=-2)
-    elif side.consensus is not None:
-        stems = load_consensus(side.consensus)["id"]
-    else:
-        return set()
-    return set(stems.str.replace(r"_chunk_\d+$", "", regex=True))
+# --- labels and scores -----------------------------------------------------------------------------------------------
 
 
 def compare(
@@ -291,49 +150,249 @@ def compare(
     """
     side_a, side_b = open_side(a, names and names[0]), open_side(b, names and names[1])
     refuse_unlike(side_a, side_b)
-    subset = reads_of(side_a) if subset_of_a else None
-    frames = None if mode == "consensus" else _compare_frames(side_a, side_b, tolerance, subset)
-    votes = None if mode == "frame" else _compare_consensus(side_a, side_b, tolerance, subset)
-    if frames is None and votes is None:
+    subset = _reads_of(side_a) if subset_of_a else None
+    parts: dict[str, LabelAgreement] = {}
+    for part, load in (("frames", _frames_of), ("consensus", _consensus_of)):
+        if mode != "both" and not part.startswith(mode):
+            continue
+        left, right = load(side_a), load(side_b)
+        if left is None or right is None:
+            continue
+        if subset is not None:
+            right = right[_read_ids(right["id"], part).isin(subset)].reset_index(drop=True)
+        parts[part] = agreement(left, right, tolerance)
+    if not parts:
         raise InputError(f"{a} and {b} have no kind of result in common; mode is '{mode}'")
-    return Comparison(
-        a=side_a.name,
-        b=side_b.name,
-        tolerance=tolerance,
-        subset_reads=None if subset is None else len(subset),
-        frames=frames,
-        consensus=votes,
-    )
+    covered = None if subset is None else len(subset)
+    return Comparison(a=side_a.name, b=side_b.name, tolerance=tolerance, subset_reads=covered, **parts)
 
 
-def _compare_frames(a: ResultSide, b: ResultSide, tolerance: float, subset: set[str] | None) -> LabelAgreement | None:
-    if a.frames is None or b.frames is None:
-        return None
-    left, right = load_frames(a.frames), load_frames(b.frames)
-    if subset is not None:
-        right = cut_to_reads(right, subset, frame_letters=2)
-    return agreement(left, right, tolerance)
+def _frames_of(side: ResultSide) -> pd.DataFrame | None:
+    return None if side.frames is None else load_frames(side.frames)
 
 
-def _compare_consensus(
-    a: ResultSide, b: ResultSide, tolerance: float, subset: set[str] | None
-) -> LabelAgreement | None:
-    left, right = votes_of(a), votes_of(b)
-    if left is None or right is None:
-        return None
-    if subset is not None:
-        right = cut_to_reads(right, subset, frame_letters=0)
-    return agreement(left, right, tolerance)
-
-
-def votes_of(side: ResultSide) -> pd.DataFrame | None:
+def _consensus_of(side: ResultSide) -> pd.DataFrame | None:
     """A side's consensus: its file, else derived from its frames."""
     if side.consensus is not None:
         return load_consensus(side.consensus)
     return None if side.frames is None else derive_consensus(load_frames(side.frames))
 
 
+def _read_ids(ids: pd.Series[str], part: str) -> pd.Series[str]:
+    """Reads of rows: ids end in `_chunk_<n>`, and those of frames in two more letters."""
+    chunks = ids.str.slice(stop=-2) if part == "frames" else ids
+    return chunks.str.replace(r"_chunk_\d+$", "", regex=True)
+
+
+def _reads_of(side: ResultSide) -> set[str]:
+    """The reads a side covers: those of its reads.tsv, else those with a row in its files."""
+    beside = RunDir((side.frames or side.consensus or Path()).parent).reads_table
+    if beside.is_file():
+        return set(_load(beside, ("id",))["id"])
+    frames, votes = _frames_of(side), _consensus_of(side)
+    rows, part = (votes, "consensus") if frames is None else (frames, "frames")
+    return set() if rows is None else set(_read_ids(rows["id"], part))
+
+
+def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreement:
+    """Join two loaded results by id and count. Score differences are of `score2`, where both sides have scores."""
+    # for each row of b its row in a, or -1; runs of the same reads have the same ids in the same order
+    same_ids = a["id"].equals(b["id"])
+    partner = np.arange(len(a)) if same_ids else _keys(a["id"]).get_indexer(_keys(b["id"]))
+    both = partner >= 0
+    left, right = a.iloc[partner[both]], b[both]
+    only_a, only_b = a[~np.isin(np.arange(len(a)), partner)], b[~both]
+    same = left["virus"].to_numpy() == right["virus"].to_numpy()
+    total = len(left) + len(only_a) + len(only_b)
+    return LabelAgreement(
+        in_both=len(left),
+        only_in_a=len(only_a),
+        only_in_b=len(only_b),
+        agreeing=int(same.sum()),
+        agreement=float(same.sum()) / total if total else None,
+        score=_score_difference(left, right, tolerance),
+        examples=_examples(left[~same], right[~same], only_a, only_b),
+    )
+
+
+def _keys(ids: pd.Series[str]) -> pd.Index[str]:
+    """Ids made unique: the second row of an id, and each further one, bears its number."""
+    if not ids.duplicated().any():
+        return pd.Index(ids)
+    number = ids.groupby(ids, sort=False).cumcount()
+    return pd.Index(ids.where(number == 0, ids + "\x00" + number.astype(str)))
+
+
+def _score_difference(left: pd.DataFrame, right: pd.DataFrame, tolerance: float) -> ScoreDifference | None:
+    if "score2" not in left or "score2" not in right or not len(left):
+        return None
+    scores_a, scores_b = (side[["score1", "score2"]].to_numpy() for side in (left, right))
+    if np.isnan(scores_a - scores_b).any():
+        return None  # a score that is no number cannot be near another
+    difference = np.abs(scores_a - scores_b)[:, 1]
+    return ScoreDifference(
+        n=len(difference),
+        mean=float(difference.mean()),
+        median=float(np.median(difference)),
+        p99=float(np.percentile(difference, 99)),
+        max=float(difference.max()),
+        tolerance=tolerance,
+        share_within_tolerance=float((difference <= tolerance).mean()),
+        allclose=np.allclose(scores_a, scores_b, rtol=CLOSE, atol=CLOSE),
+    )
+
+
+def _examples(left: pd.DataFrame, right: pd.DataFrame, only_a: pd.DataFrame, only_b: pd.DataFrame) -> tuple[str, ...]:
+    words = {True: "virus", False: "others"}
+    rows = zip(left["id"][:EXAMPLES], left["virus"], right["virus"], strict=False)
+    found = [f"{name}: {words[bool(a)]} / {words[bool(b)]}" for name, a, b in rows]
+    found += [
+        f"{name}: only in {side}" for side, part in (("a", only_a), ("b", only_b)) for name in part["id"][:EXAMPLES]
+    ]
+    return tuple(text.encode("utf-8", "replace").decode() for text in found[:EXAMPLES])
+
+
 def meets(comparison: Comparison, minimum: float) -> bool:
     """Whether every agreement that was asked for reaches `minimum` (0 to 1); nothing compared never does."""
     parts = [part for part in (comparison.frames, comparison.consensus) if part is not None]
     return bool(parts) and all(part.agreement is not None and part.agreement >= minimum for part in parts)
+
+
+# --- the same job? ---------------------------------------------------------------------------------------------------
+
+
+def refuse_unlike(a: ResultSide, b: ResultSide) -> None:
+    """Raise `RunMismatchError` naming what differs when the two were made with another head, S or other reads."""
+    left, right = _made_from(a.run), _made_from(b.run)
+    differing = [
+        f"{name} ({a.name}: {_brief(left[name])}, {b.name}: {_brief(right[name])})"
+        for name in MUST_MATCH
+        if name in left and name in right and left[name] != right[name]
+    ]
+    if differing:
+        raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(differing)}")
+
+
+def _made_from(run: Path | None) -> dict[str, str]:
+    """What must be alike for two results to be comparable, as far as the run record tells."""
+    if run is None:
+        return {}
+    try:
+        body = json.loads(RunDir(run).record.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"not a readable run record ({error})", file=RunDir(run).record) from error
+    prints = body.get("fingerprints") or {}
+    known = {"head": prints.get("head"), "reads": prints.get("reads"), "model length": body.get("model_length")}
+    return {name: str(value) for name, value in known.items() if value is not None}
+
+
+def _brief(value: str) -> str:
+    return value if len(value) <= 16 else f"{value[:12]}…"
+
+
+# --- below the labels ------------------------------------------------------------------------------------------------
+
+
+def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:
+    """Cosine of each sequence's embedding in run `a` and run `b`; by encoder too, when the DNA width is known.
+
+    Empty when a run keeps no embeddings, or not of the same sequences. Rows that failed (NaN) on either side raise no
+    cosine but are left out of `n`. Raises `RunMismatchError` for unlike runs.
+    """
+    refuse_unlike(open_side(a), open_side(b))
+    left, right = RunDir(a).embeddings, RunDir(b).embeddings
+    if not left.is_file() or not right.is_file():
+        return ()
+    try:
+        with h5py.File(left, "r") as file_a, h5py.File(right, "r") as file_b:
+            rows_a, rows_b = file_a["embeddings"], file_b["embeddings"]
+            n, width = rows_a.shape
+            if rows_b.shape != (n, width) or not n:
+                return ()
+            parts = {"joined": slice(0, width)}
+            if dna_width is not None and 0 < dna_width < width:
+                parts |= {"DNABERT-S": slice(0, dna_width), "ESM-2": slice(dna_width, width)}
+            found: dict[str, list[NDArray[np.float64]]] = {name: [] for name in parts}
+            for lo in range(0, n, BLOCK_ROWS):
+                blocks = [np.asarray(rows[lo : lo + BLOCK_ROWS], dtype=np.float64) for rows in (rows_a, rows_b)]
+                for name, columns in parts.items():
+                    found[name].append(_cosine(*(block[:, columns] for block in blocks)))
+    except (OSError, KeyError) as error:
+        raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
+    return tuple(stats for name, values in found.items() if (stats := _stats(name, np.concatenate(values))))
+
+
+def _cosine(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Row by row; NaN where a row has no length or is not a number."""
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    dots = np.einsum("ij,ij->i", a, b)
+    cosine: NDArray[np.float64] = np.divide(dots, norms, out=np.full(len(a), np.nan), where=norms > 0)
+    return cosine
+
+
+def _stats(name: str, values: NDArray[np.float64]) -> CosineStats | None:
+    known = values[~np.isnan(values)]
+    if not known.size:
+        return None
+    p1 = float(np.percentile(known, 1))
+    return CosineStats(part=name, n=int(known.size), minimum=float(known.min()), p1=p1, mean=float(known.mean()))
+
+
+def bitwise(a: Path, b: Path) -> BitwiseEquality:
+    """Compare result files byte for byte, and every array of every shard bit for bit.
+
+    Raises `RunMismatchError` for unlike runs. Nothing to compare is not identity.
+    """
+    refuse_unlike(open_side(a), open_side(b))
+    run_a, run_b = RunDir(a), RunDir(b)
+    files = [(getattr(run_a, part), getattr(run_b, part)) for part in RESULT_FILES]
+    files = [pair for pair in files if any(path.is_file() for path in pair)]
+    names_a, names_b = ({path.name for path in run.shards.glob("*.h5")} for run in (run_a, run_b))
+    shared = sorted(names_a & names_b)
+    differing = [
+        *(one.name for one, other in files if not same_bytes(one, other)),
+        *(f"shards/{name} is in one run only" for name in sorted(names_a ^ names_b)),
+        *(
+            f"shards/{name}: {what}"
+            for name in shared
+            for what in _shard_differences(run_a.shards / name, run_b.shards / name)
+        ),
+        *(() if files else ("no result file to compare",)),
+        *(() if shared else ("no shard to compare",)),
+    ]
+    more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
+    return BitwiseEquality(
+        identical=not differing,
+        files_compared=len(files),
+        shards_compared=len(shared),
+        differing=(*differing[:NAMED], *more),
+    )
+
+
+def same_bytes(a: Path, b: Path) -> bool:
+    """Whether both files are there and hold the same bytes."""
+    if not a.is_file() or not b.is_file() or a.stat().st_size != b.stat().st_size:
+        return False
+    with a.open("rb") as left, b.open("rb") as right:
+        while block := left.read(BLOCK_BYTES):
+            if block != right.read(BLOCK_BYTES):
+                return False
+    return True
+
+
+def _shard_differences(a: Path, b: Path) -> Iterator[str]:
+    try:
+        with h5py.File(a, "r") as file_a, h5py.File(b, "r") as file_b:
+            arrays_a, arrays_b = _arrays(file_a), _arrays(file_b)
+            for name in sorted(arrays_a.keys() | arrays_b.keys()):
+                left, right = arrays_a.get(name), arrays_b.get(name)
+                if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+                    yield f"{name} is not the same kind of array"
+                elif left.tobytes() != right.tobytes():
+                    yield f"{name} differs"
+    except OSError as error:
+        yield f"cannot be read ({error})"
+
+
+def _arrays(file: h5py.File) -> dict[str, NDArray[Any]]:
+    return {name: item[()] for name, item in file.items() if isinstance(item, h5py.Dataset)}

@@ -19,13 +19,14 @@ import pandas as pd
 from virnuc_core.config import Profile, load_profile, profile_names
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.approval import answered, without_answer
-from virnuc_core.report.bitwise import bitwise, cosines
 from virnuc_core.report.build import REGRESSION, build_report, read_comparisons, run_names
 from virnuc_core.report.charts import generator
 from virnuc_core.report.compare import (
     Mode,
     agreement,
+    bitwise,
     compare,
+    cosines,
     derive_consensus,
     load_consensus,
     load_frames,

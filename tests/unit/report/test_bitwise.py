@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from virnuc_core.errors import RunMismatchError
-from virnuc_core.report.bitwise import bitwise, cosines
+from virnuc_core.report.compare import bitwise, cosines
 
 from .validate_directory import edit_json
 

@@ -14,9 +14,8 @@ import h5py
 import numpy as np
 
 from virnuc_core.config import Profile, load_profile
-from virnuc_core.report.bitwise import bitwise, cosines
 from virnuc_core.report.build import write_comparisons
-from virnuc_core.report.compare import compare
+from virnuc_core.report.compare import bitwise, compare, cosines
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.batches import busiest, device_busy
 from virnuc_core.telemetry.clock import StageClock
