@@ -7,9 +7,7 @@ bears its process in its labels, and each new run on the same machine first look
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -29,22 +27,15 @@ from prefect.exceptions import PrefectException
 from prefect.states import Crashed, Failed
 from pydantic import BaseModel
 
-from flows import preflight
 from flows.local_run import watch_for_cancellation
 from flows.parameters import RunSettings, flow_parameters
-from tasks.embed import embed
-from tasks.guard import device_slots, no_orphans
-from tasks.stage import stage
+from tasks.guard import no_orphans
+from tasks.predict import stage
 from tasks.step import core_logs
-from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import VirnucError
-from virnuc_core.pipeline import ClassifySpec, model_length, prewarm, read_summary
+from virnuc_core.pipeline import model_length
 from virnuc_core.reads.stage import StageSpec, StageSummary
-from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunSummary
 
 Settings = TypeVar("Settings", bound=BaseModel)
 T = TypeVar("T")
@@ -177,50 +168,3 @@ def staged(settings: RunSettings, label: str) -> StageSummary:
     )
     store = RunDir(settings.out).store
     return stage(spec, store, label=label, email=settings.email, force=settings.force).result()
-
-
-@dataclass(frozen=True, slots=True)
-class StagedRun:
-    """A run whose reads are staged and whose settings are known to work."""
-
-    run: RunDir
-    staging: StageSummary
-    label: str  # of the sample, for names in the UI
-    devices: Devices
-    engine: EngineSpec
-    models: Path
-    force: bool  # results of an earlier run are dropped
-    prewarmed: PrewarmedWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
-
-    def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
-        """Result files of the staged reads. Errors: those of the embed task."""
-        spec = ClassifySpec(
-            store=self.run.store,
-            models=self.models,
-            devices=self.devices,
-            engine=self.engine,
-            force=self.force,
-            threshold=threshold,
-        )
-        return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed).result()
-
-
-@contextmanager
-def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
-    """Check everything, announce the run and stage its reads, while workers load the weights on devices that are free.
-
-    The devices stay this run's until the body ends. Errors: those of `preflight.check` and of the stage task.
-    """
-    preflight.check(settings, EngineSpec())
-    label, devices, run = sample_of(settings.reads), settings.parsed_devices(), RunDir(settings.out)
-    engine = settings.engine(EngineSpec())
-    announce(label, devices.kind)
-    with ExitStack() as held:
-        prewarmed: PrewarmedWorkers | None = None
-        if read_summary(run) is None:
-            with suppress(TimeoutError):  # busy devices are waited for when there is work for them
-                held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))
-                prewarmed = prewarm(settings.models, devices, engine)
-                held.callback(prewarmed.close)
-        staging = staged(settings, label)
-        yield StagedRun(run, staging, label, devices, engine, settings.models, settings.force, prewarmed)

@@ -1,32 +1,93 @@
-"""The daily work: reads in, VirNucPro's two result files out."""
+"""The daily work: reads in, VirNucPro's two result files out. Other flows that begin with such a run build on it."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.flow_run import named, staged_run, takes
-from flows.parameters import PredictSettings
-from tasks.artifacts import publish_table
-from tasks.events import emit
+from flows import preflight
+from flows.flow_run import announce, named, sample_of, staged, takes
+from flows.parameters import PredictSettings, RunSettings
+from tasks.artifacts import emit, publish_table
+from tasks.guard import device_slots
+from tasks.predict import embed, fate_rows, viral_reads
 from tasks.step import done
-from tasks.tables import fate_rows
-from tasks.viral import viral_reads
-from virnuc_core.pipeline import read_summary
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.pipeline import ClassifySpec, prewarm, read_summary
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.results import THRESHOLD
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
+
+FREE_NOW_S: Final = 1.0  # a device's slot that takes longer to get is another run's
+
+
+@dataclass(frozen=True, slots=True)
+class StagedRun:
+    """A run whose reads are staged and whose settings are known to work."""
+
+    run: RunDir
+    staging: StageSummary
+    label: str  # of the sample, for names in the UI
+    devices: Devices
+    engine: EngineSpec
+    models: Path
+    force: bool  # results of an earlier run are dropped
+    prewarmed: PrewarmedWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
+
+    def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
+        """Result files of the staged reads. Errors: those of the embed task."""
+        spec = ClassifySpec(
+            store=self.run.store,
+            models=self.models,
+            devices=self.devices,
+            engine=self.engine,
+            force=self.force,
+            threshold=threshold,
+        )
+        return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed).result()
+
+
+@contextmanager
+def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
+    """Check everything, announce the run and stage its reads, while workers load the weights on devices that are free.
+
+    The devices stay this run's until the body ends. Errors: those of `preflight.check` and of the stage task.
+    """
+    preflight.check(settings, EngineSpec())
+    label, devices, run = sample_of(settings.reads), settings.parsed_devices(), RunDir(settings.out)
+    engine = settings.engine(EngineSpec())
+    announce(label, devices.kind)
+    with ExitStack() as held:
+        prewarmed: PrewarmedWorkers | None = None
+        if read_summary(run) is None:
+            with suppress(TimeoutError):  # busy devices are waited for when there is work for them
+                held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))
+                prewarmed = prewarm(settings.models, devices, engine)
+                held.callback(prewarmed.close)
+        staging = staged(settings, label)
+        yield StagedRun(run, staging, label, devices, engine, settings.models, settings.force, prewarmed)
 
 
 @flow(name="predict", flow_run_name=named("reads", "devices"))
 @takes(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
-    with staged_run(settings) as staged:
-        run, label = staged.run, staged.label
+    with staged_run(settings) as begun:
+        run, label = begun.run, begun.label
         before = read_summary(run)
-        summary = staged.embed(threshold=settings.threshold)
+        summary = begun.embed(threshold=settings.threshold)
         if settings.write_viral:
-            viral_reads(run, staged.staging, threshold=settings.threshold, on_error=settings.on_error).result()
-        fates = fate_rows(summary, staged.staging.tally)
+            viral_reads(run, begun.staging, threshold=settings.threshold, on_error=settings.on_error).result()
+        fates = fate_rows(summary, begun.staging.tally)
         publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
         viral = summary.fates.get("viral", 0)
         payload = {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())}

@@ -5,11 +5,12 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.flow_run import named, staged_run, takes
+from flows.flow_run import named, takes
 from flows.parameters import ProfileSettings
+from flows.predict import staged_run
 from tasks.artifacts import markdown_table, publish_markdown, publish_table
+from tasks.predict import stage_rows
 from tasks.step import done
-from tasks.tables import stage_rows
 from tasks.tools import mark_rows, operation_rows, trace
 from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench

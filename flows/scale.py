@@ -8,8 +8,8 @@ from prefect.client.schemas.objects import State
 from flows.flow_run import named, takes
 from flows.parameters import ScaleSettings
 from flows.validate import Judged, in_short, measure
+from tasks.artifacts import percent
 from tasks.step import done
-from tasks.tables import percent
 from virnuc_core.report.formatting import number
 from virnuc_core.report.model import Report
 

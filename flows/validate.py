@@ -23,19 +23,17 @@ from prefect.flow_runs import pause_flow_run
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, staged, takes
 from flows.parameters import MeasureSettings, ValidateSettings
-from tasks.approval import Approval, as_markdown, record, time_out
+from tasks.approval import Approval, approval_form, as_markdown, record, time_out
 from tasks.artifacts import publish_markdown
-from tasks.baseline import baseline
-from tasks.compare import BASELINE, compare
-from tasks.embed import embed
-from tasks.limit import TimeLimitError
-from tasks.report import approval_form, emit_outcome, publish, record_validation, report
+from tasks.guard import TimeLimitError
+from tasks.predict import embed
 from tasks.step import REJECTED, done, not_met
-from tasks.tables import met_sentence
 from tasks.tools import ceiling, overhead
+from tasks.validate import BASELINE, baseline, compare, emit_outcome, met_sentence, publish, report
 from virnuc_core.config import Devices, EngineSpec, Profile, load_profile
 from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import ClassifySpec, Watch, model_length, read_summary
+from virnuc_core.provenance import record_validation
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import RUN_PREFIX
 from virnuc_core.report.model import Report

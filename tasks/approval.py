@@ -1,4 +1,4 @@
-"""The reviewer's answer to a validation: the five questions, and the record kept beside the figures."""
+"""The reviewer's answer to a validation: the five questions beside its figures, and the record that is kept."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from typing import Any, Final, Literal
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
+from tasks.artifacts import file_link, markdown_table
+from tasks.validate import met_sentence, rows_of
+from virnuc_core.report.model import Report
+from virnuc_core.report.views import criteria
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ApprovalRecord, write
 
 Answer = Literal["yes", "no", "not answered"]
@@ -73,3 +78,35 @@ def as_markdown(approval: Approval) -> str:
     if approval.note:
         lines += ["", *(f"> {line}" for line in approval.note.splitlines())]
     return "\n".join(lines) + "\n"
+
+
+def approval_form(judged: Report, out: Path) -> type[Approval]:
+    """What the reviewer is asked, with the figures of this validation beside the questions."""
+    rows = rows_of(*criteria(judged))
+    missed = [f"{row['Criterion']} {row['Measured']} ({row['Required']})" for row in rows if "FAIL" in row["Verdict"]]
+    wanted = ("Verdict", "Criterion", "Measured", "Required")
+    table = markdown_table([{name: row[name] for name in wanted} for row in rows])
+    link = file_link(RunDir(out).report / "report.html")
+    return form(
+        {
+            "all_criteria_met": f"**{met_sentence(judged)}**",
+            "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
+            "esm2_still_bottleneck": shares_of_time(judged),
+        },
+        f"{table}\nBottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} [The whole report]({link})\n",
+    )
+
+
+def shares_of_time(judged: Report) -> str:
+    """Where the time went: the two encoders, and everything else.
+
+    What a stage that is fused takes is part of the stage it is fused with.
+    """
+    stages = () if judged.run is None else judged.run.stages
+    shares = {stage.name: stage.share for stage in stages if stage.share is not None}
+    if not shares:
+        return "Stage times are not known."
+    encoders = [(name, shares.get(name, 0.0)) for name in ("ESM-2", "DNABERT-S")]
+    rest = max(0.0, 1.0 - sum(share for _, share in encoders))
+    parts = [f"{name} {100 * share:.1f} %" for name, share in [*encoders, ("other work", rest)]]
+    return f"**{', '.join(parts)}**"

@@ -1,21 +1,43 @@
-"""Tables and reports as Prefect shows them: cells that are read as meant, keys it accepts, sizes it can carry.
+"""What Prefect shows of a run: tables and texts whose cells are read as meant, progress, and events for automations.
 
 Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9"; one infinite
-number empties a whole table; and the list of artifacts loads every body. Hence the rules below; everything but
-`publish_*` is pure.
+number empties a whole table; and the list of artifacts loads every body. Hence the rules below.
+
+| event | resource | payload |
+| --- | --- | --- |
+| `virnuc.criterion.<pass, fail, projected, not-run>` | `virnuc.criterion.<id>` | value, target, profile, report |
+| `virnuc.validation.passed`, `virnuc.validation.failed` | `virnuc.validation.<profile>` | met, asked, failed, report |
+| `virnuc.prediction.done` | `virnuc.prediction.<folder>` | reads, viral, run |
 """
 
 from __future__ import annotations
 
+import contextvars
+import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from types import TracebackType
+from typing import Any, Final, Self
 from urllib.parse import quote
+
+import httpx
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events import emit_event
 
 MAX_BYTES: Final = 100 * 1024
 MAX_KEY: Final = 100
+EVERY_S: Final = 5.0
+logger = logging.getLogger(__name__)
 VERDICT_MARKS: Final[Mapping[str, str]] = {
     "pass": "✓ **PASS**",  # signs that every font has, no emoji
     "fail": "✗ **FAIL**",
@@ -25,7 +47,7 @@ VERDICT_MARKS: Final[Mapping[str, str]] = {
 _SIGNS: Final = (("<=", "≤"), (">=", "≥"))
 _MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
 
-Row = Mapping[str, Any]
+Rows = list[dict[str, str]]
 
 
 def key(*parts: object) -> str:
@@ -59,6 +81,11 @@ def cell(value: Any) -> str:
     for written, sign in _SIGNS:
         text = text.replace(written, sign)
     return _MARKDOWN.sub(r"\\\1", text)
+
+
+def percent(share: float | None) -> str:
+    """A share of one, in percent."""
+    return "–" if share is None else f"{100 * share:,.1f} %"
 
 
 def verdict_cell(verdict: str) -> str:
@@ -117,8 +144,6 @@ def publish_table(name: str, rows: Sequence[Mapping[str, str]], description: str
     """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing."""
     if not inside_a_run():
         return
-    from prefect.artifacts import create_table_artifact
-
     create_table_artifact(bounded_rows(rows), key=key(name), description=description)
 
 
@@ -126,8 +151,6 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
     """Record a text under `name`, cut to size."""
     if not inside_a_run():
         return
-    from prefect.artifacts import create_markdown_artifact
-
     create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=description)
 
 
@@ -135,13 +158,85 @@ def publish_link(name: str, path: Path, text: str, description: str) -> None:
     """Record a link to a local file."""
     if not inside_a_run():
         return
-    from prefect.artifacts import create_link_artifact
-
     create_link_artifact(file_link(path), link_text=text, key=key(name), description=description)
 
 
 def inside_a_run() -> bool:
     """Whether this code runs inside a Prefect flow or task."""
-    from prefect.context import FlowRunContext, TaskRunContext
-
     return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+
+
+def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
+    """Send `virnuc.<event>` about `virnuc.<resource>`; Prefect adds the flow run as a related resource."""
+    emit_event(
+        event=f"virnuc.{event}",
+        resource={"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name},
+        payload=dict(payload),
+    )
+
+
+def _publisher(name: str, description: str) -> Callable[[float], None]:
+    """Sends percentages to one progress artifact, created by the first."""
+    artifact: list[object] = []
+
+    def send(percent: float) -> None:
+        if artifact:
+            update_progress_artifact(artifact[0], progress=percent)  # type: ignore[arg-type] # Prefect's own UUID
+        else:
+            artifact.append(create_progress_artifact(percent, key=key(name), description=description))
+
+    return send
+
+
+class ProgressArtifact:
+    """`show` a share of work done; the newest is sent every `every_s` seconds, and once more at the end.
+
+    Outside a run nothing is sent. A server that is away is noted in the log and never stops the work.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        description: str,
+        *,
+        every_s: float = EVERY_S,
+        send: Callable[[float], None] | None = None,
+    ) -> None:
+        self._send = send if send is not None else _publisher(name, description) if inside_a_run() else None
+        self._every_s = every_s
+        self._newest = 0.0
+        self._shown = -1.0
+        self._stop = threading.Event()
+        context = contextvars.copy_context()  # the run this thread belongs to
+        self._thread = threading.Thread(target=context.run, args=(self._loop,), name="progress artifact", daemon=True)
+
+    def show(self, share: float) -> None:
+        """Remember how much is done, from 0 to 1; returns at once."""
+        self._newest = round(100 * min(max(share, 0.0), 1.0), 1)
+
+    def __enter__(self) -> Self:
+        if self._send is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * self._every_s)
+
+    def _loop(self) -> None:
+        ended = False
+        while not ended:
+            ended = self._stop.wait(self._every_s)
+            percent = self._newest
+            if percent != self._shown:
+                self._show_now(percent)
+
+    def _show_now(self, percent: float) -> None:
+        assert self._send is not None
+        try:
+            self._send(percent)
+        except (httpx.HTTPError, OSError) as error:
+            logger.warning("progress not shown: %s", error)
+        else:
+            self._shown = percent

@@ -1,4 +1,4 @@
-"""What a flow holds while it works: its child processes, and the devices it computes on.
+"""What a flow holds while it works: its child processes, the devices it computes on, and the time it may take.
 
 Two guards stand before a device. Prefect's concurrency slots make runs of one server queue, visibly. The lock of the
 operating system, taken by the worker process itself (`virnuc_core.rundir`), is what makes sharing impossible.
@@ -7,7 +7,9 @@ operating system, taken by the worker process itself (`virnuc_core.rundir`), is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import Final
@@ -19,6 +21,7 @@ from prefect.settings import PREFECT_API_URL
 
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.process import end_all_children
+from virnuc_core.errors import VirnucError, WorkerError
 
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 logger = logging.getLogger(__name__)
@@ -75,3 +78,36 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
             yield
         finally:
             _held.reset(before)
+
+
+class TimeLimitError(VirnucError):
+    """A run that took longer than its profile allows."""
+
+
+@contextmanager
+def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float], object]) -> Iterator[None]:
+    """End all child processes when the body takes longer than `limit_s`, which makes its work fail.
+
+    Errors: `TimeLimitError` then, after `on_reached` was told the seconds that had passed.
+    """
+    started_s, reached = time.monotonic(), threading.Event()
+
+    def end() -> None:
+        reached.set()
+        end_all_children()
+
+    timer = None if limit_s is None else threading.Timer(limit_s, end)
+    if timer is not None:
+        timer.daemon = True
+        timer.start()
+    try:
+        yield
+    except WorkerError as error:
+        if not reached.is_set():
+            raise
+        on_reached(time.monotonic() - started_s)
+        raise TimeLimitError(f"{what}: ended at the limit of {limit_s or 0:,.0f} s") from error
+    finally:
+        if timer is not None:
+            timer.cancel()
+            timer.join()

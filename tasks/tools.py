@@ -8,11 +8,9 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from tasks.artifacts import cell, publish_table
+from tasks.artifacts import ProgressArtifact, Rows, cell, percent, publish_table
 from tasks.guard import device_slots
-from tasks.progress import ProgressArtifact
 from tasks.step import done, first_attempt, step
-from tasks.tables import Rows, overhead_rows, overhead_sentence, percent
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.messages import TraceSpec
@@ -104,3 +102,25 @@ def _operation_row(table: TraceTable, row: Operation) -> dict[str, str]:
         "share of the recording": percent(own / table.window_ms if table.window_ms else None),
         **shapes,
     }
+
+
+def overhead_rows(found: OverheadFile) -> Rows:
+    """Pairs of runs with and without commits."""
+    return [
+        {
+            "pair": cell(place),
+            "tokens/s with commits": cell(round(pair.with_tokens_per_s)),
+            "tokens/s without": cell(round(pair.without_tokens_per_s)),
+            "overhead": percent(pair.overhead),
+            "worker restarts": cell(pair.restarts),
+        }
+        for place, pair in enumerate(found.pairs, start=1)
+    ]
+
+
+def overhead_sentence(found: OverheadFile) -> str:
+    """What commits cost, in a sentence."""
+    shares = sorted(share for pair in found.pairs if (share := pair.overhead) is not None)
+    if not shares:
+        return "commits were not timed"
+    return f"commits cost {percent(shares[len(shares) // 2])} of the tokens/s, over {len(shares)} pairs of runs"

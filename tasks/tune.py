@@ -6,10 +6,9 @@ from collections.abc import Sequence
 
 from prefect.client.schemas.objects import State
 
-from tasks.artifacts import cell
+from tasks.artifacts import Rows, cell, percent
 from tasks.guard import device_slots
 from tasks.step import done, step
-from tasks.tables import Rows, percent
 from virnuc_core.measure.bench import median, spread
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, Trial
 from virnuc_core.report.formatting import number

@@ -47,8 +47,8 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     from virnuc_core.rundir import RunDir
 
     started = time.perf_counter()
-    from tasks.compare import comparisons
-    from tasks.report import record_validation
+    from tasks.validate import comparisons
+    from virnuc_core.provenance import record_validation
 
     imported_s = time.perf_counter() - started
     profile, devices, length = load_profile(PROFILE), Devices.parse(devices_text), model_length(models)

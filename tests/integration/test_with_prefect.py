@@ -29,9 +29,8 @@ from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, takes
 from flows.validate import ask
 from tasks.approval import Approval, form
-from tasks.artifacts import publish_markdown, publish_table
+from tasks.artifacts import ProgressArtifact, publish_markdown, publish_table
 from tasks.guard import device_slots, slot_name
-from tasks.progress import ProgressArtifact
 from tasks.step import core_logs, done, not_met, step
 from virnuc_core.config import Spec
 from virnuc_core.engine.devices import Device

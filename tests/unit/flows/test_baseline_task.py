@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.baseline import start_over
+from tasks.validate import start_over
 from virnuc_core.rundir import RunDir
 
 

@@ -12,7 +12,7 @@ import pytest
 from flows import preflight
 from flows.flow_commands import prepare_prefect
 from flows.flow_run import run_name, sample_of
-from tasks.progress import ProgressArtifact
+from tasks.artifacts import ProgressArtifact
 from tasks.step import can_help, first_attempt
 from virnuc_core.errors import (
     ConfigError,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tasks.report import shares_of_time
-from tasks.tables import fate_rows, met_sentence, rows_of, stage_rows
+from tasks.approval import shares_of_time
+from tasks.predict import fate_rows, stage_rows
+from tasks.validate import met_sentence, rows_of
 from virnuc_core.config import Target
 from virnuc_core.report.model import (
     BitwiseEquality,

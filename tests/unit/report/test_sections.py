@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.tables import fate_rows, overhead_rows, overhead_sentence, rows_of
+from tasks.predict import fate_rows
+from tasks.tools import overhead_rows, overhead_sentence
+from tasks.validate import rows_of
 from virnuc_core.config import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder

@@ -1,0 +1,139 @@
+"""The steps from reads to verdicts: stage, embed, and the viral reads themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import closing, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from prefect.client.schemas.objects import State
+
+from tasks.artifacts import ProgressArtifact, Rows, cell, percent, publish_table
+from tasks.guard import device_slots, time_limit
+from tasks.step import done, first_attempt, step
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.pipeline import ClassifySpec, Watch, classify, read_summary, stage_reads
+from virnuc_core.reads.parse import OnError
+from virnuc_core.reads.remote import fetch_all
+from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.results import ViralReads, write_viral
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
+from virnuc_core.telemetry.records import STAGES
+
+REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
+
+
+@step("stage", "stage {label}")
+def stage(
+    spec: StageSpec, store: Path, *, label: str, email: str | None = None, force: bool = False
+) -> State[StageSummary]:
+    """The store at `store` holds the reads of `spec`; one that already does is used as it is.
+
+    Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
+    """
+    local = fetch_all(spec.reads, store.parent / "downloads", email=email)
+    summary = stage_reads(spec.model_copy(update={"reads": local}), store, force=force)
+    how = "reused, content unchanged" if summary.reused else "staged"
+    counts = summary.counts
+    odd = (
+        (summary.skipped_records, "broken records skipped"),
+        (counts.n_empty, "reads without bases"),
+        (counts.n_duplicate_ids, "reads with the id of an earlier one"),
+    )
+    remarks = "".join(f"; {number:,} {what}" for number, what in odd if number)
+    text = f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct{remarks}"
+    return done(summary, text, reused=summary.reused)
+
+
+@step("embed", "embed {label} on {spec.devices}")
+def embed(
+    run: RunDir,
+    staging: StageSummary,
+    spec: ClassifySpec,
+    *,
+    label: str,
+    watch: Watch | None = None,
+    time_limit_s: float | None = None,
+    prewarmed: PrewarmedWorkers | None = None,
+    flops: ModelFlops | None = None,
+) -> State[RunSummary]:
+    """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.
+
+    A run that takes longer than `time_limit_s` is ended and says so in its summary. Errors: `TimeLimitError` then,
+    which is not tried again; else those of `classify`.
+    """
+    devices = spec.devices
+    progress = ProgressArtifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
+    watch = replace(watch or Watch(), on_progress=lambda snapshot: progress.show(snapshot.percent / 100))
+    spec = spec.model_copy(update={"force": spec.force and first_attempt()})
+    before = _summary_before(run)
+    with device_slots(resolve(devices)), progress, closing(prewarmed) if prewarmed else nullcontext():
+        with time_limit(run.root, time_limit_s, lambda wall_s: _write_stopped(run, staging, spec, wall_s)):
+            summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
+        progress.show(1.0)
+    publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
+    return done(summary, _what_was_done(summary, before), reused=summary == before)
+
+
+def _what_was_done(summary: RunSummary, before: RunSummary | None) -> str:
+    if summary == before:
+        return f"all {summary.shards} shards were committed: nothing to compute"
+    kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
+    deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
+    return f"{summary.shards_computed} of {summary.shards} shards computed{kept} in {summary.wall_s:.1f} s{deaths}"
+
+
+def _write_stopped(run: RunDir, staging: StageSummary, spec: ClassifySpec, wall_s: float) -> None:
+    """summary.json of a run that was ended: how long it had taken, and nothing that was not measured."""
+    stopped = RunSummary(
+        stopped_at_limit=True,
+        wall_s=wall_s,
+        staging_s=staging.total_s,
+        total_s=staging.total_s + wall_s,
+        n_reads=staging.counts.n_reads,
+        devices=device_records(device.record() for device in resolve(spec.devices)),
+    )
+    write(run.summary, stopped)
+
+
+def _summary_before(run: RunDir) -> RunSummary | None:
+    """What the directory says of a complete run; the summary of one that was ended goes, so that it can go on."""
+    if run.summary.is_file() and read(run.summary, RunSummary).stopped_at_limit:
+        run.summary.unlink()
+    return read_summary(run)
+
+
+@step("viral reads", "viral reads")
+def viral_reads(run: RunDir, staging: StageSummary, *, threshold: float, on_error: OnError) -> State[ViralReads]:
+    """Write `viral.fastq.gz` or `viral.fasta.gz` in `run`, from the files that were staged."""
+    written = write_viral(run, OrfStore.open(staging.store), staging.files, threshold=threshold, on_error=on_error)
+    return done(written, f"{written.reads:,} viral reads written")
+
+
+def stage_rows(summary: RunSummary) -> Rows:
+    """The nine stages of a run: seconds, share of the whole, or that the stage is fused with another."""
+    total_s, rows = summary.total_s or 0.0, []
+    for place, name in enumerate(STAGES, start=1):
+        seconds = summary.stages.get(name)
+        share = seconds / total_s if seconds is not None and total_s > 0 else None
+        spent = f"{seconds:.2f}" if seconds is not None else "fused" if name in summary.stages else "not measured"
+        rows.append({"stage": f"Stage {place}: {name}", "seconds": spent, "share": percent(share)})
+    return [*rows, {"stage": "**Total wall time**", "seconds": f"{total_s:.2f}", "share": "100 %"}]
+
+
+def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:
+    """What became of the reads; the fates add up to the reads that came in. `tally` is what staging counted: its
+    remarks on reads, and the records that never became one, follow below the sum."""
+
+    def row(what: str, count: int) -> dict[str, str]:
+        share = percent(count / summary.n_reads if summary.n_reads else None)
+        return {"fate": cell(what), "reads": cell(count), "share": share}
+
+    total = {"fate": "**all reads**", "reads": cell(sum(summary.fates.values())), "share": "100 %"}
+    remarks = [row(f"remark: {name}", tally[name]) for name in REMARKS if tally is not None and name in tally]
+    return [*(row(name, count) for name, count in summary.fates.items()), total, *remarks]
