@@ -3,20 +3,11 @@
 - `prediction_results.txt`: one line per row (an open frame of a chunk), in input order.
 - `prediction_results_highestscore.csv`: one line per chunk that has a scored row, in input order. A chunk is a virus
   when the largest `score2` of its rows is at least the largest `score1`; a tie is a virus.
-- `reads.tsv`: one line per read, in input order, with exactly one fate. VirNucPro judges no reads; our rule follows.
-- `failed.tsv`: the rows that could not be embedded.
+- `reads.tsv`: one line per read, in input order, with exactly one fate. `failed.tsv`: rows that were not embedded.
 - `viral.fastq.gz`, `viral.fasta.gz`: on request, the viral reads as they came.
 
-The verdict on a read. Each scored chunk gives a margin, its largest `score2` minus its largest `score1`. The read's
-`viral_score` is `(1 + mean margin of its chunks) / 2`, and the read is viral when that reaches the threshold (0.5). So
-- a read of one chunk gets that chunk's consensus, tie included, and a read of one row gets that row's `score2`, digit
-  for digit;
-- a long read is not called viral for being long: "any chunk" would multiply the chance of one false call by the number
-  of chunks, and "the majority" would let many doubtful chunks outvote a few certain ones;
-- chunks without an open frame have no say.
-A read with a row that failed has the fate `failed` and no score: half the evidence is not a verdict.
-
-VirNucPro's files name reads as the input does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
+VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.md. Its files name reads as the input
+does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
 """
 
 from __future__ import annotations
@@ -24,17 +15,17 @@ from __future__ import annotations
 import csv
 import gzip
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.decimals import shortest
 from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import STDIN, can_be_read_twice, find_inputs
@@ -43,8 +34,6 @@ from virnuc_core.rundir import RunDir, whole_file
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED = range(len(FATES))
-READ_LABELS: Final = ("virus", "others", "", "", "")  # by fate
-ROW_LABELS: Final = ("others", "virus")
 THRESHOLD: Final = 0.5
 
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
@@ -54,11 +43,10 @@ FAILED_HEADER: Final = "Sequence_ID\n"
 
 BLOCK_READS: Final = 65_536
 BLOCK_ROWS: Final = 131_072
-FRAME_SUFFIX: Final = 2  # "F1" … "R3" at the end of a row's id
-_REMARKS: Final = tuple(
-    ",".join(["short_for_model"] * bool(bits & SHORT_FOR_MODEL) + ["ambiguous"] * bool(bits & AMBIGUOUS))
-    for bits in range((SHORT_FOR_MODEL | AMBIGUOUS) + 1)
-)
+_FATE_NAMES: Final = np.array(FATES, dtype=object)
+_READ_LABELS: Final = np.array(("virus", "others", "", "", ""), dtype=object)  # by fate
+_ROW_LABELS: Final = np.array(("others", "virus"), dtype=object)
+_FRAME_SUFFIX: Final = 2  # "F1" … "R3" at the end of a row's id
 _HALF: Final = np.float32(0.5)
 _BELOW_HALF: Final = np.nextafter(_HALF, np.float32(0))
 
@@ -84,55 +72,83 @@ class ResultSummary:
 
 
 @dataclass(frozen=True, slots=True)
-class RowBlock:
-    """Consecutive scored rows, in input order, with all the scored rows of every chunk in it."""
+class _Span:
+    """Consecutive reads and all their rows."""
 
-    ids: list[str]  # made of the read ids of the input
-    read: NDArray[np.int64]  # [rows]
-    chunk: NDArray[np.int32]  # [rows] from 0 within the read
-    scores: NDArray[np.float32]  # [rows, 2]: P(others), P(virus)
-
-    def chunk_starts(self) -> NDArray[np.int64]:
-        """The first row of each chunk, [chunks]."""
-        if not self.ids:
-            return np.empty(0, dtype=np.int64)
-        new = (np.diff(self.read) != 0) | (np.diff(self.chunk) != 0)
-        return np.concatenate(([0], np.flatnonzero(new) + 1)).astype(np.int64)
-
-    def where(self, keep: NDArray[np.bool_]) -> RowBlock:
-        """The rows marked in `keep` [rows]."""
-        if keep.all():
-            return self
-        kept = np.flatnonzero(keep)
-        return RowBlock([self.ids[i] for i in kept.tolist()], self.read[kept], self.chunk[kept], self.scores[kept])
+    reads: slice
+    rows: slice
 
 
 @dataclass(frozen=True, slots=True)
-class Consensus:
-    """The verdict on each chunk of a block, by the rows that decide it."""
+class _Votes:
+    """The scored rows of a span and the verdict on each of its chunks, by the rows that decide it."""
 
-    starts: NDArray[np.int64]  # [chunks] first row of each chunk within the block
+    row: NDArray[np.int64]  # [rows] place within the span
+    read: NDArray[np.int64]  # [rows] place within the span
+    scores: NDArray[np.float32]  # [rows, 2]: P(others), P(virus)
+    starts: NDArray[np.int64]  # [chunks] first row of each chunk
     top_others: NDArray[np.int64]  # [chunks] a row with the chunk's largest score1
     top_virus: NDArray[np.int64]  # [chunks] a row with the chunk's largest score2
     margin: NDArray[np.float64]  # [chunks] largest score2 minus largest score1
 
+    @classmethod
+    def of(cls, store: OrfStore, span: _Span, scores: NDArray[np.float32], scored: NDArray[np.bool_]) -> _Votes:
+        """The votes of the rows marked in `scored` [rows of the span]; `scores` [rows of the span, 2].
+
+        Errors: `VirnucError` when the rows are not of the span's reads.
+        """
+        read = np.asarray(store.row_read[span.rows])
+        if len(read) and (read[0] < span.reads.start or read[-1] >= span.reads.stop):
+            raise VirnucError(
+                f"{store.path}: rows {span.rows.start}…{span.rows.stop} are not of reads "
+                f"{span.reads.start}…{span.reads.stop}"
+            )
+        row = np.flatnonzero(scored)
+        read, chunk, scores = read[row] - span.reads.start, np.asarray(store.row_chunk[span.rows])[row], scores[row]
+        new = np.ones(len(row), bool)
+        new[1:] = (np.diff(read) != 0) | (np.diff(chunk) != 0)
+        starts = np.flatnonzero(new)
+        others, virus = _top_rows(scores[:, 0], starts), _top_rows(scores[:, 1], starts)
+        # exact: the difference of two float32 numbers has the right sign in float64
+        margin = scores[virus, 1].astype(np.float64) - scores[others, 0].astype(np.float64)
+        return cls(row, read, scores, starts, others, virus, margin)
+
     @property
-    def is_virus(self) -> NDArray[np.bool_]:
-        """A tie is a virus."""
-        return self.margin >= 0  # exact: the difference of two float32 numbers has the right sign in float64
+    def row_is_virus(self) -> NDArray[np.bool_]:
+        """[rows] A tie is `others`."""
+        return self.scores[:, 1] > self.scores[:, 0]
 
+    @property
+    def chunk_is_virus(self) -> NDArray[np.bool_]:
+        """[chunks] A tie is a virus."""
+        return self.margin >= 0
 
-def row_labels(scores: NDArray[np.float32]) -> NDArray[np.bool_]:
-    """Which rows are labelled virus, [rows]; a tie is `others`."""
-    return scores[:, 1] > scores[:, 0]
+    def lines(self, ids: list[str]) -> tuple[bytes, bytes]:
+        """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`; `ids` of the span's rows."""
+        names = np.array(ids, dtype=object)[self.row]
+        score1, score2 = (np.array(_texts(column), dtype=object) for column in self.scores.T)
+        rows = _lines(names, _ROW_LABELS[self.row_is_virus.astype(np.int64)], score1, score2)
+        chunks = [name[:-_FRAME_SUFFIX] for name in names[self.starts]]
+        verdicts = [str(verdict) for verdict in self.chunk_is_virus.tolist()]
+        return rows, _lines(chunks, verdicts, score1[self.top_others], score2[self.top_virus])
 
+    def read_scores(self, n_reads: int) -> NDArray[np.float32]:
+        """`viral_score` of the span's reads, float32 [n_reads], NaN for those without a scored row.
 
-def consensus(block: RowBlock) -> Consensus:
-    """The rows with the largest score of either class in each chunk."""
-    starts = block.chunk_starts()
-    others, virus = _top_rows(block.scores[:, 0], starts), _top_rows(block.scores[:, 1], starts)
-    margin = block.scores[virus, 1].astype(np.float64) - block.scores[others, 0].astype(np.float64)
-    return Consensus(starts, others, virus, margin)
+        A read of one scored row has that row's very `score2`, so that both files print the same number: `score1` is one
+        minus it only to the last digit. A score is at least 0.5 exactly when the mean margin is at least 0, however
+        small the margin: rounding never lifts a read over the line.
+        """
+        chunk_read = self.read[self.starts]
+        total = np.bincount(chunk_read, weights=self.margin, minlength=n_reads)
+        chunks = np.bincount(chunk_read, minlength=n_reads)
+        mean = np.divide(total, chunks, out=np.full(n_reads, np.nan), where=chunks > 0)
+        score: NDArray[np.float32] = (0.5 + mean / 2).astype(np.float32)
+        alone = np.bincount(self.read, minlength=n_reads)[self.read] == 1
+        score[self.read[alone]] = self.scores[alone, 1]
+        score[mean < 0] = np.minimum(score[mean < 0], _BELOW_HALF)
+        score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
+        return score
 
 
 def _top_rows(values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -144,40 +160,6 @@ def _top_rows(values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray
     top = np.empty(len(starts), dtype=np.int64)
     top[np.searchsorted(starts, is_top, side="right") - 1] = is_top
     return top
-
-
-def read_scores(block: RowBlock, votes: Consensus, lo: int, hi: int) -> NDArray[np.float32]:
-    """`viral_score` of the reads `lo` to `hi`, float32 [reads], NaN for reads without a scored row in `block`.
-
-    A read of one scored row has that row's very `score2`, so that both files print the same number: `score1` is one
-    minus it only to the last digit. A score is at least 0.5 exactly when the mean margin is at least 0, however small
-    the margin: rounding never lifts a read over the line.
-    """
-    row_read = block.read - lo
-    chunk_read = row_read[votes.starts]
-    total = np.bincount(chunk_read, weights=votes.margin, minlength=hi - lo)
-    chunks = np.bincount(chunk_read, minlength=hi - lo)
-    mean = np.divide(total, chunks, out=np.full(hi - lo, np.nan), where=chunks > 0)
-    score: NDArray[np.float32] = (0.5 + mean / 2).astype(np.float32)
-    alone = np.bincount(row_read, minlength=hi - lo)[row_read] == 1
-    score[row_read[alone]] = block.scores[alone, 1]
-    score[mean < 0] = np.minimum(score[mean < 0], _BELOW_HALF)
-    score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
-    return score
-
-
-def block_lines(block: RowBlock, votes: Consensus) -> tuple[bytes, bytes]:
-    """The block's lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`.
-
-    A score has the shortest form that reads back as the same float32.
-    """
-    shown = np.array(shortest(block.scores.ravel()), dtype=object).reshape(-1, 2)
-    labels = np.array(ROW_LABELS, dtype=object)[row_labels(block.scores).astype(np.int64)]
-    predictions = _lines(block.ids, labels.tolist(), shown[:, 0].tolist(), shown[:, 1].tolist())
-    chunk_ids = [block.ids[start][:-FRAME_SUFFIX] for start in votes.starts.tolist()]
-    verdicts = list(map(str, votes.is_virus.tolist()))
-    highest = shown[votes.top_others, 0].tolist(), shown[votes.top_virus, 1].tolist()
-    return predictions, _lines(chunk_ids, verdicts, *highest)
 
 
 def write_results(
@@ -195,18 +177,43 @@ def write_results(
     has no score; `VirnucError` when the counts do not add up to the input.
     """
     _check_scores(store, scores, failed)
-    tally = _Tally(threshold)
+    fates = np.zeros(len(FATES), np.int64)
+    counts = Counter(rows_virus=0, rows_failed=0, chunks=0, chunks_virus=0)
+    predict_s = consensus_s = 0.0
     with ExitStack() as stack:
-        files = _Files.open(stack, run)
-        for span in spans(store):
+        predictions, consensus = (_open_whole(stack, *file) for file in _original_files(run))
+        reads = _open_whole(stack, run.reads_table, READS_HEADER)
+        failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
+        for span in _spans(store):
             began = time.perf_counter()
-            unique = np.asarray(store.row_unique[span.row_lo : span.row_hi])
-            rows = row_block(store, span, scores[unique])
-            tally.predict_s += time.perf_counter() - began
-            _write_span(files, tally, store, span, rows, failed=failed[unique])
-        if int(tally.fates.sum()) != store.n_reads:
-            raise VirnucError(f"{run.root}: {store.n_reads} reads came in, {int(tally.fates.sum())} are accounted for")
-    return tally.summary(store)
+            unique = np.asarray(store.row_unique[span.rows])
+            lost = failed[unique]
+            votes = _Votes.of(store, span, scores[unique], ~lost)
+            judged = time.perf_counter()
+            _write_votes(predictions, consensus, votes, store, span)
+            if lost.any():
+                names = store.row_ids(span.rows.start, span.rows.stop)
+                failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
+            written = time.perf_counter()
+            score = votes.read_scores(span.reads.stop - span.reads.start)
+            fate = _fates(store, span, score, lost, threshold)
+            reads.write(_read_lines(store, span, score, fate))
+            fates += np.bincount(fate, minlength=len(FATES))
+            counts.update(rows_virus=int(votes.row_is_virus.sum()), rows_failed=int(lost.sum()))
+            counts.update(chunks=len(votes.starts), chunks_virus=int(votes.chunk_is_virus.sum()))
+            predict_s += written - judged
+            consensus_s += time.perf_counter() - written + judged - began
+        if int(fates.sum()) != store.n_reads:
+            raise VirnucError(f"{run.root}: {store.n_reads} reads came in, {int(fates.sum())} are accounted for")
+    return ResultSummary(
+        reads=store.n_reads,
+        **dict(zip(FATES, fates.tolist(), strict=True)),
+        rows=store.n_rows,
+        **counts,
+        threshold=threshold,
+        predict_s=predict_s,
+        consensus_s=consensus_s,
+    )
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: NDArray[np.bool_], scores: NDArray[np.float32]) -> int:
@@ -216,25 +223,102 @@ def write_covered(run: RunDir, store: OrfStore, covered: NDArray[np.bool_], scor
     """
     done = viral = 0
     with ExitStack() as stack:
-        predictions = open_whole(stack, run.predictions, PREDICTION_HEADER)
-        chunks = open_whole(stack, run.consensus, CONSENSUS_HEADER)
-        for span in spans(store):
-            keep = covered[np.asarray(store.row_read[span.row_lo : span.row_hi])]
-            count = int(keep.sum())
-            here = np.full((len(keep), 2), np.nan, dtype=np.float32)
+        predictions, consensus = (_open_whole(stack, *file) for file in _original_files(run))
+        for span in _spans(store):
+            wanted = covered[np.asarray(store.row_read[span.rows])]
+            count = int(wanted.sum())
             if done + count > len(scores):
                 raise VirnucError(f"{run.root}: {len(scores)} scores for more rows than that")
-            here[keep] = scores[done : done + count]
+            here = np.full((len(wanted), 2), np.nan, dtype=np.float32)
+            here[wanted] = scores[done : done + count]
             done += count
-            rows = row_block(store, span, here).where(keep)
-            votes = consensus(rows)
-            viral += int(votes.is_virus.sum())
-            row_lines, chunk_lines = block_lines(rows, votes)
-            predictions.write(row_lines)
-            chunks.write(chunk_lines)
+            votes = _Votes.of(store, span, here, wanted)
+            _write_votes(predictions, consensus, votes, store, span)
+            viral += int(votes.chunk_is_virus.sum())
         if done != len(scores):
             raise VirnucError(f"{run.root}: {len(scores)} scores for {done} rows")
     return viral
+
+
+def _spans(store: OrfStore) -> Iterator[_Span]:
+    """Cut the store into spans of bounded size; a read is never cut, however many rows it has."""
+    read, row = 0, 0
+    while read < store.n_reads:
+        ends = np.cumsum(store.read_rows[read : read + BLOCK_READS], dtype=np.int64)
+        count = max(1, int(np.searchsorted(ends, BLOCK_ROWS, side="right")))
+        next_row = row + int(ends[count - 1])
+        yield _Span(slice(read, read + count), slice(row, next_row))
+        read, row = read + count, next_row
+    if row != store.n_rows:
+        raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")
+
+
+def _check_scores(store: OrfStore, scores: NDArray[np.float32], failed: NDArray[np.bool_]) -> None:
+    if scores.shape != (store.n_uniques, 2) or failed.shape != (store.n_uniques,):
+        raise ShardError(f"scores of shape {scores.shape} for {store.n_uniques} sequences of {store.path}")
+    missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
+    if len(missing):
+        raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
+
+
+def _original_files(run: RunDir) -> tuple[tuple[Path, str], ...]:
+    """VirNucPro's two files, of rows and of chunks, and what they begin with."""
+    return (run.predictions, PREDICTION_HEADER), (run.consensus, CONSENSUS_HEADER)
+
+
+def _open_whole(stack: ExitStack, path: Path, header: str) -> BinaryIO:
+    """A file that begins with `header` and appears under its name when `stack` closes without an error."""
+    handle = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
+    handle.write(header.encode("utf-8"))
+    return handle
+
+
+def _write_votes(predictions: BinaryIO, consensus: BinaryIO, votes: _Votes, store: OrfStore, span: _Span) -> None:
+    rows, chunks = votes.lines(store.row_ids(span.rows.start, span.rows.stop, original=True))
+    predictions.write(rows)
+    consensus.write(chunks)
+
+
+def _fates(
+    store: OrfStore, span: _Span, score: NDArray[np.float32], lost: NDArray[np.bool_], threshold: float
+) -> NDArray[np.int64]:
+    """One index into `FATES` for every read of the span."""
+    fate = np.where(score >= threshold, VIRAL, OTHERS)
+    fate[np.asarray(store.read_rows[span.reads]) == 0] = NO_OPEN_FRAME
+    fate[np.asarray(store.read_chunks[span.reads]) == 0] = EMPTY
+    fate[np.asarray(store.row_read[span.rows])[lost] - span.reads.start] = FAILED
+    return fate
+
+
+def _read_lines(store: OrfStore, span: _Span, score: NDArray[np.float32], fate: NDArray[np.int64]) -> bytes:
+    low, high = span.reads.start, span.reads.stop
+    judged = fate <= OTHERS
+    shown = np.full(high - low, "", dtype=object)
+    shown[judged] = _texts(score[judged])
+    counts = (_texts(column[span.reads].tolist()) for column in (store.read_length, store.read_chunks, store.read_rows))
+    remarks = _remarks(store, low, np.asarray(store.read_flags[span.reads]))
+    return _lines(store.read_ids(low, high), *counts, _FATE_NAMES[fate], shown, _READ_LABELS[fate], remarks)
+
+
+def _remarks(store: OrfStore, low: int, bits: NDArray[np.uint8]) -> NDArray[np.object_]:
+    """The remarks on reads from `low` on, joined by commas; the id a `duplicate_of=` names comes last."""
+    said = {0: "", SHORT_FOR_MODEL: "short_for_model", AMBIGUOUS: "ambiguous"}
+    said[SHORT_FOR_MODEL | AMBIGUOUS] = "short_for_model,ambiguous"
+    remarks = np.array([said[flags] for flags in (bits & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()], dtype=object)
+    for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():
+        first = store.original_ids(low + i, low + i + 1)[0]
+        remarks[i] = ",".join(filter(None, (remarks[i], f"duplicate_of={first}")))
+    return remarks
+
+
+def _texts(values: Any) -> list[str]:
+    """Numbers as text; a float32 in the fewest digits that read back as the same float32."""
+    return list(map(str, values))
+
+
+def _lines(*columns: Sequence[str] | NDArray[np.object_]) -> bytes:
+    """Columns of equal length as TAB-separated lines."""
+    return "".join(f"{line}\n" for line in map("\t".join, zip(*columns, strict=True))).encode("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,184 +387,3 @@ def _open_gzip(stack: ExitStack, path: Path) -> gzip.GzipFile:
     """A gzip file without name or time in it, which appears when `stack` closes without an error."""
     raw = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
     return stack.enter_context(gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0))
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Consecutive reads and all their rows."""
-
-    read_lo: int
-    read_hi: int
-    row_lo: int
-    row_hi: int
-
-
-def spans(store: OrfStore) -> Iterator[Span]:
-    """Cut the store into spans of bounded size; a read is never cut, however many rows it has."""
-    read, row = 0, 0
-    while read < store.n_reads:
-        ends = np.cumsum(store.read_rows[read : read + BLOCK_READS], dtype=np.int64)
-        count = max(1, int(np.searchsorted(ends, BLOCK_ROWS, side="right")))
-        next_row = row + int(ends[count - 1])
-        yield Span(read, read + count, row, next_row)
-        read, row = read + count, next_row
-    if row != store.n_rows:
-        raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")
-
-
-def row_block(store: OrfStore, span: Span, scores: NDArray[np.float32]) -> RowBlock:
-    """The span's rows with their scores [rows, 2]; `VirnucError` when the rows are not of the span's reads."""
-    read = np.asarray(store.row_read[span.row_lo : span.row_hi])
-    if len(read) and (read[0] < span.read_lo or read[-1] >= span.read_hi):
-        raise VirnucError(
-            f"{store.path}: rows {span.row_lo}…{span.row_hi} are not of reads {span.read_lo}…{span.read_hi}"
-        )
-    chunk = np.asarray(store.row_chunk[span.row_lo : span.row_hi])
-    return RowBlock(store.row_ids(span.row_lo, span.row_hi, original=True), read, chunk, scores)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """What has been written so far."""
-
-    threshold: float
-    fates: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(FATES), dtype=np.int64))
-    rows_virus: int = 0
-    rows_failed: int = 0
-    chunks: int = 0
-    chunks_virus: int = 0
-    predict_s: float = 0.0
-    consensus_s: float = 0.0
-
-    def summary(self, store: OrfStore) -> ResultSummary:
-        viral, others, no_open_frame, empty, failed = self.fates.tolist()
-        return ResultSummary(
-            reads=store.n_reads,
-            viral=viral,
-            others=others,
-            no_open_frame=no_open_frame,
-            empty=empty,
-            failed=failed,
-            rows=store.n_rows,
-            rows_virus=self.rows_virus,
-            rows_failed=self.rows_failed,
-            chunks=self.chunks,
-            chunks_virus=self.chunks_virus,
-            threshold=self.threshold,
-            predict_s=self.predict_s,
-            consensus_s=self.consensus_s,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """The four result files while they are written; they appear together, when the stack closes without an error."""
-
-    predictions: BinaryIO
-    consensus: BinaryIO
-    reads: BinaryIO
-    failed: BinaryIO
-
-    @classmethod
-    def open(cls, stack: ExitStack, run: RunDir) -> _Files:
-        return cls(
-            open_whole(stack, run.predictions, PREDICTION_HEADER),
-            open_whole(stack, run.consensus, CONSENSUS_HEADER),
-            open_whole(stack, run.reads_table, READS_HEADER),
-            open_whole(stack, run.failed_rows, FAILED_HEADER),
-        )
-
-
-def open_whole(stack: ExitStack, path: Path, header: str) -> BinaryIO:
-    """A file that begins with `header` and appears under its name when `stack` closes without an error."""
-    handle = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
-    handle.write(header.encode("utf-8"))
-    return handle
-
-
-def _check_scores(store: OrfStore, scores: NDArray[np.float32], failed: NDArray[np.bool_]) -> None:
-    if scores.shape != (store.n_uniques, 2) or failed.shape != (store.n_uniques,):
-        raise ShardError(f"scores of shape {scores.shape} for {store.n_uniques} sequences of {store.path}")
-    missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
-    if len(missing):
-        raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
-
-
-def _write_span(
-    files: _Files, tally: _Tally, store: OrfStore, span: Span, rows: RowBlock, *, failed: NDArray[np.bool_]
-) -> None:
-    """Write one span's lines into all files and count them; `failed` [rows] marks the rows without a score."""
-    began = time.perf_counter()
-    scored = rows.where(~failed)
-    votes = consensus(scored)
-    judged = time.perf_counter()
-    predictions, chunks = block_lines(scored, votes)
-    files.predictions.write(predictions)
-    files.consensus.write(chunks)
-    if failed.any():
-        ids = store.row_ids(span.row_lo, span.row_hi)
-        files.failed.write(_lines([ids[i] for i in np.flatnonzero(failed).tolist()]))
-    written = time.perf_counter()
-    score = read_scores(scored, votes, span.read_lo, span.read_hi)
-    fate = _fates(store, span, score, rows.read[failed] - span.read_lo, tally.threshold)
-    files.reads.write(_read_lines(store, span, score, fate))
-    tally.fates += np.bincount(fate, minlength=len(FATES))
-    tally.rows_virus += int(row_labels(scored.scores).sum())
-    tally.rows_failed += int(failed.sum())
-    tally.chunks += len(votes.starts)
-    tally.chunks_virus += int(votes.is_virus.sum())
-    tally.predict_s += written - judged
-    tally.consensus_s += time.perf_counter() - written + judged - began
-
-
-def _fates(
-    store: OrfStore, span: Span, score: NDArray[np.float32], failed_reads: NDArray[np.int64], threshold: float
-) -> NDArray[np.int64]:
-    """One index into `FATES` for every read of the span."""
-    fate = np.where(score >= threshold, VIRAL, OTHERS)
-    fate[np.asarray(store.read_rows[span.read_lo : span.read_hi]) == 0] = NO_OPEN_FRAME
-    fate[np.asarray(store.read_chunks[span.read_lo : span.read_hi]) == 0] = EMPTY
-    fate[failed_reads] = FAILED
-    return fate
-
-
-def _read_lines(store: OrfStore, span: Span, score: NDArray[np.float32], fate: NDArray[np.int64]) -> bytes:
-    lo, hi = span.read_lo, span.read_hi
-    judged = fate <= OTHERS
-    shown = np.full(hi - lo, "", dtype=object)
-    shown[judged] = shortest(score[judged])
-    return _lines(
-        store.read_ids(lo, hi),
-        _counts(store.read_length[lo:hi]),
-        _counts(store.read_chunks[lo:hi]),
-        _counts(store.read_rows[lo:hi]),
-        np.array(FATES, dtype=object)[fate].tolist(),
-        shown.tolist(),
-        np.array(READ_LABELS, dtype=object)[fate].tolist(),
-        read_flags(store, lo, hi),
-    )
-
-
-def read_flags(store: OrfStore, lo: int, hi: int) -> list[str]:
-    """The remarks on reads `lo` to `hi`, joined by commas; the id a `duplicate_of=` names comes last."""
-    bits = np.asarray(store.read_flags[lo:hi])
-    flags = np.array(_REMARKS, dtype=object)[bits & (SHORT_FOR_MODEL | AMBIGUOUS)]
-    for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():
-        first = store.original_ids(lo + i, lo + i + 1)[0]
-        flags[i] = ",".join(filter(None, (flags[i], f"duplicate_of={first}")))
-    remarks: list[str] = flags.tolist()
-    return remarks
-
-
-def _counts(column: NDArray[np.int32]) -> list[str]:
-    """Small whole numbers as text; most of them are alike."""
-    values, place = np.unique(column, return_inverse=True)
-    texts: list[str] = np.array(list(map(str, values.tolist())), dtype=object)[place].tolist()
-    return texts
-
-
-def _lines(*columns: list[str]) -> bytes:
-    """Columns of equal length as TAB-separated lines."""
-    if not columns[0]:
-        return b""
-    return ("\n".join(map("\t".join, zip(*columns, strict=True))) + "\n").encode("utf-8")

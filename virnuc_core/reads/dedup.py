@@ -19,7 +19,6 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from virnuc_core.reads.fast_parser import offsets_of
-from virnuc_core.reads.translate import Orfs
 
 STRETCH: Final = 1 << 17  # entries of a column treated together
 BUCKET: Final = 1 << 21  # digests looked for repeats at a time, about
@@ -54,26 +53,6 @@ def digest_each(content: list[bytes]) -> Words:
     """The digest of each: uint64 [n, 2]."""
     lengths = np.fromiter(map(len, content), np.int64, len(content))
     return digests(np.frombuffer(b"".join(content), np.uint8), offsets_of(lengths))
-
-
-def digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """Digest of each row's DNA and protein: uint64 [rows, 2]. Rows with equal digests are taken as equal.
-
-    DNA of A, C, G, T alone says what the protein is; elsewhere the protein goes into the digest too. `ambiguous` [rows]
-    may be true for more rows than those.
-    """
-    dna_at = offsets_of(orfs.dna_lengths.astype(np.int64))
-    made = digests(orfs.dna, dna_at)
-    unclear = np.flatnonzero(ambiguous)
-    if len(unclear):
-        protein_at = offsets_of(orfs.protein_lengths.astype(np.int64))
-        both = {}
-        for i in unclear.tolist():
-            sequence = orfs.dna[dna_at[i] : dna_at[i + 1]].tobytes()
-            if sequence.translate(None, b"ACGT"):
-                both[i] = sequence + b"|" + orfs.proteins[protein_at[i] : protein_at[i + 1]].tobytes()
-        made[list(both)] = digest_each(list(both.values()))
-    return made
 
 
 def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:

@@ -8,12 +8,13 @@ import lzma
 import stat
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, Final, Protocol
+from typing import Any, BinaryIO, Final, cast
 
 from virnuc_core.errors import InputError
 
@@ -36,16 +37,6 @@ def can_be_read_twice(name: str) -> bool:
 
 class DamagedInput(InputError):  # noqa: N818  # named for what the caller has in hand
     """Data that cannot be unpacked or read any further. What came before it is good."""
-
-
-class _Unpacker(Protocol):
-    """What zlib, bz2, lzma and zstandard objects have in common."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, /) -> bytes: ...
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
@@ -106,13 +97,12 @@ class Source:
     Gzip (many members, bgzip), bzip2, xz and zstd are recognised by their first bytes, never by name.
     """
 
-    def __init__(self, name: str, stream: BinaryIO, head: bytes) -> None:
+    def __init__(self, name: str, stream: BinaryIO) -> None:
         self.name = name
         self._stream = stream
-        self._packed = head  # read from the stream, not yet unpacked
-        self._make, self._kind = _unpacker_for(head, name)
-        self._unpacker: _Unpacker | None = None
-        self._ended = False
+        head = _read_some(stream, _PIECE_BYTES)
+        self.packed_as, make = _unpacker_for(head, name)
+        self._pieces = self._plain(head) if make is None else self._unpacked(head, make)
         self._damage: DamagedInput | None = None
 
     @classmethod
@@ -120,84 +110,61 @@ class Source:
         """Open a path, or standard input for `-`. Errors: `InputError` when it cannot be opened."""
         with ExitStack() as opened:
             try:
-                if name == STDIN:
-                    stream: BinaryIO = sys.stdin.buffer
-                else:
-                    stream = opened.enter_context(Path(name).open("rb", buffering=0))
-                source = cls(name, stream, _read_some(stream, _PIECE_BYTES))
+                stdin = cast(BinaryIO, sys.stdin.buffer)
+                stream = stdin if name == STDIN else opened.enter_context(Path(name).open("rb", buffering=0))
+                source = cls(name, stream)
             except OSError as error:
                 raise _unreadable(name, error) from error
             opened.pop_all()  # stays open: it is the caller's now
             return source
 
-    @property
-    def packed_as(self) -> str:
-        """`plain`, `gzip`, `bzip2`, `xz` or `zstd`."""
-        return self._kind
-
     def read(self, size: int) -> bytes:
-        """About `size` bytes (compressed input may give more), fewer only before the end or damage; `b""` at the end.
+        """At least `size` bytes, fewer only before the end or damage; `b""` at the end.
 
-        Errors: `DamagedInput` when the input is damaged or cut off, once everything before that has been returned.
+        Errors: `DamagedInput`, once, when the input is damaged or cut off and everything before has been returned.
         """
         pieces: list[bytes] = []
-        wanted = size
-        while wanted > 0 and not self._ended:
-            try:
-                piece = self._next_piece(wanted)
-            except DamagedInput as damage:
-                self._damage, self._ended = damage, True
-                break
-            pieces.append(piece)
-            wanted -= len(piece)
-        data = b"".join(pieces)
-        if not data and self._damage is not None:
-            told, self._damage = self._damage, None  # once; a caller that goes on finds the end
-            raise told
-        return data
-
-    def _next_piece(self, wanted: int) -> bytes:
-        packed, self._packed = self._packed, b""
-        if not packed:
-            packed = self._from_disk(wanted if self._make is None else _PIECE_BYTES)
-        if self._make is None:
-            self._ended = not packed
-            return packed
-        return self._unpack(packed, self._make)
-
-    def _from_disk(self, size: int) -> bytes:
         try:
-            return _read_some(self._stream, size)
+            while size > 0 and (piece := next(self._pieces, None)) is not None:
+                pieces.append(piece)
+                size -= len(piece)
+        except DamagedInput as damage:
+            self._damage = damage
+        if not any(pieces) and self._damage is not None:
+            told, self._damage = self._damage, None  # a caller that goes on finds the end
+            raise told
+        return b"".join(pieces)
+
+    def _plain(self, piece: bytes) -> Iterator[bytes]:
+        while piece:
+            yield piece
+            piece = self._next_piece()
+
+    def _unpacked(self, packed: bytes, make: Callable[[], Any]) -> Iterator[bytes]:
+        unpacker = None
+        while packed or (packed := self._next_piece()):
+            if unpacker is None:
+                packed = packed.lstrip(b"\0")  # tapes and some tools pad with zeros after the last member
+                if not packed:
+                    continue
+                unpacker = make()
+            try:
+                yield unpacker.decompress(packed)
+            except _damage_types() as error:
+                problem = f"damaged {self.packed_as} data: {str(error) or type(error).__name__}"
+                raise DamagedInput(problem, file=self.name, hint="copy it again") from error
+            packed = b""
+            if unpacker.eof:
+                packed, unpacker = unpacker.unused_data, None
+        if unpacker is not None:
+            problem = f"the {self.packed_as} data ends early: the file is cut off"
+            raise DamagedInput(problem, file=self.name, hint="copy it again")
+
+    def _next_piece(self) -> bytes:
+        try:
+            return _read_some(self._stream, _PIECE_BYTES)
         except OSError as error:
             raise DamagedInput(f"reading failed: {error.strerror or error}", file=self.name) from error
-
-    def _unpack(self, packed: bytes, make: Callable[[], _Unpacker]) -> bytes:
-        if not packed:
-            if self._unpacker is not None:
-                raise DamagedInput(
-                    f"the {self._kind} data ends early: the file is cut off", file=self.name, hint="copy it again"
-                )
-            self._ended = True
-            return b""
-        if self._unpacker is None:
-            packed = packed.lstrip(b"\0")  # tapes and some tools pad with zeros after the last member
-            if not packed:
-                return b""
-            self._unpacker = make()
-        try:
-            data = self._unpacker.decompress(packed)
-        except _damage_types() as error:
-            reason = str(error) or type(error).__name__
-            raise DamagedInput(f"damaged {self._kind} data: {reason}", file=self.name, hint="copy it again") from error
-        if self._unpacker.eof:
-            self._packed = self._unpacker.unused_data
-            self._unpacker = None
-        return data
-
-    def close(self) -> None:
-        """Close the file; standard input stays open."""
-        if self.name != STDIN:
-            self._stream.close()
 
     def __enter__(self) -> Source:
         return self
@@ -205,7 +172,8 @@ class Source:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if self.name != STDIN:  # standard input stays open
+            self._stream.close()
 
 
 def _unreadable(name: str, error: OSError) -> InputError:
@@ -216,45 +184,40 @@ def _unreadable(name: str, error: OSError) -> InputError:
 def _read_some(stream: BinaryIO, size: int) -> bytes:
     """Up to `size` bytes; fewer only at the end, so that a slow pipe is not taken for a short file."""
     pieces: list[bytes] = []
-    while size > 0:
-        piece = stream.read(size)
-        if not piece:
-            break
+    while size > 0 and (piece := stream.read(size)):
         pieces.append(piece)
         size -= len(piece)
     return b"".join(pieces)
 
 
-def _unpacker_for(head: bytes, name: str) -> tuple[Callable[[], _Unpacker] | None, str]:
+def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None]:
+    """What a file is packed as by its first bytes, and what makes an unpacker (as of `zlib.decompressobj`) for it."""
     if head.startswith(b"\x1f\x8b"):
-        return _gzip_unpacker(), "gzip"
+        return "gzip", _gzip_unpacker()
     if head.startswith(b"BZh"):
-        return bz2.BZ2Decompressor, "bzip2"
+        return "bzip2", bz2.BZ2Decompressor
     if head.startswith(b"\xfd7zXZ\0"):
-        return lzma.LZMADecompressor, "xz"
+        return "xz", lzma.LZMADecompressor
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
-        return _zstd_unpacker(name), "zstd"
-    return None, "plain"
+        return "zstd", _zstd_unpacker(name)
+    return "plain", None
 
 
-def _gzip_unpacker() -> Callable[[], _Unpacker]:
+def _gzip_unpacker() -> Callable[[], Any]:
     """ISA-L where it is installed (about three times as fast), else zlib; both check the sums of every member."""
     try:
-        fast = importlib.import_module("isal.isal_zlib")
+        module = importlib.import_module("isal.isal_zlib")
     except ImportError:
-        return lambda: zlib.decompressobj(wbits=31)
-    return lambda: fast.decompressobj(wbits=31)
+        module = zlib
+    return partial(module.decompressobj, wbits=31)
 
 
-def _zstd_unpacker(name: str) -> Callable[[], _Unpacker]:
+def _zstd_unpacker(name: str) -> Callable[[], Any]:
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError as error:
-        raise InputError(
-            "zstd data, but the package zstandard is not installed",
-            file=name,
-            hint="install it, or unpack the file first",
-        ) from error
+        problem = "zstd data, but the package zstandard is not installed"
+        raise InputError(problem, file=name, hint="install it, or unpack the file first") from error
     return lambda: zstandard.ZstdDecompressor().decompressobj()
 
 

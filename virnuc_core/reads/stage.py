@@ -22,9 +22,10 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
 from virnuc_core.reads.fast_parser import ReadBatch
 from virnuc_core.reads.parse import OnError, ParseLog, Skipped, parse
-from virnuc_core.reads.segment import Segment, fingerprint_batch, process
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts, StoreWriter, fingerprint_for
+from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts
+from virnuc_core.reads.store_writer import StoreWriter, fingerprint_for
+from virnuc_core.reads.translate import fingerprint_batch, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
 
@@ -118,39 +119,26 @@ def _many(count: int, what: str) -> str:
 
 
 class _Clock:
-    """Seconds by stage."""
+    """Seconds by stage since it was made."""
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
+    def __init__(self) -> None:
         self._started = time.perf_counter()
-        self.parse_s = self.chunk_s = self.translate_s = self.store_s = 0.0
+        self._seconds = dict.fromkeys(("parse_s", "chunk_s", "translate_s", "store_s"), 0.0)
 
-    def parsing(self, batches: Iterator[ReadBatch]) -> Iterator[ReadBatch]:
-        """The same batches; counts what drawing them takes. Nobody else needs their text."""
-        while True:
-            before = time.perf_counter()
-            batch = next(batches, None)
-            self.parse_s += time.perf_counter() - before
-            if batch is None:
-                return
-            yield batch.without_text()
+    def add(self, stage: str, seconds: float) -> None:
+        """Count what was taken."""
+        self._seconds[stage] += seconds
 
-    def add(self, segment: Segment) -> None:
-        """Count what a worker took."""
-        self.chunk_s += segment.chunk_s / self._workers
-        self.translate_s += segment.translate_s / self._workers
-        self.store_s += segment.digest_s / self._workers
+    @contextmanager
+    def measure(self, stage: str) -> Iterator[None]:
+        """Count what the body takes."""
+        before = time.perf_counter()
+        yield
+        self.add(stage, time.perf_counter() - before)
 
     def timings(self, fingerprint: str) -> Timings:
         """All of it, up to now."""
-        return Timings(
-            fingerprint=fingerprint,
-            parse_s=self.parse_s,
-            chunk_s=self.chunk_s,
-            translate_s=self.translate_s,
-            store_s=self.store_s,
-            total_s=time.perf_counter() - self._started,
-        )
+        return Timings(fingerprint=fingerprint, **self._seconds, total_s=time.perf_counter() - self._started)
 
 
 def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
@@ -175,27 +163,28 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
 
 
 def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> StageSummary:
-    clock = _Clock(spec.workers)
+    clock = _Clock()
     try:
         with (
             _scratch(out) as folder,
-            _skip_list(spec, out, folder) as log,
+            _skip_list(spec, out) as listing,
             Workers(spec.workers) as workers,
         ):
-            reused = _is_current(spec, inputs, out, log.log, workers)
+            log = _new_log(spec, listing)
+            reused = _is_current(spec, inputs, out, log, workers)
             if not reused:
                 if out.exists() and not may_replace:
                     raise RunMismatchError(
                         f"{out.parent} holds a run of other reads, or of reads cut otherwise; "
                         "choose another directory or --force"
                     )
-                log.start_over()
-                _write(spec, inputs, out, folder, log.log, workers, clock)
+                log = _new_log(spec, listing)
+                _write(spec, inputs, out, folder, log, workers, clock)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
         ) from error
-    summary = _summary(spec, inputs, out, log.log, clock, reused)
+    summary = _summary(spec, inputs, out, log, clock, reused)
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
@@ -204,21 +193,28 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
 def _write(
     spec: StageSpec, inputs: Inputs, out: Path, folder: Path, log: ParseLog, workers: Workers, clock: _Clock
 ) -> None:
+    def timed() -> Iterator[ReadBatch]:
+        batches = parse(inputs.files, log)
+        while True:
+            with clock.measure("parse_s"):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch.without_text()
+
     with StoreWriter(folder, spec.model_length) as writer:
-        batches = clock.parsing(parse(inputs.files, log))
-        for segment in workers.map(partial(process, model_length=spec.model_length), batches, ReadBatch.nbytes):
-            before = time.perf_counter()
-            writer.add(segment)
-            clock.add(segment)
-            clock.store_s += time.perf_counter() - before
+        for segment in workers.map(partial(process, model_length=spec.model_length), timed(), ReadBatch.nbytes):
+            with clock.measure("store_s"):
+                writer.add(segment)
+            for stage_name, seconds in segment.seconds.items():
+                clock.add(stage_name, seconds / spec.workers)  # side by side with those of others
         if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
             raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
-        before = time.perf_counter()
-        twice = writer.find_repeats(workers)
-        if spec.strict and twice is not None:
-            raise _shared_id(writer, log, *twice)
-        writer.write(out, workers)
-        clock.store_s += time.perf_counter() - before
+        with clock.measure("store_s"):
+            twice = writer.find_repeats(workers)
+            if spec.strict and twice is not None:
+                raise _shared_id(writer, log, *twice)
+            writer.write(out, workers)
 
 
 def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
@@ -296,61 +292,54 @@ def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[Fi
     return tuple(counted)
 
 
-class _SkipLog:
-    """The parser's log, with its broken records written to a list as they come."""
-
-    def __init__(self, on_error: OnError, listing: TextIO | None) -> None:
-        self._on_error, self._listing = on_error, listing
-        self.log = ParseLog()
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Forget what was counted and listed."""
-        self.log = ParseLog(self._on_error, self._note)
-        if self._listing is not None:
-            self._listing.seek(0)
-            self._listing.truncate()
-            self._listing.write("file\tline\tread\tproblem\n")
-
-    def _note(self, skipped: Skipped) -> None:
-        if self._listing is not None:
-            fields = (skipped.file, skipped.line, skipped.read_id, skipped.problem)
-            cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
-            self._listing.write("\t".join(cells) + "\n")
-
-
 @contextmanager
-def _skip_list(spec: StageSpec, out: Path, folder: Path) -> Iterator[_SkipLog]:
+def _skip_list(spec: StageSpec, out: Path) -> Iterator[TextIO | None]:
+    """A file for what is skipped, which appears beside `out` once all is done."""
     if spec.on_error == "stop":
-        yield _SkipLog(spec.on_error, None)
+        yield None
         return
-    draft = folder / SKIPPED_LIST
-    with draft.open("w", encoding="utf-8", errors="backslashreplace") as listing:
-        yield _SkipLog(spec.on_error, listing)
-    with whole_file(out.with_name(SKIPPED_LIST)) as aside:
-        shutil.copyfile(draft, aside)
+    with (
+        whole_file(out.with_name(SKIPPED_LIST)) as aside,
+        aside.open("w", encoding="utf-8", errors="backslashreplace") as listing,
+    ):
+        yield listing
+
+
+def _new_log(spec: StageSpec, listing: TextIO | None) -> ParseLog:
+    """A log that lists broken records as they come; the list begins anew."""
+    if listing is None:
+        return ParseLog(spec.on_error)
+    listing.seek(0)
+    listing.truncate()
+    listing.write("file\tline\tread\tproblem\n")
+
+    def note(skipped: Skipped) -> None:
+        fields = (skipped.file, skipped.line, skipped.read_id, skipped.problem)
+        cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
+        listing.write("\t".join(cells) + "\n")
+
+    return ParseLog(spec.on_error, note)
 
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
     """A folder beside `out` for this run of staging; those that killed runs left behind are removed too."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(out)
+    for entry in out.parent.glob(f".{out.name}.*"):
+        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.(scratch|part)", entry.name)
+        if match is not None and not psutil.pid_exists(int(match[1])):
+            _remove(entry)
     folder = out.with_name(f".{out.name}.{os.getpid()}.scratch")
-    shutil.rmtree(folder, ignore_errors=True)
+    _remove(folder)
     folder.mkdir()
     try:
         yield folder
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
 
 
-def _sweep(out: Path) -> None:
-    for entry in out.parent.glob(f".{out.name}.*"):
-        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.(scratch|part)", entry.name)
-        if match is None or psutil.pid_exists(int(match[1])):
-            continue
-        if entry.is_dir():
-            shutil.rmtree(entry, ignore_errors=True)
-        else:
-            entry.unlink(missing_ok=True)
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,21 +1,50 @@
 """Reads to open frames: chunks of the model's length, six reading frames of each, those without a stop kept.
 
+`process` is what a worker does with one batch of reads; it gives the batch's part of the store, as columns.
+
 Letters other than A, C, G, T make their codons vanish (the protein closes up), and the DNA of a frame is cut by the
 length of its protein plus one base: both are part of the method.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
+from virnuc_core.reads.dedup import digest_each, digests
+from virnuc_core.reads.fast_parser import ReadBatch, offsets_of
+from virnuc_core.reads.fingerprint import Leaves, leaves_of
+
+EMPTY: Final = 1  # bits of read_flags: no bases
+SHORT_FOR_MODEL: Final = 2  # less than half of the model's length, but not empty
+AMBIGUOUS: Final = 4  # holds a letter other than A, C, G, T
+DUPLICATE_ID: Final = 8  # an earlier read has the same id
+
+SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
+    "read_length": np.int32,
+    "read_chunks": np.int32,
+    "read_rows": np.int32,
+    "read_flags": np.uint8,
+    "read_line": np.int64,
+    "read_id_length": np.int32,
+    "read_id_bytes": np.uint8,
+    "read_id_digest": np.uint64,  # two each
+    "row_chunk": np.int32,
+    "row_frame": np.uint8,
+    "row_digest": np.uint64,  # two each
+    "protein_length": np.int32,
+    "dna_length": np.int32,
+    "protein_bytes": np.uint8,
+    "dna_bytes": np.uint8,
+}
 FRAMES: Final = ("F1", "F2", "F3", "R1", "R2", "R3")
 
 _GROUP_BASES: Final = 1 << 20  # bases looked at together: arrays of this many bytes stay in the cache
@@ -24,6 +53,7 @@ _STOP: Final = ord("*")
 _BYTES: Final = bytes(range(256))
 _UPPER: Final = _BYTES.upper()
 _COMPLEMENT: Final = _UPPER.translate(bytes.maketrans(b"ACGT", b"TGCA"))
+_ODD: Final = bytes(byte not in b"ACGTacgt" for byte in range(256))
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,21 +124,13 @@ def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) 
     `starts` and `ends` [n] both ascend. A frame is open when its protein has no stop and is not empty.
     """
     parts = [_translate_group(bases, starts[a:b], ends[a:b], a) for a, b in _groups(starts, ends)]
-    if len(parts) == 1:
-        return parts[0]
-    return Orfs(
-        *(
-            np.concatenate([getattr(part, name) for part in parts] or [np.zeros(0, kind)])
-            for name, kind in (
-                ("chunk", np.int64),
-                ("frame", np.uint8),
-                ("proteins", np.uint8),
-                ("protein_lengths", np.int32),
-                ("dna", np.uint8),
-                ("dna_lengths", np.int32),
-            )
-        )
-    )
+    columns = zip(*(map(part.__getattribute__, Orfs.__slots__) for part in parts or [_no_frames()]), strict=True)
+    return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, columns))
+
+
+def _no_frames() -> Orfs:
+    letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+    return Orfs(np.zeros(0, np.int64), letters, letters, lengths, letters, lengths)
 
 
 def _groups(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
@@ -202,3 +224,86 @@ def _gather(
         dna=np.frombuffer(dna, np.uint8),
         dna_lengths=dna_lengths.astype(np.int32),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The part of a store that one batch makes."""
+
+    columns: Mapping[str, NDArray[Any]]  # by the names of `SEGMENT_COLUMNS`
+    leaves: Leaves
+    seconds: Mapping[str, float]  # of staging's stages
+
+
+def process(batch: ReadBatch, model_length: int) -> Segment:
+    """Cut the reads of a batch, translate the chunks in six frames, digest ids and open frames."""
+    started = time.perf_counter()
+    offsets = batch.base_offsets
+    lengths = np.diff(offsets)
+    chunks = chunk(lengths, model_length)
+    chunked = time.perf_counter()
+    begin = offsets[chunks.read]
+    orfs = translate(batch.bases, begin + chunks.start, begin + chunks.end)
+    translated = time.perf_counter()
+    row_read = chunks.read[orfs.chunk]
+    ambiguous = np.zeros(len(batch), bool)
+    odd = np.flatnonzero(np.frombuffer(batch.bases.translate(_ODD), np.bool_))
+    ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
+    short = (lengths > 0) & (2 * lengths < model_length)
+    id_digests = digest_ids(batch)
+    columns = {
+        "read_length": lengths,
+        "read_chunks": np.bincount(chunks.read, minlength=len(batch)),
+        "read_rows": np.bincount(row_read, minlength=len(batch)),
+        "read_flags": (lengths == 0) * EMPTY + short * SHORT_FOR_MODEL + ambiguous * AMBIGUOUS,
+        "read_line": batch.lines,
+        "read_id_length": np.diff(batch.id_offsets),
+        "read_id_bytes": np.frombuffer(batch.ids, np.uint8),
+        "read_id_digest": id_digests.reshape(-1),
+        "row_chunk": chunks.number[orfs.chunk],
+        "row_frame": orfs.frame,
+        "row_digest": _digest_rows(orfs, ambiguous[row_read]).reshape(-1),
+        "protein_length": orfs.protein_lengths,
+        "dna_length": orfs.dna_lengths,
+        "protein_bytes": orfs.proteins,
+        "dna_bytes": orfs.dna,
+    }
+    return Segment(
+        columns={name: columns[name].astype(kind, copy=False) for name, kind in SEGMENT_COLUMNS.items()},
+        leaves=leaves_of(batch, id_digests),
+        seconds={
+            "chunk_s": chunked - started,
+            "translate_s": translated - chunked,
+            "store_s": time.perf_counter() - translated,
+        },
+    )
+
+
+def fingerprint_batch(batch: ReadBatch) -> Leaves:
+    """What a batch adds to the fingerprint of all reads."""
+    return leaves_of(batch, digest_ids(batch))
+
+
+def digest_ids(batch: ReadBatch) -> NDArray[np.uint64]:
+    """Digest of each id: uint64 [reads, 2]."""
+    return digests(np.frombuffer(batch.ids, np.uint8), batch.id_offsets)
+
+
+def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]:
+    """Digest of each row's DNA and protein: uint64 [rows, 2]. Rows with equal digests are taken as equal.
+
+    DNA of A, C, G, T alone says what the protein is; elsewhere the protein goes into the digest too. `ambiguous` [rows]
+    may be true for more rows than those.
+    """
+    dna_at = offsets_of(orfs.dna_lengths.astype(np.int64))
+    made = digests(orfs.dna, dna_at)
+    unclear = np.flatnonzero(ambiguous)
+    if len(unclear):
+        protein_at = offsets_of(orfs.protein_lengths.astype(np.int64))
+        both = {}
+        for i in unclear.tolist():
+            sequence = orfs.dna[dna_at[i] : dna_at[i + 1]].tobytes()
+            if sequence.translate(None, b"ACGT"):
+                both[i] = sequence + b"|" + orfs.proteins[protein_at[i] : protein_at[i + 1]].tobytes()
+        made[list(both)] = digest_each(list(both.values()))
+    return made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.reads import dedup, store
+from virnuc_core.reads import dedup, store_writer
 from virnuc_core.reads.parse import parse
 
 WriteReads = Callable[..., str]
@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> WriteReads:
 
 def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 64) -> None:
     """Sizes so small that every carry between blocks, stretches and buckets happens in a small test."""
-    for module in (dedup, store):
+    for module in (dedup, store_writer):
         patch.setattr(module, "STRETCH", stretch)
     patch.setattr(dedup, "BUCKET", stretch - 1)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)

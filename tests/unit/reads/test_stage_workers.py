@@ -82,7 +82,7 @@ def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: 
 CHILD = """
 import sys, time
 from pathlib import Path
-from virnuc_core.reads import store
+from virnuc_core.reads import store_writer
 from virnuc_core.reads.stage import StageSpec, stage
 calls = []
 def stop(*_, **__):
@@ -91,7 +91,7 @@ def stop(*_, **__):
         print("here", flush=True)
         time.sleep(60)
 if sys.argv[3] != "none":
-    setattr(store.StoreWriter, sys.argv[3], stop)
+    setattr(store_writer.StoreWriter, sys.argv[3], stop)
 try:
     stage(StageSpec(reads=(sys.argv[1],), workers=3), Path(sys.argv[2]))
 except KeyboardInterrupt:
