@@ -13,18 +13,17 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import importlib.metadata
 import itertools
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -38,9 +37,6 @@ from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.ceiling import AHEAD, linear_pass
 
-SCHEMA_VERSION = 2
-PROFILED_KERNELS = 14
-
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
 DATASHEET = {"H200": (989.0, 1979.0), "H100": (989.0, 1979.0), "A100": (312.0, None), "RTX 4090": (165.2, 330.3)}
 
@@ -49,35 +45,13 @@ NAMES: tuple[Name, ...] = ("esm2", "dnabert_s")
 PAD = {"esm2": 1, "dnabert_s": 3}
 
 
-@dataclass(frozen=True, slots=True)
-class Sustained:
+class Sustained(NamedTuple):
     """A stretch of equal calls."""
 
     elapsed_s: float
     calls: int
     sm_mhz: int | None  # towards the end
     watts: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One line of the table."""
-
-    encoder: Name
-    precision: Resolved
-    variant: str
-    row_tokens: int
-    slots: int
-    rows: int
-    tokens_per_s: float
-    rows_per_s: float
-    ceiling_tokens_per_s: float
-    share_of_ceiling: float
-    tflops: float
-    mfu_datasheet: float | None
-    peak_gib: float | None
-    first_s: float  # until the first result: kernels are compiled, or found in the cache on disk
-    sustained: Sustained
 
 
 def settle(device: torch.device) -> None:
@@ -161,7 +135,7 @@ def profile(embed: Callable[[], object], device: torch.device) -> list[tuple[str
         embed()
         settle(device)
     rows = [(e.key, e.self_device_time_total / 1000, e.count) for e in trace.key_averages() if e.self_device_time_total]
-    return sorted(rows, key=lambda row: -row[1])[:PROFILED_KERNELS]
+    return sorted(rows, key=lambda row: -row[1])[:14]
 
 
 class Bench:
@@ -170,8 +144,8 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
         self.deadline = time.perf_counter() + options.time_limit
-        self.measured: list[Measured] = []
-        self.further: dict[str, list[dict[str, Any]]] = {"ceilings": [], "cosines": [], "not_run": [], "profiles": []}
+        kinds = ("measured", "ceilings", "cosines", "not_run", "profiles")
+        self.found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
 
     def run(self) -> None:
         """Everything that was asked for, one precision after the other, so that weights lie on the device once."""
@@ -188,7 +162,7 @@ class Bench:
                     precision = resolve_precision(asked, self.device)
                     self.precision(name, shape, precision, expected)
                 except VirnucError as error:
-                    self.skip(name, asked, "all", str(error))
+                    self.note("not_run", encoder=name, precision=asked, variant="all", reason=str(error))
 
     def precision(self, name: Name, shape: Any, precision: Resolved, expected: Tensor | None) -> None:
         """Ceilings, then every variant, of one encoder in one precision."""
@@ -211,108 +185,66 @@ class Bench:
                     self.note("cosines", encoder=name, precision=precision, variant=variant, **found)
                 for slots, length in itertools.product(self.options.budgets, self.options.lengths[name]):
                     if time.perf_counter() > self.deadline:
-                        self.skip(name, precision, variant, f"{length}/{slots}: time limit of the run")
-                        continue
+                        raise TimeoutError(f"{length}/{slots} and further: time limit of the run")
                     self.one(name, variant, encoder, length, slots, limits[slots])
             except Exception as error:  # noqa: BLE001 - what cannot run here is said, the rest goes on
-                self.skip(name, precision, variant, f"{type(error).__name__}: {str(error)[:300]}")
+                reason = f"{type(error).__name__}: {str(error)[:300]}"
+                self.note("not_run", encoder=name, precision=precision, variant=variant, reason=reason)
 
     def one(self, name: Name, variant: str, encoder: Esm2 | DnabertS, length: int, slots: int, limit: float) -> None:
         """One line of the table."""
-        capacity = max(1, slots // self.options.capacity_divisor)
-        batch = batch_of(name, encoder.shape.vocab, length, slots, capacity, self.device)
+        batch = batch_of(name, encoder.shape.vocab, length, slots, max(1, slots // 8), self.device)
         on_cuda = self.device.type == "cuda"
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(self.device)
-        start = time.perf_counter()
-        encoder.embed(batch)
-        settle(self.device)
-        first_s = time.perf_counter() - start
+        first_s = sustain(lambda: encoder.embed(batch), 0.0, self.device).elapsed_s
         ran = sustain(lambda: encoder.embed(batch), self.options.seconds, self.device)
         tokens = batch.real_tokens * ran.calls / ran.elapsed_s
         tflops = tokens * encoder.flops_per_token(length) / 1e12
         peak = self.datasheet(encoder.precision)
-        line = Measured(
-            encoder=name,
-            precision=encoder.precision,
-            variant=variant,
-            row_tokens=length,
-            slots=slots,
-            rows=batch.rows,
-            tokens_per_s=tokens,
-            rows_per_s=batch.rows * ran.calls / ran.elapsed_s,
-            ceiling_tokens_per_s=limit,
-            share_of_ceiling=tokens / limit,
-            tflops=tflops,
-            mfu_datasheet=None if peak is None else tflops / peak,
-            peak_gib=torch.cuda.max_memory_allocated(self.device) / 2**30 if on_cuda else None,
-            first_s=first_s,
-            sustained=ran,
-        )
-        self.measured.append(line)
-        print(row(line), flush=True)
+        found = {
+            "encoder": name,
+            "precision": encoder.precision,
+            "variant": variant,
+            "row_tokens": length,
+            "slots": slots,
+            "tokens_per_s": tokens,
+            "rows_per_s": tokens / length,
+            "ceiling_tokens_per_s": limit,
+            "share_of_ceiling": tokens / limit,
+            "tflops": tflops,
+            "mfu_datasheet": None if peak is None else tflops / peak,
+            "peak_gib": torch.cuda.max_memory_allocated(self.device) / 2**30 if on_cuda else None,
+            "first_s": first_s,  # to the first result: kernels are compiled, or found in the cache on disk
+            **ran._asdict(),
+        }
+        self.note("measured", **found)
         if variant in self.options.profile:
             kernels = profile(lambda: encoder.embed(batch), self.device)
             self.note("profiles", variant=variant, slots=slots, row_tokens=length, kernels=kernels)
 
     def datasheet(self, precision: Resolved) -> float | None:
         """The device's peak, TFLOP/s, where it is known."""
-        if self.device.type != "cuda" or precision == "fp32":
-            return None
-        name = torch.cuda.get_device_name(self.device)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         peaks = next((peaks for part, peaks in DATASHEET.items() if part in name), (None, None))
-        return peaks[precision == "fp8"]
+        return None if precision == "fp32" else peaks[precision == "fp8"]
 
     def note(self, kind: str, **found: Any) -> None:
-        """Keep and print something beside the table."""
-        self.further[kind].append(found)
+        """Keep and print what was found."""
+        self.found[kind].append(found)
         print(f"{kind}: {json.dumps(found, indent=1 if kind == 'profiles' else None)}", flush=True)
-
-    def skip(self, name: Name, precision: str, variant: str, reason: str) -> None:
-        """Say what was not measured."""
-        self.note("not_run", encoder=name, precision=precision, variant=variant, reason=reason)
 
     def record(self) -> dict[str, Any]:
         """All of it, for the JSON file."""
-        on_cuda = self.device.type == "cuda"
+        cuda = self.device.type == "cuda"
         return {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 2,
             "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(self.device) if on_cuda else "CPU",
-            "versions": {name: version(name) for name in ("torch", "triton")} | {"cuda": torch.version.cuda},
-            **{name: getattr(self.options, name) for name in ("esm2", "dnabert_s", "capacity_divisor")},
-            **self.further,
-            "measured": [asdict(line) for line in self.measured],
+            "device": torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            **{name: getattr(self.options, name) for name in ("esm2", "dnabert_s")},
+            **self.found,
         }
-
-
-def version(name: str) -> str | None:
-    """Of an installed package."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-HEADER = (
-    f"{'encoder':9} {'prec':5} {'variant':16} {'row':>4} {'slots':>6} {'tokens/s':>11} {'rows/s':>9} {'ceiling':>8} "
-    f"{'TFLOP/s':>8} {'MFU':>6} {'GiB':>6} {'first s':>8} {'MHz':>5} {'W':>5}"
-)
-
-
-def row(m: Measured) -> str:
-    """One line of the table."""
-
-    def text(value: float | None, form: str) -> str:
-        return "-" if value is None else format(value, form)
-
-    return (
-        f"{m.encoder:9} {m.precision:5} {m.variant:16} {m.row_tokens:4} {m.slots:6} {m.tokens_per_s:11,.0f} "
-        f"{m.rows_per_s:9,.0f} {m.share_of_ceiling:8.1%} {m.tflops:8.2f} {text(m.mfu_datasheet, '.1%'):>6} "
-        f"{text(m.peak_gib, '.2f'):>6} {m.first_s:8.2f} {text(m.sustained.sm_mhz, 'd'):>5} "
-        f"{text(m.sustained.watts, '.0f'):>5}"
-    )
 
 
 def options_from(arguments: list[str]) -> argparse.Namespace:
@@ -336,7 +268,6 @@ def options_from(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--budgets", type=numbers, default=[16384], help="token slots of a batch, e.g. 8192,16384,65536"
     )
-    parser.add_argument("--capacity-divisor", type=int, default=8, help="row capacity of a batch = slots / this")
     parser.add_argument("--seconds", type=float, default=5.0, help="each measurement lasts at least this long")
     parser.add_argument("--time-limit", type=float, default=480.0, help="seconds for the whole run; the rest is named")
     parser.add_argument("--profile", type=words, default=[], help="variants whose kernels are listed, one batch each")
@@ -356,16 +287,15 @@ def main(arguments: list[str]) -> int:
     """Measure, print the table, write the JSON; 1 when nothing could be measured."""
     options = options_from(arguments)
     bench = Bench(options)
-    print(HEADER, flush=True)
     with contextlib.suppress(KeyboardInterrupt):
         bench.run()
-    print(f"\n{HEADER}")
-    for line in sorted(bench.measured, key=lambda m: (m.encoder, m.precision, m.slots, m.row_tokens, -m.tokens_per_s)):
-        print(row(line))
+    if bench.found["measured"]:
+        table = pd.DataFrame(bench.found["measured"]).sort_values(["encoder", "precision", "slots", "row_tokens"])
+        print(table.to_string(index=False, float_format="{:,.3f}".format))
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(bench.record(), indent=1) + "\n", encoding="utf-8")
-    return 0 if bench.measured else 1
+    return 0 if bench.found["measured"] else 1
 
 
 if __name__ == "__main__":

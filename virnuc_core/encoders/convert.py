@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import STORAGE, Part, Storage
+from virnuc_core.encoders.checkpoint import STORAGE, Storage
 from virnuc_core.encoders.model_config import (
     DnabertShape,
     Esm2Shape,
@@ -62,7 +62,7 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
     opened = open_public(source)
     config = _beside(source, "config.json")
     shape = read_esm2_shape(config) if config else guess_esm2_shape(opened)
-    _write_part(out, "esm2", shape, esm2_tensors(opened, shape), source, dtype)
+    _write_part(out, shape, esm2_tensors(opened, shape), source, dtype)
     return shape
 
 
@@ -86,7 +86,7 @@ def convert_dnabert_s(
     def add_tokenizer(folder: Path) -> None:
         shutil.copyfile(file, folder / "tokenizer.json")
 
-    _write_part(out, "dnabert_s", shape, dnabert_tensors(opened, shape), source, dtype, add_tokenizer)
+    _write_part(out, shape, dnabert_tensors(opened, shape), source, dtype, add_tokenizer)
     return shape
 
 
@@ -108,7 +108,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if width <= dna_width:
         raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
     shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
-    _write_part(out, "head", shape, head_tensors(opened, shape), source, "fp32")
+    _write_part(out, shape, head_tensors(opened, shape), source, "fp32")
     return shape
 
 
@@ -178,11 +178,10 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
         content = _load_pickle(path, [argparse.Namespace], mmap=zipped)
     except Exception as error:  # torch raises whatever a broken file leads to
         raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {_first_line(error)}") from error
-    if isinstance(content, dict) and isinstance(content.get("model"), dict):
-        content = content["model"]
-    if not isinstance(content, dict) or not content or not all(isinstance(v, Tensor) for v in content.values()):
+    state = _state(content, "model")
+    if state is None:
         raise WeightsError(f"{path}: holds no dictionary of tensors")
-    return content
+    return state
 
 
 def _load_pickle(path: Path, allowed: list[Any], *, mmap: bool) -> object:
@@ -193,6 +192,15 @@ def _load_pickle(path: Path, allowed: list[Any], *, mmap: bool) -> object:
     with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
         warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _state(content: object, key: str) -> dict[str, Tensor] | None:
+    """The tensors of a state dictionary, or of one under `key` of a dictionary; None when there are none."""
+    inner = content.get(key) if isinstance(content, Mapping) else None
+    found = inner if isinstance(inner, Mapping) else content
+    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
+        return None
+    return {str(name): tensor.detach() for name, tensor in found.items()}
 
 
 def _first_line(error: Exception) -> str:
@@ -249,38 +257,31 @@ def read_head(path: Path) -> dict[str, Tensor]:
             if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
                 raise ValueError("saved on a big-endian machine")
         content = _load_pickle(path, list(HEAD_MODULES), mmap=False)
-        state = content.flat() if isinstance(content, ModuleState) else content
+        state = _state(content.flat() if isinstance(content, ModuleState) else content, "model_state_dict")
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
     except zipfile.BadZipFile as error:
         raise WeightsError(f"{path}: not a file of torch.save (1.6 or later); save the head again with it") from error
     except Exception as error:  # a broken pickle can fail in any way; all of them mean the same
         raise WeightsError(f"{path}: refused, not a head that can be read safely: {_first_line(error)}") from error
-    if isinstance(state, Mapping) and isinstance(state.get("model_state_dict"), Mapping):
-        state = state["model_state_dict"]
-    if not isinstance(state, Mapping) or not state or not all(isinstance(v, Tensor) for v in state.values()):
+    if state is None:
         raise WeightsError(f"{path}: holds neither a pickled {HEAD_CLASS} nor a state dictionary; not a head")
-    return {str(name): tensor.detach() for name, tensor in state.items()}
+    return state
 
 
 def guess_esm2_shape(source: Source) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
-    names = list(source.tensors)
-    layers = {int(match[1]) for name in names if (match := re.search(r"\blayers\.(\d+)\.", name))}
-    by_end: dict[str, str] = {name.split("layers.0.")[-1]: name for name in names if "layers.0." in name}
-    embedding = next((name for name in names if name.endswith("embed_tokens.weight")), None)
-    angles = by_end.get("self_attn.rot_emb.inv_freq")
-    if not layers or embedding is None or angles is None or "fc1.weight" not in by_end:
-        raise WeightsError(f"{source.origin}: no config.json beside it, and not the layout of fair-esm's ESM-2")
-    vocab, width = source.tensors[embedding].shape
-    head_dim = 2 * source.tensors[angles].shape[0]
-    return Esm2Shape(
-        layers=max(layers) + 1,
-        width=width,
-        heads=width // head_dim,
-        ffn_width=source.tensors[by_end["fc1.weight"]].shape[0],
-        vocab=vocab,
-    )
+    ends = {re.sub(r"^(encoder\.)?(sentence_encoder\.)?", "", name): one.shape for name, one in source.tensors.items()}
+    layers = {int(match[1]) for name in ends if (match := re.match(r"layers\.(\d+)\.", name))}
+    try:
+        vocab, width = ends["embed_tokens.weight"]
+        head_dim = 2 * ends["layers.0.self_attn.rot_emb.inv_freq"][0]
+        ffn_width = ends["layers.0.fc1.weight"][0]
+    except KeyError as error:
+        raise WeightsError(
+            f"{source.origin}: no config.json beside it, and not the layout of fair-esm's ESM-2"
+        ) from error
+    return Esm2Shape(layers=max(layers) + 1, width=width, heads=width // head_dim, ffn_width=ffn_width, vocab=vocab)
 
 
 def _beside(source: Path, name: str) -> Path | None:
@@ -291,7 +292,6 @@ def _beside(source: Path, name: str) -> Path | None:
 
 def _write_part(
     out: Path,
-    part: Part,
     shape: Shape,
     tensors: Tensors,
     source: Path,
@@ -299,11 +299,11 @@ def _write_part(
     more: Callable[[Path], Any] = lambda folder: None,
 ) -> None:
     """Write one part of a models directory; it appears whole, or not at all."""
-    target = out / part
+    target = out / shape.model
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
     stored = tensors.read(tensors.names()[0]).dtype if dtype is None else STORAGE[dtype]
-    partial = out / f".{part}.{os.getpid()}.partial"
+    partial = out / f".{shape.model}.{os.getpid()}.partial"
     partial.mkdir(parents=True)
     try:
         write_tensors(partial / "model.safetensors", shape.tensors(), stored, tensors.read)

@@ -47,23 +47,8 @@ class Head:
 
     def __init__(self, shape: HeadShape, weights: HeadWeights) -> None:
         self.shape, self.weights = shape, weights
-
-    @property
-    def model_length(self) -> int:
-        """Bases of the chunks it was trained on."""
-        return self.shape.model_length
-
-    @property
-    def dna_width(self) -> int:
-        return self.shape.dna_width
-
-    @property
-    def protein_width(self) -> int:
-        return self.shape.protein_width
-
-    @property
-    def device(self) -> torch.device:
-        return self.weights.running_mean.device
+        self.model_length = shape.model_length  # bases of the chunks it was trained on
+        self.dna_width, self.protein_width = shape.dna_width, shape.protein_width
 
     def scores(self, features: Tensor) -> Tensor:
         """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""

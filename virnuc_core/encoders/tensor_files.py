@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import os
@@ -21,7 +22,6 @@ from virnuc_core.errors import WeightsError
 Shapes = Mapping[str, tuple[int, ...]]
 
 _DTYPE_NAMES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-_FLOATING: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +29,12 @@ class Stored:
     """One tensor of a checkpoint: what is said of it without reading it, and how to read it."""
 
     shape: tuple[int, ...]
-    dtype: str  # as it is spoken of in messages
-    floating: bool
+    dtype: str  # in the words of the file: F32, BF16, I64, torch.float32, ...
     read: Callable[[], Tensor]
+
+    @property
+    def floating(self) -> bool:
+        return self.dtype.removeprefix("torch.").upper().startswith(("F", "BF"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,10 @@ def open_safetensors(files: list[Path]) -> Source:
     for file in files:
         try:
             handle: Any = safe_open(file, framework="pt")
-            found |= {name: _in_file(handle, name) for name in handle.keys()}  # noqa: SIM118 - it is no mapping
+            for name in handle.keys():  # noqa: SIM118 - it is no mapping
+                piece = handle.get_slice(name)
+                read = functools.partial(handle.get_tensor, name)
+                found[name] = Stored(tuple(piece.get_shape()), str(piece.get_dtype()), read)
         except (SafetensorError, OSError) as error:
             raise WeightsError(
                 f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
@@ -64,18 +70,11 @@ def open_safetensors(files: list[Path]) -> Source:
     return Source(str(files[0] if len(files) == 1 else files[0].parent), found)
 
 
-def _in_file(handle: Any, name: str) -> Stored:
-    piece = handle.get_slice(name)
-    kind = str(piece.get_dtype())
-    floating = kind in _FLOATING or kind.startswith("F8_")
-    return Stored(tuple(piece.get_shape()), kind, floating, lambda: handle.get_tensor(name))
-
-
 def in_memory(origin: str, tensors: Mapping[str, Tensor]) -> Source:
     """A checkpoint that is already there."""
 
     def stored(tensor: Tensor) -> Stored:
-        return Stored(tuple(tensor.shape), str(tensor.dtype), tensor.is_floating_point(), lambda: tensor)
+        return Stored(tuple(tensor.shape), str(tensor.dtype), lambda: tensor)
 
     return Source(origin, {name: stored(tensor) for name, tensor in tensors.items()})
 
@@ -119,26 +118,17 @@ class Tensors:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        parts = [self._source.tensors[theirs] for theirs in self._parts[name]]
-        shape = _joined([part.shape for part in parts])
-        if shape != self._shapes[name]:
-            found = " + ".join(_size(part.shape) for part in parts) if shape is None else _size(shape)
-            raise WeightsError(
-                f"{self.origin}: tensor {' + '.join(self._parts[name])} is {found}, "
-                f"config.json makes it {_size(self._shapes[name])}"
-            )
-        odd = next((part.dtype for part in parts if not part.floating), None)
-        if odd is not None:
-            raise WeightsError(f"{self.origin}: tensor {name} holds {odd}, wanted floating-point numbers")
-
-
-def _joined(shapes: list[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The shape of tensors joined along their first axis; None when they cannot be."""
-    if len(shapes) == 1:
-        return shapes[0]
-    if not all(shapes) or len({shape[1:] for shape in shapes}) > 1:
-        return None
-    return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        wanted, names = self._shapes[name], self._parts[name]
+        if len(names) > 1:  # equal parts, joined along the first axis
+            wanted = (wanted[0] // len(names), *wanted[1:])
+        for theirs in names:
+            part = self._source.tensors[theirs]
+            if part.shape != wanted:
+                raise WeightsError(
+                    f"{self.origin}: tensor {theirs} is {_size(part.shape)}, config.json makes it {_size(wanted)}"
+                )
+            if not part.floating:
+                raise WeightsError(f"{self.origin}: tensor {theirs} holds {part.dtype}, wanted floating-point numbers")
 
 
 def _size(shape: Iterable[int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,13 +42,9 @@ class Check:
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
-class Anchor:
-    """One row of VirNucPro's public test reads, and what the original computed for it in float32 with its 500 head."""
+class Original(NamedTuple):
+    """What VirNucPro computed for a row in float32 with its 500 head."""
 
-    name: str
-    dna: bytes
-    protein: bytes
     virus: float  # score
     dna_norm: float
     dna_first: float
@@ -56,59 +52,44 @@ class Anchor:
     protein_first: float
 
 
+class Anchor(NamedTuple):
+    """One row of VirNucPro's public test reads."""
+
+    name: str
+    original: Original
+    protein: bytes
+    dna: bytes
+
+
 # the open frames of two made-up reads: virnucpro-broad, tests/data/test_with_orfs.fa (MIT)
 ANCHORS: Final = (
     Anchor(
-        name="seq1 R1",
-        dna=(
-            b"TTATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGC"
-            b"TTCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCAT"
-        ),
-        protein=b"LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH",
-        virus=0.8789939,
-        dna_norm=3.660475,
-        dna_first=-0.070582,
-        protein_norm=14.341653,
-        protein_first=0.069515,
+        "seq1 R1",
+        Original(0.8789939, 3.660475, -0.070582, 14.341653, 0.069515),
+        b"LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH",
+        b"TTATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATC"
+        b"GCTTCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCAT",
     ),
     Anchor(
-        name="seq1 R2",
-        dna=(
-            b"TATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCT"
-            b"TCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCA"
-        ),
-        protein=b"YFAASFAAFSSAIASFAASIALPFAAIASAAFLIASASSARFSIASFSSAIRLPLLA",
-        virus=0.9988405,
-        dna_norm=3.740260,
-        dna_first=-0.006739,
-        protein_norm=13.663273,
-        protein_first=0.011022,
+        "seq1 R2",
+        Original(0.9988405, 3.740260, -0.006739, 13.663273, 0.011022),
+        b"YFAASFAAFSSAIASFAASIALPFAAIASAAFLIASASSARFSIASFSSAIRLPLLA",
+        b"TATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCG"
+        b"CTTCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCA",
     ),
     Anchor(
-        name="seq2 R1",
-        dna=(
-            b"TCAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGC"
-            b"TTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCAT"
-        ),
-        protein=b"STFFNRFFQFCNTFTFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFH",
-        virus=0.4498659,
-        dna_norm=3.904326,
-        dna_first=0.071082,
-        protein_norm=14.291137,
-        protein_first=0.084354,
+        "seq2 R1",
+        Original(0.4498659, 3.904326, 0.071082, 14.291137, 0.084354),
+        b"STFFNRFFQFCNTFTFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFH",
+        b"TCAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATC"
+        b"GCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCAT",
     ),
     Anchor(
-        name="seq2 R2",
-        dna=(
-            b"CAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCT"
-            b"TTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCA"
-        ),
-        protein=b"QRFSIASFSSAIRLPFAASFAAFSSAIASFAASIALPFAAIASAAFLIASASSARF",
-        virus=0.93954605,
-        dna_norm=4.107737,
-        dna_first=0.062328,
-        protein_norm=13.813206,
-        protein_first=0.008760,
+        "seq2 R2",
+        Original(0.93954605, 4.107737, 0.062328, 13.813206, 0.008760),
+        b"QRFSIASFSSAIRLPFAASFAAFSSAIASFAASIALPFAAIASAAFLIASASSARF",
+        b"CAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCG"
+        b"CTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCA",
     ),
 )
 
@@ -178,17 +159,17 @@ def _embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: to
 
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
-    virus = float(scores[1])
+    there, virus = anchor.original, float(scores[1])
     dna_norm, protein_norm = float(dna.norm()), float(protein.norm())
     fine = (
-        abs(virus - anchor.virus) <= SCORE_TOLERANCE
-        and abs(dna_norm / anchor.dna_norm - 1) <= NORM_TOLERANCE
-        and abs(protein_norm / anchor.protein_norm - 1) <= NORM_TOLERANCE
-        and abs(float(dna[0]) - anchor.dna_first) <= FIRST_TOLERANCE
-        and abs(float(protein[0]) - anchor.protein_first) <= FIRST_TOLERANCE
+        abs(virus - there.virus) <= SCORE_TOLERANCE
+        and abs(dna_norm / there.dna_norm - 1) <= NORM_TOLERANCE
+        and abs(protein_norm / there.protein_norm - 1) <= NORM_TOLERANCE
+        and abs(float(dna[0]) - there.dna_first) <= FIRST_TOLERANCE
+        and abs(float(protein[0]) - there.protein_first) <= FIRST_TOLERANCE
     )
     detail = (
-        f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm}), "
-        f"ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
+        f"virus {virus:.7f} (original {there.virus}), DNABERT-S norm {dna_norm:.6f} ({there.dna_norm}), "
+        f"ESM-2 norm {protein_norm:.6f} ({there.protein_norm})"
     )
     return Check(f"anchor {anchor.name}", "pass" if fine else "fail", detail)

@@ -27,8 +27,6 @@ from virnuc_core.encoders.precision import FP8, Resolved, quantise_rows
 from virnuc_core.encoders.tensor_files import inv_freq
 from virnuc_core.encoders.tokenize import PackedBatch
 
-LENGTHS = (1, 52, 0, 67, 130, 2)
-SLOTS = sum(LENGTHS) + 70  # the tail is longer than a block
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 # of results of size 1: one rounding to the type, and the order of a sum
@@ -47,7 +45,7 @@ class AttentionCase(NamedTuple):
     expected: Tensor
 
 
-def bounds(device: torch.device, lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+def bounds(device: torch.device, lengths: tuple[int, ...]) -> Tensor:
     """`cu_seqlens` of rows of these lengths, with three empty rows behind them."""
     ends = torch.tensor(lengths).cumsum(0)
     return torch.cat((torch.zeros(1), ends, ends[-1:].expand(3))).to(device, torch.int32)
@@ -79,7 +77,9 @@ def attention_case(
 
 def check_attention(rotary: bool, device: torch.device, dtype: torch.dtype, heads: int = 2, head_dim: int = 32) -> None:
     """Rows of every kind of length, each kind under its own bound; dead slots come out as zeros."""
-    for lengths in ((1, 52, 0, 64, 2), (102, 1, 128, 0), (130, 0, 193, 256, 192, 3), (300, 20, 257)):
+    every = ((1, 52, 0, 64, 2), (102, 1, 128, 0), (130, 0, 193, 256, 192, 3), (300, 20, 257))
+    blockwise = ((33, 1, 0, 70),)  # float32 goes by blocks of 32 whatever the length, and the interpreter is slow
+    for lengths in blockwise if INTERPRETED and dtype == torch.float32 else every:
         case = attention_case(rotary, device, dtype, lengths, heads, head_dim)
         got = fused_attention(case.qkv, case.rows)
         close(got[: sum(lengths)], case.expected[: sum(lengths)], dtype)
@@ -88,7 +88,7 @@ def check_attention(rotary: bool, device: torch.device, dtype: torch.dtype, head
 
 def check_attention_bound(device: torch.device, dtype: torch.dtype) -> None:
     """A row's numbers depend on the power of two above the bound: neighbours and the bound itself change no bit."""
-    for rotary, length in itertools.product((True, False), (100, 150, 250, 400)):
+    for rotary, length in itertools.product((True, False), (100, 300) if INTERPRETED else (100, 150, 250, 400)):
         alone = attention_case(rotary, device, dtype, (length,))
         top = 1 << (length - 1).bit_length()
         beside = alone.qkv.new_zeros(top + 3, alone.qkv.shape[1]).normal_()
@@ -171,8 +171,9 @@ def check_span_means(device: torch.device, dtype: torch.dtype) -> None:
 def check_stack(device: torch.device, dtype: torch.dtype) -> None:
     """All layers of small encoders through the kernels; in half precision with sums and gated units inside products."""
     precision: Resolved = "fp32" if dtype == torch.float32 else "fp16"
-    tokens = torch.randint(5, 24, (SLOTS,), generator=torch.Generator().manual_seed(8)).to(device)
-    batch = PackedBatch(tokens, bounds(device), len(LENGTHS), 140, sum(LENGTHS))
+    lengths = (1, 20, 0, 67, 2)
+    tokens = torch.randint(5, 24, (sum(lengths) + 9,), generator=torch.Generator().manual_seed(8)).to(device)
+    batch = PackedBatch(tokens, bounds(device, lengths), len(lengths), 70, sum(lengths))
     shape = Esm2Shape(layers=2, width=64, heads=2, ffn_width=256)
     dna = DnabertShape(layers=2, width=64, heads=2, ffn_width=128, vocab=32)
 

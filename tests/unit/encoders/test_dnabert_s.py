@@ -96,7 +96,7 @@ def twin(tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1], [3000], [1, 900, 150, 150, 32, 2, 149], [0, 5]], ids=["one base", "long", "mixed", "empty"]
+    "lengths", [[1], [1200], [1, 900, 150, 150, 32, 2, 149], [0, 5]], ids=["one base", "long", "mixed", "empty"]
 )
 @pytest.mark.parametrize("tail", [0, 77])
 def test_packed_rows_equal_the_float64_twin(models: Path, lengths: list[int], tail: int) -> None:
@@ -110,12 +110,12 @@ def test_packed_rows_equal_the_float64_twin(models: Path, lengths: list[int], ta
     assert torch.equal(got[len(rows) :], torch.zeros(tail, WIDTH))
 
 
-def test_a_thousand_rows_equal_the_twin(models: Path) -> None:
+def test_many_rows_equal_the_twin(models: Path) -> None:
     tokenizer = DnabertTokenizer(models)
-    rows = dnas([3 + i % 150 for i in range(1000)])
+    rows = dnas([3 + i % 150 for i in range(200)])
     tokens, offsets = tokenizer.encode(rows)
     got = ours().embed(packed(tokenizer, rows))
-    for i in range(0, 1000, 83):
+    for i in range(0, 200, 23):
         expected = twin(tokens[offsets[i] : offsets[i + 1]])
         torch.testing.assert_close(got[i].double(), expected, atol=1e-5, rtol=0)
 

@@ -28,7 +28,7 @@ def test_every_kernel_equals_plain_torch_in_the_interpreter() -> None:
     script = Path(__file__).with_name("kernel_checks.py")
     root = Path(__file__).resolve().parents[3]
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     for kernel in (

@@ -42,7 +42,6 @@ def _threads(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1000), count=st.integers(1, 20), place=st.integers(0, 19), bound=st.sampled_from([128, 256]))
-@pytest.mark.usefixtures("_threads")
 def test_a_row_is_the_same_bits_in_any_company(
     pair: tuple[Encoder, Tokenizer, list[bytes]], seed: int, count: int, place: int, bound: int
 ) -> None:
@@ -55,6 +54,7 @@ def test_a_row_is_the_same_bits_in_any_company(
     assert torch.equal(encoder.embed(batch)[place], alone)
 
 
+@pytest.mark.usefixtures("_threads")
 def test_every_row_of_a_shuffled_batch_is_the_same_bits(pair: tuple[Encoder, Tokenizer, list[bytes]]) -> None:
     encoder, tokenizer, rows = pair
     whole = encoder.embed(packed(tokenizer, rows, slots=4 * SLOTS, capacity=64))

@@ -91,8 +91,11 @@ def test_an_anchor_passes_for_its_own_numbers_only() -> None:
     def embedding(norm: float, first: float) -> torch.Tensor:
         return torch.tensor([first, (norm**2 - first**2) ** 0.5])
 
-    dna, protein = embedding(anchor.dna_norm, anchor.dna_first), embedding(anchor.protein_norm, anchor.protein_first)
-    scores = torch.tensor([1 - anchor.virus, anchor.virus])
+    dna, protein = (
+        embedding(anchor.original.dna_norm, anchor.original.dna_first),
+        embedding(anchor.original.protein_norm, anchor.original.protein_first),
+    )
+    scores = torch.tensor([1 - anchor.original.virus, anchor.original.virus])
     assert judge(anchor, dna, protein, scores).verdict == "pass"
     assert judge(anchor, dna * 1.001, protein, scores).verdict == "fail"
     assert judge(anchor, dna, protein.flip(0), scores).verdict == "fail"

@@ -1,4 +1,4 @@
-"""Positions and means over the rows of a batch."""
+"""Positions of tokens and means over rows, whatever lies around them."""
 
 from __future__ import annotations
 
