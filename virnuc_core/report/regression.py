@@ -9,21 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
-from virnuc_core.report.model import (
-    HistoryPoint,
-    Record,
-    Regression,
-    RegressionMetric,
-    Report,
-    Verdict,
-)
+from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 
 SCHEMA_VERSION: Final = 1
 WORSE: Final = 0.10
@@ -65,27 +58,24 @@ class HistoryEntry(Record):
 
 def entry_of(report: Report) -> HistoryEntry | None:
     """The history line of a report; `None` when there was no run, or one that was resumed."""
-    run = report.run
+    run, made = report.run, report.provenance
     if run is None or run.resumed or run.n_reads is None:
         return None
-    prints = report.provenance.fingerprints
-    weights = "+".join(prints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head"))
-    names = sorted(device.name for device in run.devices)
-    telemetry = run.telemetry
-    lowest = [d.esm2_percent for d in telemetry.devices] if telemetry else []
-    known = [value for value in lowest if value is not None]
-    packing = None if telemetry is None else telemetry.packing_efficiency
+    telemetry, names = run.telemetry, sorted(device.name for device in run.devices)
+    used = [device.esm2_percent for device in telemetry.devices] if telemetry else []
+    known = [percent for percent in used if percent is not None]
+    packing = telemetry.packing_efficiency if telemetry else None
     return HistoryEntry(
-        created=report.provenance.created,
-        commit=report.provenance.git_commit or "unknown",
+        created=made.created,
+        commit=made.git_commit or "unknown",
         profile=report.profile.name,
         devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}",
         precision=run.precision or "unknown",
-        reads=prints.get("reads", "unknown"),
-        weights=weights,
+        reads=made.fingerprints.get("reads", "unknown"),
+        weights="+".join(made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")),
         n_reads=run.n_reads,
         tokens_per_s=telemetry.tokens_per_s if telemetry else None,
-        gpu_utilisation=min(known) if known and len(known) == len(lowest) else None,
+        gpu_utilisation=min(known) if known and len(known) == len(used) else None,
         packing_efficiency=None if packing is None else 100.0 * packing,
         total_s=run.total_s,
         criteria_met=report.met,
@@ -128,29 +118,32 @@ class RegressionFile(Record):
     history: tuple[HistoryEntry, ...]
 
 
-def check(history: Sequence[HistoryEntry], entry: HistoryEntry) -> Regression:
+def earlier(history: Iterable[HistoryEntry], entry: HistoryEntry) -> list[HistoryEntry]:
+    """The runs before `entry` of its profile, devices and precision, oldest first."""
+    found = (old for old in history if old.place() == entry.place() and old.created < entry.created)
+    return sorted(found, key=lambda old: old.created)
+
+
+def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
     """Compare `entry` with the newest earlier one that is like it."""
-    series = [old for old in history if old.place() == entry.place() and old.created < entry.created]
-    like = [old for old in series if old.like(entry)]
-    stale = bool(series) and not max(series, key=lambda old: old.created).like(entry)
-    if not like:
-        reason = "no earlier run of this profile on these devices"
-        if stale:
-            reason = "stale baseline: earlier runs were made with other reads or weights"
+    series = earlier(history, entry)
+    before = next((old for old in reversed(series) if old.like(entry)), None)
+    stale = bool(series) and not series[-1].like(entry)
+    if before is None:
+        none = "stale baseline: earlier runs were made with other reads or weights"
+        reason = none if stale else "no earlier run of this profile on these devices"
         return Regression(
             verdict="not run", reason=reason, against_commit=None, against_created=None, stale=stale, metrics=()
         )
-    before = max(like, key=lambda old: old.created)
     metrics = tuple(
         _metric(name, unit, higher, getattr(before, name), getattr(entry, name)) for name, unit, higher in METRICS
     )
     worse = [metric.name for metric in metrics if metric.verdict == "fail"]
-    judged = [metric for metric in metrics if metric.verdict != "not run"]
-    verdict: Verdict = "fail" if worse else "pass" if judged else "not run"
+    judged = any(metric.verdict != "not run" for metric in metrics)
     reason = f"over {100 * WORSE:g} % worse in {', '.join(worse)}" if worse else ""
     return Regression(
-        verdict=verdict,
-        reason=reason or ("" if judged else "no metric was measured in both runs"),
+        verdict="fail" if worse else "pass" if judged else "not run",
+        reason=reason if judged else "no metric was measured in both runs",
         against_commit=before.commit,
         against_created=before.created,
         stale=stale,
@@ -159,21 +152,18 @@ def check(history: Sequence[HistoryEntry], entry: HistoryEntry) -> Regression:
 
 
 def _metric(name: str, unit: str, higher: bool, before: float | None, now: float | None) -> RegressionMetric:
-    change = None
-    verdict: Verdict = "not run"
-    if before is not None and now is not None and before > 0:
-        change = (now - before) / before
-        worse = -change if higher else change
-        verdict = "fail" if worse > WORSE else "pass"
+    change = (now - before) / before if before is not None and now is not None and before > 0 else None
+    worse = None if change is None else -change if higher else change
+    verdict: Verdict = "not run" if worse is None else "fail" if worse > WORSE else "pass"
     return RegressionMetric(
         name=name, unit=unit, higher_is_better=higher, before=before, now=now, change=change, verdict=verdict
     )
 
 
-def points(history: Sequence[HistoryEntry], entry: HistoryEntry) -> tuple[HistoryPoint, ...]:
+def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[HistoryPoint, ...]:
     """The trend that `entry` belongs to, itself included, oldest first."""
-    like = [old for old in history if old.like(entry) and old.created < entry.created]
+    like = [old for old in earlier(history, entry) if old.like(entry)]
     return tuple(
         HistoryPoint(created=e.created, commit=e.commit, total_s=e.total_s, tokens_per_s=e.tokens_per_s)
-        for e in sorted([*like, entry], key=lambda e: e.created)
+        for e in (*like, entry)
     )

@@ -19,7 +19,7 @@ from virnuc_core.report.charts import all_charts, generator
 from virnuc_core.report.formatting import UNKNOWN, cell, fill, number, shown
 from virnuc_core.report.model import Report, Verdict
 from virnuc_core.report.printed import benchmark_json, benchmark_markdown, printed, printed_block, summary
-from virnuc_core.report.regression import RegressionFile, append_history, entry_of, read_history
+from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.report.views import (
     baseline_title,
     criterion,
@@ -56,8 +56,7 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
     """
     report = build_report(out, profile)
     if history is not None and (entry := entry_of(report)) is not None:
-        earlier = [old for old in read_history(history) if old.place() == entry.place() and old.created < entry.created]
-        compared = RegressionFile(entry=entry, history=tuple(earlier[-KEPT_HISTORY:]))
+        compared = RegressionFile(entry=entry, history=tuple(earlier(read_history(history), entry)[-KEPT_HISTORY:]))
         write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
         append_history(history, entry)
         report = build_report(out, profile)
