@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
@@ -262,7 +262,9 @@ def compute(devices: str) -> Iterator[Finding]:
     except VirnucError as error:
         yield Finding("compute", "fail", str(error))
         return
-    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, _no_log():
+    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, ExitStack() as quiet:
+        logging.disable(logging.CRITICAL)  # what matters of these runs is in the findings
+        quiet.callback(logging.disable, logging.NOTSET)
         folder = Path(name)
         store, models, scores = folder / "orfs.h5", folder / "models", []
         init_random(models, model_length=LENGTH, seed=SEED)
@@ -279,18 +281,6 @@ def compute(devices: str) -> Iterator[Finding]:
             scores.append((device, answer))
             yield judge(device, reference, answer)
     yield from together(scores)
-
-
-@contextmanager
-def _no_log() -> Iterator[None]:
-    """What matters of these runs is in the findings."""
-    logger = logging.getLogger("virnuc_core")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def judge(device: Device, reference: Scores, answer: Scores) -> Finding:

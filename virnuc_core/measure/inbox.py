@@ -17,7 +17,7 @@ import io
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
@@ -161,11 +161,9 @@ class Ledger:
         """Write a fate down."""
         write(self.out / "fates" / f"{fate.sha256}.json", fate)
 
-    @contextmanager
-    def claim(self, sha256: str) -> Iterator[bool]:
+    def claim(self, sha256: str) -> AbstractContextManager[bool]:
         """Hold a content while working on it; yields False when another run holds it."""
-        with _locked(self.out / "claims" / f"{sha256}.lock", wait=False) as mine:
-            yield mine
+        return _locked(self.out / "claims" / f"{sha256}.lock", wait=False)
 
     def read_table(self) -> list[Row]:
         """The rows written last; none when there is no table or another version wrote it."""

@@ -344,21 +344,17 @@ def _write_head(network: nn.Module, shape: HeadShape, folder: Path) -> None:
         write_shape(shape, aside)
 
 
-def install_head(new: Path, models: Path) -> Path | None:
-    """Put `new` in place as `models/head`; the head that was there becomes `head.before`, which is returned."""
+def install_head(new: Path, models: Path) -> None:
+    """Put `new` in place as `models/head`; the head that was there becomes `models/head.before`.
+
+    Errors: `OSError` for an older head that cannot be removed, so that it is never taken for the new one.
+    """
     target, before, aside = models / "head", models / "head.before", models / ".head.new"
-    _remove(aside)
+    if aside.exists():
+        shutil.rmtree(aside)
     shutil.copytree(new, aside)
-    kept = None
     if target.exists():
-        _remove(before)
+        if before.exists():
+            shutil.rmtree(before)
         os.replace(target, before)
-        kept = before
     os.replace(aside, target)
-    return kept
-
-
-def _remove(folder: Path) -> None:
-    """What cannot be removed is an `OSError`, not an older head taken for the new."""
-    if folder.exists():
-        shutil.rmtree(folder)
