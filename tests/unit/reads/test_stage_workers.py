@@ -139,7 +139,7 @@ def test_killed_half_way_nothing_half_written_and_nobody_stays(write: WriteReads
     with staging(path, out, moment) as (child, members):
         child.send_signal(signal.SIGKILL)
     assert child.returncode == -signal.SIGKILL
-    assert psutil.wait_procs(members, timeout=10)[1] == []
+    assert psutil.wait_procs(members, timeout=120)[1] == []
     assert not out.exists()
     assert list(out.parent.iterdir()) != []  # scratch of the killed one
     if moment != "none":
@@ -154,7 +154,7 @@ def test_ctrl_c_leaves_nothing_behind(write: WriteReads, tmp_path: Path, moment:
     with staging(two_files(write, fastq(made_up_reads(500))), out, moment) as (child, members):
         os.killpg(child.pid, signal.SIGINT)
     assert child.returncode == 130
-    assert psutil.wait_procs(members, timeout=10)[1] == []
+    assert psutil.wait_procs(members, timeout=120)[1] == []
     assert list(out.parent.iterdir()) == []
 
 
