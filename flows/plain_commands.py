@@ -25,8 +25,8 @@ from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, write_text_whole
 
 if TYPE_CHECKING:
-    from virnuc_core.report.model import LabelAgreement
     from virnuc_core.report.regression import HistoryEntry
+    from virnuc_core.runfiles import LabelAgreement
 
 CODON: Final = 3
 DISAGREE: Final = 5

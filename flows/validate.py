@@ -35,7 +35,7 @@ from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import ClassifySpec, Watch, model_length, read_summary
 from virnuc_core.provenance import record_validation
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.report.build import RUN_PREFIX
+from virnuc_core.report.files import RUN_PREFIX
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import rerender
 from virnuc_core.rundir import RunDir

@@ -23,7 +23,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ViralReads, write_viral
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
-from virnuc_core.telemetry.records import STAGES
+from virnuc_core.telemetry.tables import STAGES
 
 REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 

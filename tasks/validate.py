@@ -29,12 +29,12 @@ from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, cosines
 from virnuc_core.report.compare import compare as hold
 from virnuc_core.report.formatting import Mark, Table
-from virnuc_core.report.model import Comparison, Criterion, Report
+from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.render import write_report
 from virnuc_core.report.verify import dna_width
 from virnuc_core.report.views import accounts, agreements, criteria, scaling
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import BaselineSummary
+from virnuc_core.runfiles import BaselineSummary, Comparison
 
 BASELINE = "baseline"
 

@@ -32,13 +32,11 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
-from virnuc_core.telemetry.batches import busiest, device_busy, embedding_window
-from virnuc_core.telemetry.clock import StageClock, pipeline_summary
+from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor, pipeline_summary
 from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
-from virnuc_core.telemetry.monitor import RunMonitor
-from virnuc_core.telemetry.progress import InferenceProgressReporter, ProgressSnapshot
-from virnuc_core.telemetry.records import Encoder, ShardDone
 from virnuc_core.telemetry.sampler import Sampler
+from virnuc_core.telemetry.statistics import busiest, device_busy, embedding_span
+from virnuc_core.telemetry.tables import Encoder, ShardDone, StageClock
 
 log = logging.getLogger(__name__)
 
@@ -235,7 +233,7 @@ def _compute(
     clock.add("ESM-2", busy.esm2_s if busy else 0.0)
     clock.fuse("Feature Merging", "ESM-2")
     for stage_name, encoder in ENCODER_STAGES:
-        if span := embedding_window(measured.batches.of_encoder(encoder)):
+        if span := embedding_span(measured.batches.of_encoder(encoder)):
             clock.seen(stage_name, *span)
     clock.add("Model Prediction", busy.head_s if busy else 0.0)
     results = _write_results(job, clock)
@@ -325,10 +323,9 @@ def _embed(
         reporter = InferenceProgressReporter(
             job.store.n_uniques,
             monitor,
-            unit="sequences",
             already_done=done,
             plain=None if watch.show else lambda line: log.info("%s", line),
-            on_progress=watch.on_progress,
+            on_progress=watch.on_progress or (lambda _: None),
         )
 
     def on_done(shard: ShardDone) -> None:

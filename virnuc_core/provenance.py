@@ -9,7 +9,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import virnuc_core
 from virnuc_core.config import Profile
@@ -21,7 +21,8 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, RunRecord, StagingTally, ValidationRecord, device_records, read, write
 from virnuc_core.telemetry.sampler import driver_versions
 
-PACKAGES = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
+MODEL_LENGTH: Final = "model length"
+PACKAGES: Final = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
 
 
 def now() -> str:
@@ -97,22 +98,24 @@ def read_record(run: RunDir) -> RunRecord:
     return read(run.record, RunRecord)
 
 
-def differences(before: RunRecord, after: RunRecord) -> list[str]:
-    """What decides results and differs, one phrase each."""
-    said = []
-    if before.model_length != after.model_length:
-        said.append(f"model_length {before.model_length} → {after.model_length}")
-    for group in ("fingerprints", "resolved"):
-        old, new = getattr(before, group), getattr(after, group)
-        for key in sorted(old.keys() | new.keys()):
-            if old.get(key) != new.get(key):
-                said.append(f"{key} {_short(old.get(key))} → {_short(new.get(key))}")
-    return said
+def made_from(record: RunRecord) -> dict[str, str]:
+    """What can be told of any run or baseline: the fingerprints of reads and weights, and the model's length."""
+    length = {} if record.model_length is None else {MODEL_LENGTH: str(record.model_length)}
+    return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 20 else text[:12] + "…"
+def decided_by(record: RunRecord) -> dict[str, str]:
+    """All that decides the bytes of a run's results: what it was made from, and its settings."""
+    return made_from(record) | {name: str(record.resolved[name]) for name in sorted(record.resolved)}
+
+
+def differing(a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False) -> dict[str, tuple[str, str]]:
+    """Whether two jobs are the same: the names of what differs, with what each side says; empty for the same job.
+
+    What only one side tells differs when `strict`, else it says nothing.
+    """
+    names = [name for name in dict.fromkeys((*a, *b)) if strict or (name in a and name in b)]
+    return {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names if a.get(name) != b.get(name)}
 
 
 def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
@@ -123,10 +126,15 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
     if not run.record.exists():
         return fresh
     before = read_record(run)
-    said = differences(before, fresh)
-    if said:
-        raise RunMismatchError(f"{run.root} holds another run ({'; '.join(said)}); choose another directory or --force")
+    others = differing(decided_by(before), decided_by(fresh), strict=True)
+    if others:
+        said = "; ".join(f"{name} {_short(old)} → {_short(new)}" for name, (old, new) in others.items())
+        raise RunMismatchError(f"{run.root} holds another run ({said}); choose another directory or --force")
     return before.model_copy(update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 20 else text[:12] + "…"
 
 
 def record_validation(
@@ -162,7 +170,7 @@ def record_validation(
     path = RunDir(out).record
     if path.is_file():
         before = read(path, ValidationRecord)
-        others = [name for name, own in record.fingerprints.items() if before.fingerprints.get(name) != own]
+        others = differing(before.fingerprints, record.fingerprints, strict=True)
         if others and not force:
             raise RunMismatchError(
                 f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from virnuc_core.config import BaselineName, Profile, explain
 from virnuc_core.errors import ConfigError
@@ -183,7 +183,7 @@ class RunSummary(RunFile):
     says that it was ended at a time limit. `None`: the file does not tell."""
 
     schema_version: int = 1
-    stopped_at_limit: bool = False
+    stopped_at_limit: Annotated[bool, BeforeValidator(bool)] = False
     wall_s: Seconds | None = None  # this run, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
@@ -201,7 +201,7 @@ class RunSummary(RunFile):
     telemetry: str | None = None  # file name within telemetry/; None when nothing had to be computed
     devices: tuple[DeviceRecord, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()
-    resumed: bool = False
+    resumed: Annotated[bool, BeforeValidator(bool)] = False  # whatever stands there: only a plain no is a no
     shards: Count | None = None
     shards_computed: Count | None = None
     shards_reused: Count | None = None
@@ -317,3 +317,75 @@ class ApprovalRecord(RunFile):
     verdict: Literal["approved", "rejected", "pending"]
     reviewer: str | None = None
     note: str = ""
+
+
+# --- comparison.json --------------------------------------------------------------------------------------------------
+
+
+class ScoreDifference(RunFile):
+    """Absolute differences of a score over the ids both sides have."""
+
+    n: int
+    mean: float
+    median: float
+    p99: float
+    max: float
+    tolerance: float
+    share_within_tolerance: float  # 0 to 1
+    allclose: bool  # both scores, rtol = atol = 1e-3
+
+
+class LabelAgreement(RunFile):
+    """Labels of two results joined by id. Ids of one side only count as disagreements."""
+
+    in_both: int
+    only_in_a: int
+    only_in_b: int
+    agreeing: int
+    agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
+    score: ScoreDifference | None  # None when a side has no scores, or no id is in both
+    examples: tuple[str, ...]  # a few ids that disagree, with what each side says
+
+    @property
+    def total(self) -> int:
+        """Ids of either side."""
+        return self.in_both + self.only_in_a + self.only_in_b
+
+
+class CosineStats(RunFile):
+    """Cosine of pooled embeddings, row by row."""
+
+    part: str  # "joined", "DNABERT-S" or "ESM-2"
+    n: int
+    minimum: float
+    p1: float
+    mean: float
+
+
+class BitwiseEquality(RunFile):
+    """Whether two run directories hold the same bytes."""
+
+    identical: bool  # true only when something was compared and nothing differs
+    files_compared: int
+    shards_compared: int
+    differing: tuple[str, ...]  # a few names of what differs, or why nothing could be compared
+
+
+class Comparison(RunFile):
+    """One result held against another."""
+
+    a: str
+    b: str
+    tolerance: float
+    subset_reads: int | None = None  # side a covers this many reads only; b was cut to them
+    frames: LabelAgreement | None = None
+    consensus: LabelAgreement | None = None
+    cosines: tuple[CosineStats, ...] = ()
+    bitwise: BitwiseEquality | None = None
+
+
+class ComparisonFile(RunFile):
+    """`comparison.json`."""
+
+    schema_version: int = 1
+    comparisons: tuple[Comparison, ...]

@@ -34,9 +34,15 @@ from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, pr
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.batches import by_encoder, device_busy, device_time_spread, embedding_window, summarise
 from virnuc_core.telemetry.log import Telemetry, read_telemetry
-from virnuc_core.telemetry.usage import device_stats
+from virnuc_core.telemetry.statistics import (
+    batch_metrics,
+    by_encoder,
+    device_busy,
+    device_time_spread,
+    device_usage,
+    embedding_span,
+)
 
 SCHEMA_VERSION = 1
 
@@ -109,16 +115,16 @@ def bare(job: Job, seconds: float) -> Bare:
 
 def row_of(devices: str, job: Job, watch: Watch, wall_s: float, measured: Telemetry, alone: Bare | None) -> Row:
     """The figures of one run."""
-    window = embedding_window(measured.batches)
+    window = embedding_span(measured.batches)
     assert window is not None
     span = window[1] - window[0]
-    whole, parts = summarise(measured.batches), by_encoder(measured.batches)
+    whole, parts = batch_metrics(measured.batches), by_encoder(measured.batches)
     tokens = {name: int(measured.batches.of_encoder(name).tokens.sum()) for name in ("esm2", "dnabert_s")}
     of_bare = None
     if alone is not None:
         needed = tokens["esm2"] / alone.esm2_tokens_per_s + tokens["dnabert_s"] / alone.dnabert_s_tokens_per_s
         of_bare = needed / (span * len(job.devices))
-    stats = [device_stats(measured.samples, d.id, window).gpu_util_avg for d in job.devices]
+    stats = [device_usage(measured.samples, d.id, window).gpu_util_avg for d in job.devices]
     known = [s for s in stats if s is not None]
     queue = whole.queue
     return Row(

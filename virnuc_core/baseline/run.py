@@ -28,7 +28,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import BaselineSubset, BaselineSummary, DeviceRecord, device_records, read, write
-from virnuc_core.telemetry.records import STAGES
+from virnuc_core.telemetry.tables import STAGES
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 _CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES

@@ -28,7 +28,7 @@ from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
-from virnuc_core.telemetry.records import Encoder
+from virnuc_core.telemetry.tables import Encoder
 
 SLICE_ROWS = 1024  # uniques tokenised in one call
 

@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter
 from virnuc_core.config import BaselineName, EngineSpec, Spec
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import ConfigError, DeviceError, InputError, ShardError, VirnucError, WeightsError
-from virnuc_core.telemetry.records import ShardDone
+from virnuc_core.telemetry.tables import ShardDone
 
 OWN_ERRORS: Final = {e.__name__: e for e in (InputError, ConfigError, WeightsError, DeviceError, ShardError)}
 SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")

@@ -36,7 +36,7 @@ from virnuc_core.engine.poison_rows import Search
 from virnuc_core.engine.process import INTERRUPTED, LocalWorkers
 from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.errors import DeviceError, WorkerError
-from virnuc_core.telemetry.records import ShardDone
+from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
 

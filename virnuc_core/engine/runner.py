@@ -15,7 +15,7 @@ from virnuc_core.encoders.layers import Encoder
 from virnuc_core.engine.loader import Failure, Finished, Ready, ShardEnd, ShardStart, Source, packed
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult
-from virnuc_core.telemetry.records import BatchRecord
+from virnuc_core.telemetry.tables import BatchRecord
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ from virnuc_core.engine.shards import commit, read_plan
 from virnuc_core.engine.tracing import Traced
 from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.records import ShardDone
+from virnuc_core.telemetry.tables import ShardDone
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 5.0

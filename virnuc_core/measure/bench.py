@@ -20,9 +20,8 @@ from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, pr
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile
-from virnuc_core.telemetry.batches import committed_tokens_per_s, embedding_window, summarise
 from virnuc_core.telemetry.log import read_telemetry
-from virnuc_core.telemetry.usage import device_stats
+from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +82,8 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     """
     timed = measure_embedding(replace(job, todo=job.todo[:shards]), Watch(sample_s=sample_s))
     found = read_telemetry(timed.telemetry.h5)
-    whole, window = summarise(found.batches), embedding_window(found.batches)
-    stats = [device_stats(found.samples, device.id, window) for device in job.devices]
+    whole, window = batch_metrics(found.batches), embedding_span(found.batches)
+    stats = [device_usage(found.samples, device.id, window) for device in job.devices]
     committed = committed_tokens_per_s(found.batches, found.shards) or 0.0
     return Measurement(
         tokens_per_s=whole.tokens_per_s or 0.0,

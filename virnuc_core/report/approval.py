@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final
 
-from virnuc_core.report.files import RECORD, RawFolder, mapping, text
+from virnuc_core.report.files import RECORD, RawFolder
 from virnuc_core.report.model import ApprovalAnswer, ApprovalState, Report, RunMetrics
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import ApprovalRecord, ValidationRecord
 
 APPROVAL: Final = "approval.json"
 QUESTIONS: Final = {
@@ -18,7 +19,6 @@ QUESTIONS: Final = {
     "code_fix_needed": "If not: is a code fix needed?",
     "esm2_still_bottleneck": "Is ESM-2 still the bottleneck?",
 }
-Verdict = Literal["approved", "rejected", "pending"]
 WAITING: Final = ApprovalState(
     verdict="pending", reviewer=None, when=None, note="", answers=(), of_earlier_run=False
 )  # asked for, not answered
@@ -26,25 +26,23 @@ WAITING: Final = ApprovalState(
 
 def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
     """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
-    folder = RunDir(raw.root).report
-    body = raw.json(folder.name, APPROVAL)
-    if not body:
-        return WAITING if mapping(raw.json(RECORD), "spec").get("approval") is True else None
-    verdict = text(body, "verdict")
-    if verdict not in get_args(Verdict):
-        raw.problems.append(f"{folder.name}/{APPROVAL} holds no verdict")
-        return None
-    when = text(body, "when")
+    folder = RunDir(raw.root).report.name
+    said = raw.read(ApprovalRecord, folder, APPROVAL)
+    if said is None:
+        record = raw.read(ValidationRecord, RECORD)
+        asked = record is not None and record.spec.get("approval") is True
+        return WAITING if asked and f"{folder}/{APPROVAL}" not in raw.used else None
+    answers = said.model_dump()
     return ApprovalState(
-        verdict=verdict,
-        reviewer=text(body, "reviewer"),
-        when=when,
-        note=text(body, "note") or "",
+        verdict=said.verdict,
+        reviewer=said.reviewer,
+        when=said.when,
+        note=said.note,
         answers=tuple(
-            ApprovalAnswer(question=question, answer=text(body, name) or "not answered")
+            ApprovalAnswer(question=question, answer=answers[name] or "not answered")
             for name, question in QUESTIONS.items()
         ),
-        of_earlier_run=_before(when, started_of(raw, run)),
+        of_earlier_run=_before(said.when, started_of(raw, run)),
     )
 
 

@@ -100,12 +100,12 @@ def bottleneck(run: RunMetrics | None) -> Bottleneck:
 
 def _loader(run: RunMetrics) -> Bottleneck | None:
     telemetry = run.telemetry
-    if telemetry is None or telemetry.queue is None or not run.total_s or not telemetry.embedding_s:
+    if telemetry is None or telemetry.queue is None or not run.total_s or not telemetry.span_s:
         return None
     loops = max(1, len(telemetry.busy) or len(run.devices))
-    waited = telemetry.queue.mean_wait_ms / 1000.0 * telemetry.batches / loops
+    waited = (telemetry.avg_wait_ms or 0.0) / 1000.0 * telemetry.batches / loops
     share = min(1.0, waited / run.total_s)
-    if telemetry.queue.starved <= STARVED_SHARE and waited / telemetry.embedding_s <= WAIT_SHARE:
+    if telemetry.queue.starved <= STARVED_SHARE and waited / telemetry.span_s <= WAIT_SHARE:
         return None
     detail = f"{100 * telemetry.queue.starved:.0f} % of batches starved; {100 * share:.0f} % of the time spent waiting"
     return Bottleneck(kind="loader", expected=False, stage=None, share=share, detail=detail, advice=LOADER_ADVICE)
@@ -124,10 +124,10 @@ def _packing(run: RunMetrics) -> Bottleneck | None:
 def _commit(run: RunMetrics) -> Bottleneck | None:
     """Commits run beside the next shard's compute: they can have cost no more than the time devices stood still."""
     telemetry = run.telemetry
-    if telemetry is None or not telemetry.busy or not telemetry.embedding_s:
+    if telemetry is None or not telemetry.busy or not telemetry.span_s:
         return None
     devices = len(telemetry.busy)
-    idle = telemetry.embedding_s - sum(b.busy_s for b in telemetry.busy) / devices
+    idle = telemetry.span_s - sum(b.busy_s for b in telemetry.busy) / devices
     commit = sum(b.commit_s for b in telemetry.busy) / devices
     share = min(1.0, max(0.0, min(idle, commit)) / (run.total_s or 1.0))
     if share <= COMMIT_SHARE:

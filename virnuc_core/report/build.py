@@ -2,38 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from pydantic import ValidationError
+import pandas as pd
 
 from virnuc_core.config import Profile
-from virnuc_core.report.accounting import accounting
+from virnuc_core.provenance import MODEL_LENGTH, differing, made_from
 from virnuc_core.report.approval import approval_state
 from virnuc_core.report.bottleneck import bottleneck, findings
 from virnuc_core.report.caveats import notes, warnings_of
 from virnuc_core.report.chart_data import charts
-from virnuc_core.report.comparability import unlike_parts
-from virnuc_core.report.criteria import BASELINE, Measured, checks, scaling, seven
-from virnuc_core.report.files import RECORD, SUMMARY, RawFolder, count, mapping, text
+from virnuc_core.report.criteria import Measured, checks, scaling, seven
+from virnuc_core.report.files import BASELINE, RECORD, RUN_PREFIX, SUMMARY, RawFolder, run_names
 from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import (
-    Comparison,
-    ComparisonFile,
-    HistoryPoint,
-    Provenance,
-    Regression,
-    Report,
-    RunMetrics,
-)
+from virnuc_core.report.model import Accounting, Criterion, HistoryPoint, Provenance, Regression, Report, RunMetrics
 from virnuc_core.report.overhead import overhead_metrics
 from virnuc_core.report.regression import RegressionFile, check, points
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Comparison, ComparisonFile, RunRecord, RunSummary, ValidationRecord, write
 
-RUN_PREFIX: Final = "devices-"
 COMPARISON: Final = "comparison.json"
 REGRESSION: Final = "regression.json"
+MADE_FROM: Final = ("reads", "esm2", "dnabert_s", "head", MODEL_LENGTH)
+SHOWN: Final = 8  # characters of a fingerprint
+FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
+FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
+SKIPPED_LIST: Final = "skipped.tsv"
+
+Reasons = Mapping[frozenset[str], str]
 
 
 def build_report(out: Path, profile: Profile) -> Report:
@@ -43,47 +43,36 @@ def build_report(out: Path, profile: Profile) -> Report:
     `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N.
     """
     raw = RawFolder(out)
-    record = raw.json(RECORD)
-    runs = tuple(figure for name in run_names(out) if (figure := run_metrics(raw, name, profile)) is not None)
-    single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
-    many = next((run for run in reversed(runs) if run is not single), None)
-    judged = many or single
-    parts = [run.name for run in runs]
-    if profile.baseline.source == "measured" and (out / BASELINE / SUMMARY).is_file():
-        parts.insert(0, BASELINE)
-    unlike = unlike_parts(raw, parts)
-    baseline = unlike.baseline(baseline_metrics(raw, profile, judged), _name(judged))
-    comparisons = unlike.comparisons(read_comparisons(raw))
-    overhead = overhead_metrics(raw)
-    scaled = None if unlike.between(_name(single), _name(many)) else scaling_metrics(single, many)
-    measured = Measured(profile, single, many, baseline, scaled, comparisons, overhead)
-    each = [
-        replace(measured, many=run, scaling=found_scaling)
-        for run in runs
-        if unlike.between(_name(single), run.name) is None
-        and run is not single
-        and (found_scaling := scaling_metrics(single, run)) is not None
-    ]
-    found = (
-        None if judged is None else raw.telemetry(judged.name, raw.json(judged.name, "summary.json").get("telemetry"))
-    )
-    series = charts(raw, judged, None if found is None else found[1], profile)
+    record = raw.read(ValidationRecord, RECORD)
+    measured, runs, unlike = _measure(raw, profile)
+    judged = measured.judged
     regression, history = _regression(raw)
-    criteria, further = (
-        unlike.criteria(verdicts, _name(single), _name(many)) for verdicts in (seven(measured), checks(measured))
-    )
+    each = [
+        replace(measured, many=run, scaling=scaled)
+        for run in runs
+        if run is not measured.single
+        and not _reason(unlike, _name(measured.single), run.name)
+        and (scaled := scaling_metrics(measured.single, run)) is not None
+    ]
+    summary = None if judged is None else raw.read(RunSummary, judged.name, SUMMARY)
+    found = None if judged is None or summary is None else raw.telemetry(judged.name, summary.telemetry)
+    series = charts(raw, judged, None if found is None else found[1], profile)
     accounts, approval = accounting(raw, judged), approval_state(raw, judged)
-    provenance = _provenance(record, raw.json(judged.name, RECORD) if judged else {})
+    provenance = _provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD))
+    criteria, further = (
+        tuple(_unless_unlike(one, measured, unlike) for one in verdicts)
+        for verdicts in (seven(measured), checks(measured))
+    )
     return Report(
         profile=profile,
         provenance=provenance,
         run=judged,
-        single=single,
+        single=measured.single,
         runs=runs,
-        baseline=baseline,
+        baseline=measured.baseline,
         scaling=tuple(one.scaling for one in each if one.scaling is not None),
         scaling_criteria=tuple(scaling(one) for one in each),
-        comparisons=comparisons,
+        comparisons=measured.comparisons,
         criteria=criteria,
         checks=further,
         bottleneck=bottleneck(judged),
@@ -91,80 +80,166 @@ def build_report(out: Path, profile: Profile) -> Report:
         regression=regression,
         history=history,
         charts=series,
-        overhead=overhead,
+        overhead=measured.overhead,
         accounting=accounts,
         approval=approval,
         warnings=(
-            *warnings_of(measured, accounts, regression, tuple(dict.fromkeys(raw.problems))),
-            *(f"Not compared: {reason}." for reason in dict.fromkeys(unlike.reasons.values())),
+            *warnings_of(measured, accounts, regression, raw.remarks()),
+            *(f"Not compared: {reason}." for reason in dict.fromkeys(unlike.values())),
         ),
         notes=notes(measured, series, provenance.model_length),
         evidence=raw.evidence(),
     )
 
 
+def _measure(raw: RawFolder, profile: Profile) -> tuple[Measured, tuple[RunMetrics, ...], Reasons]:
+    """What is judged, all runs, and why pairs of parts may not be compared."""
+    names = run_names(raw.root)
+    runs = tuple(metrics for name in names if (metrics := run_metrics(raw, name, profile)) is not None)
+    single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
+    many = next((run for run in reversed(runs) if run is not single), None)
+    judged = many or single
+    parts = [run.name for run in runs]
+    if profile.baseline.source == "measured" and (raw.root / BASELINE / SUMMARY).is_file():
+        parts.insert(0, BASELINE)
+    unlike = unlike_parts(raw, parts)
+    baseline = baseline_metrics(raw, profile, judged)
+    if baseline is not None and (reason := _reason(unlike, BASELINE, _name(judged))):
+        baseline = baseline.model_copy(update={"problem": reason})
+    scaled = None if _reason(unlike, _name(single), _name(many)) else scaling_metrics(single, many)
+    like = tuple(one for one in read_comparisons(raw) if not _reason(unlike, one.a, one.b))
+    return Measured(profile, single, many, baseline, scaled, like, overhead_metrics(raw)), runs, unlike
+
+
 def _name(run: RunMetrics | None) -> str | None:
     return None if run is None else run.name
 
 
-def run_names(out: Path) -> list[str]:
-    """The run directories, fewest devices first."""
-    found = []
-    for folder in out.glob(f"{RUN_PREFIX}*"):
-        digits = folder.name.removeprefix(RUN_PREFIX)
-        if folder.is_dir() and digits.isdigit():
-            found.append((int(digits), folder.name))
-    return [name for _, name in sorted(found)]
+# --- parts that were not made from the same ---------------------------------------------------------------------------
+
+
+def unlike_parts(raw: RawFolder, parts: list[str]) -> Reasons:
+    """Why pairs of `parts` may not be compared, by what their `run.json` say; a pair that may be is not in it."""
+    records = {part: raw.read(RunRecord, part, RECORD) for part in parts}
+    made = {part: {} if record is None else made_from(record) for part, record in records.items()}
+    reasons = {frozenset((a, b)): _unlike(a, made[a], b, made[b]) for a, b in combinations(parts, 2)}
+    return {pair: reason for pair, reason in reasons.items() if reason}
+
+
+def _unlike(a: str, left: Mapping[str, str], b: str, right: Mapping[str, str]) -> str:
+    others = differing(left, right)
+    said = ", ".join(f"{name} ({x[:SHOWN]} and {y[:SHOWN]})" for name, (x, y) in others.items() if name in MADE_FROM)
+    if said:
+        return f"{a} and {b} differ in {said}"
+    for part, known in ((a, left), (b, right)):
+        absent = [name for name in MADE_FROM if name not in known]
+        if absent:
+            return f"{part}/{RECORD} does not tell {', '.join(absent)}"
+    return ""
+
+
+def _reason(unlike: Reasons, a: str | None, b: str | None) -> str | None:
+    return None if a is None or b is None else unlike.get(frozenset((a, b)))
+
+
+def _unless_unlike(criterion: Criterion, measured: Measured, unlike: Reasons) -> Criterion:
+    """A verdict, `not run` where it would stand on parts that were not made from the same."""
+    single, many = _name(measured.single), _name(measured.many)
+    runs = _reason(unlike, single, many)
+    truth = _reason(unlike, BASELINE, many) or _reason(unlike, BASELINE, single)
+    speed = _reason(unlike, BASELINE, many or single)
+    reason = {"scaling": runs, "same_bytes": runs, "consensus": truth, "speedup": speed}.get(criterion.id)
+    if reason is None or criterion.target is None:
+        return criterion
+    return criterion.model_copy(update={"verdict": "not run", "value": None, "samples": None, "reason": reason})
+
+
+# --- the other files --------------------------------------------------------------------------------------------------
 
 
 def read_comparisons(raw: RawFolder) -> tuple[Comparison, ...]:
     """The comparisons on record; none when the file is missing or is not ours (which is noted)."""
-    body = raw.json(COMPARISON)
-    if not body:
-        return ()
-    try:
-        return ComparisonFile.model_validate(body).comparisons
-    except ValidationError as error:
-        raw.problems.append(f"{COMPARISON} is not a comparison file: {error.errors()[0]['msg']}")
-        return ()
-
-
-def _regression(raw: RawFolder) -> tuple[Regression | None, tuple[HistoryPoint, ...]]:
-    body = raw.json(REGRESSION)
-    if not body:
-        return None, ()
-    try:
-        compared = RegressionFile.model_validate(body)
-    except ValidationError as error:
-        raw.problems.append(f"{REGRESSION} is not a regression file: {error.errors()[0]['msg']}")
-        return None, ()
-    return check(compared.history, compared.entry), points(compared.history, compared.entry)
-
-
-def _provenance(record: dict[str, Any], run_record: dict[str, Any]) -> Provenance:
-    """From the validation's own record; the run's where that says nothing."""
-
-    def either(key: str) -> str | None:
-        return text(record, key) or text(run_record, key)
-
-    prints = {**mapping(run_record, "fingerprints"), **mapping(record, "fingerprints")}
-    seeds = {**mapping(run_record, "seeds"), **mapping(record, "seeds")}
-    versions = {**mapping(run_record, "versions"), **mapping(record, "versions")}
-    model_length = count(record, "model_length")
-    return Provenance(
-        created=either("created") or "unknown",
-        virnuc_version=either("virnuc_version"),
-        git_commit=either("git_commit"),
-        model_length=count(run_record, "model_length") if model_length is None else model_length,
-        fingerprints={str(k): str(v) for k, v in prints.items() if v is not None},
-        seeds={str(k): int(v) for k, v in seeds.items() if isinstance(v, int)},
-        versions={str(k): str(v) for k, v in versions.items() if v is not None},
-        settings={str(k): str(v) for k, v in mapping(run_record, "resolved").items()},
-    )
+    found = raw.read(ComparisonFile, COMPARISON)
+    return () if found is None else found.comparisons
 
 
 def write_comparisons(out: Path, comparisons: tuple[Comparison, ...]) -> Path:
     """Write `comparison.json` whole."""
-    path = out / COMPARISON
-    write_text_whole(path, ComparisonFile(comparisons=comparisons).model_dump_json(indent=1) + "\n")
-    return path
+    return write(out / COMPARISON, ComparisonFile(comparisons=comparisons))
+
+
+def _regression(raw: RawFolder) -> tuple[Regression | None, tuple[HistoryPoint, ...]]:
+    found = raw.read(RegressionFile, REGRESSION)
+    if found is None:
+        return None, ()
+    return check(found.history, found.entry), points(found.history, found.entry)
+
+
+def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> Provenance:
+    """From the validation's own record; the run's where that says nothing."""
+    own, other = (record or RunRecord(fingerprints={}) for record in (validation, run))
+    return Provenance(
+        created=(own if validation else other).created,
+        virnuc_version=own.virnuc_version or other.virnuc_version,
+        git_commit=own.git_commit or other.git_commit,
+        model_length=other.model_length if own.model_length is None else own.model_length,
+        fingerprints=other.fingerprints | own.fingerprints,
+        seeds=other.seeds | own.seeds,
+        versions=other.versions | own.versions,
+        settings={name: str(value) for name, value in other.resolved.items()},
+    )
+
+
+def accounting(raw: RawFolder, run: RunMetrics | None) -> Accounting | None:
+    """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
+    path = None if run is None else RunDir(raw.root / run.name).reads_table
+    if run is None or path is None or not path.is_file():
+        return None
+    name = raw.use(path)
+    try:
+        table = pd.read_csv(
+            path,
+            sep="\t",
+            usecols=["fate", "flags"],
+            dtype="str",
+            quoting=3,
+            keep_default_na=False,
+            encoding_errors="surrogateescape",
+        )
+    except (ValueError, pd.errors.ParserError) as error:
+        raw.problems[name] = (f"cannot be read: {error}",)
+        return None
+    fates = dict.fromkeys(FATES, 0) | {str(fate): int(n) for fate, n in table["fate"].value_counts(sort=False).items()}
+    said = {fate: n for fate, n in run.fates.items() if n}
+    record = raw.read(ValidationRecord, RECORD)
+    staging = None if record is None else record.staging
+    return Accounting(
+        reads=len(table),
+        fates=fates,
+        flags=_flags(table["flags"]),
+        adds_up=len(table) == run.n_reads and said == {fate: n for fate, n in fates.items() if n},
+        skipped_records=_skipped(raw, record),
+        ignored_files=None if staging is None or staging.ignored_files is None else len(staging.ignored_files),
+        input_warnings=() if staging is None else staging.warnings,
+    )
+
+
+def _flags(column: pd.Series[str]) -> dict[str, int]:
+    """Reads by remark; the id that `duplicate_of=` names stands last and may hold commas."""
+    found = dict.fromkeys(FLAGS, 0)
+    kinds = column.str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True).value_counts(sort=False)
+    for remarks, n in kinds.items():
+        for name in filter(None, str(remarks).split(",")):
+            found[name] = found.get(name, 0) + int(n)
+    return found
+
+
+def _skipped(raw: RawFolder, record: ValidationRecord | None) -> int | None:
+    """Broken records left out: as recorded, else as listed; none where the first would have stopped the run."""
+    if record is not None and record.staging is not None and record.staging.skipped is not None:
+        return record.staging.skipped
+    listing = raw.root / SKIPPED_LIST
+    if listing.is_file():
+        raw.use(listing)
+        return max(0, len(listing.read_bytes().splitlines()) - 1)
+    return 0 if record is not None and record.spec.get("on_error") == "stop" else None

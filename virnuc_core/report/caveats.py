@@ -132,7 +132,6 @@ def _course(run: RunMetrics) -> Iterator[str]:
     yield from (f"{run.name}: {words}: {number:,}." for number, words in facts if number)
     if run.stopped_at_limit:
         yield f"{run.name}: ended at the time limit."
-    yield from (f"{run.name}: {warning}" for warning in run.warnings)
     yield from (f"{run.name}: {name} is missing." for name in run.missing_files)
 
 

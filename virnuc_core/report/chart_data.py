@@ -14,9 +14,9 @@ from virnuc_core.config import Profile
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import Bar, Charts, Histogram, Line, RunMetrics
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.batches import device_busy, embedding_window, windows
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.records import STAGES
+from virnuc_core.telemetry.statistics import device_busy, embedding_span, windows
+from virnuc_core.telemetry.tables import ENCODERS, STAGES
 
 POINTS: Final = 240
 SCORE_BINS: Final = 20
@@ -61,7 +61,7 @@ def thin(label: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> Line:
 
 
 def _throughput(measured: Telemetry, window_s: float) -> Line | None:
-    span = embedding_window(measured.batches)
+    span = embedding_span(measured.batches)
     if span is None:
         return None
     length = min(window_s, max((span[1] - span[0]) / 20, 0.05))
@@ -108,8 +108,8 @@ def _encoder_bars(measured: Telemetry) -> tuple[Bar, ...]:
     bars = []
     for place, busy in enumerate(device_busy(measured.shards), start=1):
         own = measured.batches.of_device(busy.device)
-        for encoder, title in (("dnabert_s", "DNABERT-S"), ("esm2", "ESM-2")):
-            span = embedding_window(own.of_encoder(encoder))
+        for encoder, title in zip(ENCODERS, STAGES[4:6], strict=True):
+            span = embedding_span(own.of_encoder(encoder))
             if span is not None:
                 start_s, end_s = (moment - measured.origin_s for moment in span)
                 bars.append(Bar(label=f"{title} on device {place}", start_s=start_s, end_s=end_s))
@@ -124,7 +124,7 @@ def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | No
     try:
         values = pd.read_csv(path, sep="\t", usecols=[column], quoting=3, na_filter=True)[column].dropna().to_numpy()
     except (ValueError, pd.errors.ParserError) as error:
-        raw.problems.append(f"{path.name} cannot be read: {error}")
+        raw.problems[path.name] = (f"cannot be read: {error}",)
         return None
     return values if len(values) and np.issubdtype(values.dtype, np.number) else None
 

@@ -13,10 +13,10 @@ from virnuc_core.report.model import (
     Histogram,
     HistoryPoint,
     Line,
-    QueueMetrics,
     Report,
     ScalingMetrics,
 )
+from virnuc_core.telemetry.statistics import QueueShares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,7 +163,7 @@ def _scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tuple[int
     return 2.8
 
 
-def _queue(axes: Axes, found: QueueMetrics) -> float:
+def _queue(axes: Axes, found: QueueShares) -> float:
     left = 0.0
     for name, colour in (("full", LINES[2]), ("normal", LINES[5]), ("starved", RED)):
         percent = 100 * getattr(found, name)

@@ -8,7 +8,6 @@ different heads, model lengths or reads are refused when the run records say so.
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +18,24 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.report.model import BitwiseEquality, Comparison, CosineStats, LabelAgreement, ScoreDifference
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError
+from virnuc_core.provenance import MODEL_LENGTH, differing, made_from
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import (
+    BitwiseEquality,
+    Comparison,
+    CosineStats,
+    LabelAgreement,
+    RunRecord,
+    ScoreDifference,
+    read,
+)
 
 Mode = Literal["both", "frame", "consensus"]
 
 CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
 EXAMPLES: Final = 5
-MUST_MATCH: Final = ("head", "model length", "reads")
+MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
 RESULT_FILES: Final = ("predictions", "consensus", "reads_table", "failed_rows")
 NAMED: Final = 8  # things that differ; of more, their number is said
 BLOCK_ROWS: Final = 8_192
@@ -263,27 +271,24 @@ def meets(comparison: Comparison, minimum: float) -> bool:
 
 def refuse_unlike(a: ResultSide, b: ResultSide) -> None:
     """Raise `RunMismatchError` naming what differs when the two were made with another head, S or other reads."""
-    left, right = _made_from(a.run), _made_from(b.run)
-    differing = [
-        f"{name} ({a.name}: {_brief(left[name])}, {b.name}: {_brief(right[name])})"
+    others = differing(*(_made_from(side.run) for side in (a, b)))
+    said = [
+        f"{name} ({a.name}: {_brief(others[name][0])}, {b.name}: {_brief(others[name][1])})"
         for name in MUST_MATCH
-        if name in left and name in right and left[name] != right[name]
+        if name in others
     ]
-    if differing:
-        raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(differing)}")
+    if said:
+        raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}")
 
 
 def _made_from(run: Path | None) -> dict[str, str]:
-    """What must be alike for two results to be comparable, as far as the run record tells."""
+    """What a run record tells of how its results were made."""
     if run is None:
         return {}
     try:
-        body = json.loads(RunDir(run).record.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return made_from(read(RunDir(run).record, RunRecord))
+    except ConfigError as error:
         raise InputError(f"not a readable run record ({error})", file=RunDir(run).record) from error
-    prints = body.get("fingerprints") or {}
-    known = {"head": prints.get("head"), "reads": prints.get("reads"), "model length": body.get("model_length")}
-    return {name: str(value) for name, value in known.items() if value is not None}
 
 
 def _brief(value: str) -> str:

@@ -14,7 +14,6 @@ from virnuc_core.config import Profile, Target
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
 from virnuc_core.report.model import (
     BaselineMetrics,
-    Comparison,
     Criterion,
     OverheadMetrics,
     RunMetrics,
@@ -22,6 +21,7 @@ from virnuc_core.report.model import (
     TelemetryMetrics,
     Verdict,
 )
+from virnuc_core.runfiles import Comparison
 
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 BASELINE: Final = "baseline"

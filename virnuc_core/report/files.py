@@ -1,76 +1,68 @@
-"""Reading the raw files of a validation without ever failing on what is missing: what is not there is `None`."""
+"""The raw files of a validation, read without ever failing: what is not there is `None`, what is wrong is noted."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
-from virnuc_core.runfiles import File, read_usable
+from virnuc_core.runfiles import File, RunFile, read_usable
 from virnuc_core.telemetry.log import Telemetry, read_telemetry
 
+RUN_PREFIX: Final = "devices-"
+BASELINE: Final = "baseline"
 SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
-BLOCK: Final = 1 << 20
-LARGEST: Final = 1e18  # nothing of ours is more; sums and ratios of such stay finite
 
 
 @dataclass
 class RawFolder:
-    """The files of one validate directory; remembers which were used and which could not be read."""
+    """The files of one validate directory; remembers which were used and what could not be read."""
 
     root: Path
     used: dict[str, Path] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-
-    def json(self, *parts: str) -> dict[str, Any]:
-        """A JSON object; empty when the file is missing, not JSON or not an object (the latter two are noted)."""
-        path = self.root.joinpath(*parts)
-        if not path.is_file():
-            return {}
-        self.use(path)
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            self.problems.append(f"{self._relative(path)} cannot be read: {error}")
-            return {}
-        if not isinstance(body, dict):
-            self.problems.append(f"{self._relative(path)} holds no JSON object")
-            return {}
-        return body
+    problems: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by file
+    _kept: dict[tuple[str, type[RunFile]], RunFile | None] = field(default_factory=dict)
 
     def read(self, kind: type[File], *parts: str) -> File | None:
         """What can be used of a file; `None` when it is missing or useless. What cannot be used is noted."""
         path = self.root.joinpath(*parts)
         if not path.is_file():
             return None
-        self.use(path)
-        found, said = read_usable(path, kind)
-        self.problems += [f"{self._relative(path)} {one}" for one in said]
+        name = self.use(path)
+        if (name, kind) not in self._kept:
+            self._kept[name, kind], said = read_usable(path, kind)
+            if said:
+                self.problems[name] = said
+        found = self._kept[name, kind]
+        assert found is None or isinstance(found, kind)
         return found
 
-    def telemetry(self, run: str, named: object) -> tuple[str, Telemetry] | None:
+    def telemetry(self, run: str, named: str | None) -> tuple[str, Telemetry] | None:
         """The telemetry of a run: the file its summary names, else the newest; `None` when there is none."""
         folder = self.root / run / "telemetry"
-        path = folder / f"{Path(str(named)).stem}.h5" if isinstance(named, str) else None
-        if path is None:
-            path = max(folder.glob("telemetry_*.h5"), default=None)
+        path = max(folder.glob("telemetry_*.h5"), default=None) if named is None else folder / f"{Path(named).stem}.h5"
         if path is None or not path.is_file():
             return None
-        self.use(path)
+        name = self.use(path)
         try:
-            return self._relative(path), read_telemetry(path)
+            return name, read_telemetry(path)
         except VirnucError as error:
-            self.problems.append(str(error).replace(str(self.root), "."))
+            self.problems[name] = (str(error).removeprefix(f"{path}: "),)
             return None
 
-    def use(self, path: Path) -> None:
-        """Note that `path` was read."""
-        self.used[self._relative(path)] = path
+    def use(self, path: Path) -> str:
+        """Note that `path` was read; returns its name within the folder."""
+        name = path.relative_to(self.root).as_posix()
+        self.used[name] = path
+        return name
+
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence on each thing that could not be read."""
+        return tuple(f"{name} {one}" for name, said in self.problems.items() for one in said)
 
     def evidence(self) -> tuple[RawFile, ...]:
         """Size and digest of every file that was read, by name."""
@@ -79,60 +71,15 @@ class RawFolder:
             for name, path in sorted(self.used.items())
         )
 
-    def _relative(self, path: Path) -> str:
-        return path.relative_to(self.root).as_posix()
-
 
 def digest(path: Path) -> str:
     """SHA-256 of a file, in hex."""
-    sha = hashlib.sha256()
     with path.open("rb") as handle:
-        while block := handle.read(BLOCK):
-            sha.update(block)
-    return sha.hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
-def number(body: dict[str, Any], *keys: str) -> float | None:
-    """A number at `keys` that something may have measured, or `None`."""
-    value: Any = body
-    for key in keys:
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) <= LARGEST else None  # neither NaN nor infinite
-
-
-def seconds(body: dict[str, Any], *keys: str) -> float | None:
-    """A number of seconds, not negative, or `None`: a clock that ran backwards measured nothing."""
-    value = number(body, *keys)
-    return None if value is None or value < 0 else value
-
-
-def count(body: dict[str, Any], *keys: str) -> int | None:
-    """A whole number, not negative, or `None`."""
-    value = number(body, *keys)
-    return None if value is None or value < 0 or value != int(value) else int(value)
-
-
-def text(body: dict[str, Any], *keys: str) -> str | None:
-    """A text at `keys`, or `None`."""
-    value: Any = body
-    for key in keys:
-        if not isinstance(value, dict):
-            return None
-        value = value.get(key)
-    return value if isinstance(value, str) and value else None
-
-
-def mapping(body: dict[str, Any], key: str) -> dict[str, Any]:
-    """An object at `key`, or an empty one."""
-    value = body.get(key)
-    return value if isinstance(value, dict) else {}
-
-
-def texts(body: dict[str, Any], key: str) -> tuple[str, ...]:
-    """A list of texts at `key`; other things in it are left out."""
-    value = body.get(key)
-    return tuple(str(item) for item in value) if isinstance(value, list) else ()
+def run_names(out: Path) -> list[str]:
+    """The run directories of a validation, fewest devices first."""
+    folders = [folder for folder in out.glob(f"{RUN_PREFIX}*") if folder.is_dir()]
+    numbers = [(folder.name.removeprefix(RUN_PREFIX), folder.name) for folder in folders]
+    return [name for _, name in sorted((int(digits), name) for digits, name in numbers if digits.isdigit())]

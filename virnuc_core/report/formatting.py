@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.config import Target
-from virnuc_core.telemetry.clock import clock_text
+from virnuc_core.telemetry.live import clock_text
 
 if TYPE_CHECKING:
     from virnuc_core.report.model import Criterion, StageMetrics, Verdict

@@ -7,102 +7,25 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import ConfigDict
 
 from virnuc_core.config import Profile, Target
+from virnuc_core.runfiles import Comparison, DeviceRecord, RunFile
+from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
+from virnuc_core.telemetry.tables import Encoder
 
 SCHEMA_VERSION = 1
 
 Verdict = Literal["pass", "fail", "projected", "not run"]
 
 
-class Record(BaseModel):
-    """Base of all report records: frozen, no unknown keys, no NaN or infinity."""
+class Record(RunFile):
+    """Base of the report's records: like those of the files it is made from, but without unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class DeviceInfo(Record):
-    """One device of a run."""
-
-    id: str
-    name: str
-    kind: Literal["cuda", "cpu"]
+    model_config = ConfigDict(extra="forbid")
 
 
-# --- comparison of two results ---------------------------------------------------------------------------------------
-
-
-class ScoreDifference(Record):
-    """Absolute differences of a score over the ids both sides have."""
-
-    n: int
-    mean: float
-    median: float
-    p99: float
-    max: float
-    tolerance: float
-    share_within_tolerance: float  # 0 to 1
-    allclose: bool  # both scores, rtol = atol = 1e-3
-
-
-class LabelAgreement(Record):
-    """Labels of two results joined by id. Ids of one side only count as disagreements."""
-
-    in_both: int
-    only_in_a: int
-    only_in_b: int
-    agreeing: int
-    agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
-    score: ScoreDifference | None  # None when a side has no scores, or no id is in both
-    examples: tuple[str, ...]  # a few ids that disagree, with what each side says
-
-    @property
-    def total(self) -> int:
-        """Ids of either side."""
-        return self.in_both + self.only_in_a + self.only_in_b
-
-
-class CosineStats(Record):
-    """Cosine of pooled embeddings, row by row."""
-
-    part: str  # "joined", "DNABERT-S" or "ESM-2"
-    n: int
-    minimum: float
-    p1: float
-    mean: float
-
-
-class BitwiseEquality(Record):
-    """Whether two run directories hold the same bytes."""
-
-    identical: bool  # true only when something was compared and nothing differs
-    files_compared: int
-    shards_compared: int
-    differing: tuple[str, ...]  # a few names of what differs, or why nothing could be compared
-
-
-class Comparison(Record):
-    """One result held against another."""
-
-    a: str
-    b: str
-    tolerance: float
-    subset_reads: int | None = None  # side a covers this many reads only; b was cut to them
-    frames: LabelAgreement | None = None
-    consensus: LabelAgreement | None = None
-    cosines: tuple[CosineStats, ...] = ()
-    bitwise: BitwiseEquality | None = None
-
-
-class ComparisonFile(Record):
-    """`comparison.json`."""
-
-    schema_version: int = SCHEMA_VERSION
-    comparisons: tuple[Comparison, ...]
-
-
-# --- figures of a run ------------------------------------------------------------------------------------------------
+# --- metrics of a run ------------------------------------------------------------------------------------------------
 
 
 class StageMetrics(Record):
@@ -114,82 +37,33 @@ class StageMetrics(Record):
     status: Literal["measured", "fused", "not measured"]
 
 
-class DeviceMetrics(Record):
-    """One device's utilisation while an encoder ran: from its first batch launched to its last finished."""
+class DeviceMetrics(DeviceUsage):
+    """One device while it embedded, from its first batch launched to its last finished; and while each encoder ran."""
 
-    device: str
     esm2_percent: float | None
     esm2_samples: int
     dnabert_s_percent: float | None
     dnabert_s_samples: int
-    embedding_percent: float | None
-    embedding_min_percent: float | None
-    embedding_max_percent: float | None
-    embedding_samples: int
-    memory_mean_bytes: float | None
-    memory_peak_bytes: float | None
-    power_mean_w: float | None
-    temperature_max_c: float | None
-    energy_kwh: float | None
 
 
-class EncoderMetrics(Record):
-    """One encoder's batches added up."""
+class EncoderMetrics(BatchMetrics):
+    """One encoder's batches added up, and what share of the devices' arithmetic they used."""
 
-    encoder: Literal["dnabert_s", "esm2"]
-    batches: int
-    rows: int
-    tokens: int
-    slots: int
-    packing_efficiency: float | None  # 0 to 1
-    tokens_per_s: float | None  # over the span from first launch to last finish
-    device_s: float | None
+    encoder: Encoder
     ceiling_tokens_per_s: float | None  # of the linear layers alone, mean over the devices
     mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
     mfu_of_datasheet: float | None
 
 
-class QueueMetrics(Record):
-    """Waits of the launch loop and queue states."""
-
-    mean_wait_ms: float
-    p95_wait_ms: float
-    max_wait_ms: float
-    full: float  # shares, 0 to 1
-    normal: float
-    starved: float
-    waiting_over_1ms: float
-
-
-class BusyMetrics(Record):
-    """What one device did."""
-
-    device: str
-    shards: int
-    busy_s: float
-    commit_s: float
-
-
-class TelemetryMetrics(Record):
-    """What the telemetry file of a run says."""
+class TelemetryMetrics(BatchMetrics):
+    """What the telemetry file of a run says: of its batches, and of the rest."""
 
     file: str
-    batches: int
-    tokens: int
-    slots: int
-    packing_efficiency: float | None
-    min_packing_efficiency: float | None
-    batches_below_80: int
-    tokens_per_s: float | None
-    steady_tokens_per_s: float | None
-    embedding_s: float | None
     encoders: tuple[EncoderMetrics, ...]
-    queue: QueueMetrics | None
     devices: tuple[DeviceMetrics, ...]
-    busy: tuple[BusyMetrics, ...]
+    busy: tuple[DeviceBusy, ...]
     device_time_spread: float | None
-    cpu_percent_mean: float | None
-    rss_peak_bytes: float | None
+    host: HostUsage
     energy_kwh: float | None  # all devices
     windows: int
     windows_without_batch: int
@@ -200,7 +74,7 @@ class RunMetrics(Record):
     """One run of the validation: one device, or N."""
 
     name: str
-    devices: tuple[DeviceInfo, ...]
+    devices: tuple[DeviceRecord, ...]
     label: str  # "2x RTX 4090"
     total_s: float | None
     wall_s: float | None
@@ -221,7 +95,6 @@ class RunMetrics(Record):
     rows_set_aside: int | None
     precision: str | None
     attention: str | None
-    warnings: tuple[str, ...]
     missing_files: tuple[str, ...]
     telemetry: TelemetryMetrics | None
     reads_per_s: float | None

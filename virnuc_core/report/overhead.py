@@ -8,26 +8,23 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
-from virnuc_core.report.files import RECORD, RawFolder, mapping
+from virnuc_core.report.files import RECORD, RawFolder
 from virnuc_core.report.model import OverheadMetrics
-from virnuc_core.runfiles import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair
-from virnuc_core.telemetry.batches import committed_tokens_per_s
+from virnuc_core.runfiles import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, RunRecord
+from virnuc_core.telemetry.statistics import committed_tokens_per_s
 
 MIN_SECONDS: Final = 10.0  # of each run; the rate of a shorter one is the luck of its scheduling
+RELATIVE: Final = 1e-9
 UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this where a commit would be
-
-
-def read_overhead(raw: RawFolder) -> OverheadFile | None:
-    """What was measured; `None` when the file is missing or is not ours (which is noted)."""
-    return raw.read(OverheadFile, OVERHEAD)
 
 
 def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
     """1 − tokens/s with commits ÷ tokens/s without: the median over the pairs, with least and most."""
-    found = read_overhead(raw)
+    found = raw.read(OverheadFile, OVERHEAD)
     if found is None:
         return None
     shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
@@ -48,54 +45,34 @@ def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
     )
 
 
-def rate_of(raw: RawFolder, run: str) -> tuple[float, float] | None:
-    """Tokens/s and seconds of one run of a pair, first launch to last commit; `None` without telemetry."""
-    measured = raw.telemetry(run, None)
-    rate = None if measured is None else committed_tokens_per_s(measured[1].batches, measured[1].shards)
-    return None if measured is None or not rate else (rate, float(measured[1].batches.tokens.sum()) / rate)
-
-
 def contradictions(out: Path) -> list[str]:
     """What in `checkpoint_overhead.json` its runs' telemetry and records do not bear out."""
     raw = RawFolder(out)
-    found = read_overhead(raw)
+    found = raw.read(OverheadFile, OVERHEAD)
     said = [] if found is None else [line for pair in found.pairs for line in _of_pair(raw, found, pair)]
-    return said + [problem for problem in raw.problems if OVERHEAD in problem]
+    return [f"{OVERHEAD}: {line}" for line in (*said, *raw.problems.get(OVERHEAD, ()))]
 
 
-def _of_pair(raw: RawFolder, found: OverheadFile, pair: OverheadPair) -> list[str]:
-    said = []
+def _of_pair(raw: RawFolder, found: OverheadFile, pair: OverheadPair) -> Iterator[str]:
     spans = []
-    sides: tuple[tuple[str, float, bool], ...] = (
+    for run, rate, commits in (
         (pair.with_run, pair.with_tokens_per_s, True),
         (pair.without_run, pair.without_tokens_per_s, False),
-    )
-    for run, rate, commits in sides:
-        again = rate_of(raw, run)
-        if again is None or not _alike(rate, again[0]):
-            said.append(f"{OVERHEAD}: {run} says {rate} tokens/s, its telemetry gives {again and again[0]}")
-        spans.append(0.0 if again is None else again[1])
-        if mapping(raw.json(run, RECORD), "spec").get("commit") is not commits:
-            said.append(f"{OVERHEAD}: {run} was not made with commits {'on' if commits else 'off'}")
-        said += _commits(raw, found, run, commits)
-    if not _alike(pair.seconds, min(spans)):
-        said.append(f"{OVERHEAD}: {pair.with_run} and its pair say {pair.seconds} s, telemetry gives {min(spans)}")
-    return said
-
-
-def _alike(said: float, found: float) -> bool:
-    return math.isclose(said, found, rel_tol=1e-9)
-
-
-def _commits(raw: RawFolder, found: OverheadFile, run: str, commits: bool) -> list[str]:
-    measured = raw.telemetry(run, None)
-    if measured is None:
-        return []
-    shards = measured[1].shards
-    said = []
-    if len(shards) != found.shards:
-        said.append(f"{OVERHEAD}: {run} computed {len(shards)} shards, not {found.shards}")
-    spent = float(shards.commit_s.sum())
-    if not commits and spent > UNCOMMITTED_S * len(shards):
-        said.append(f"{OVERHEAD}: {run} spent {spent:.3f} s on commits although they were off")
-    return said
+    ):
+        measured = raw.telemetry(run, None)
+        again = None if measured is None else committed_tokens_per_s(measured[1].batches, measured[1].shards)
+        if again is None or not math.isclose(rate, again, rel_tol=RELATIVE):
+            yield f"{run} says {rate} tokens/s, its telemetry gives {again}"
+        record = raw.read(RunRecord, run, RECORD)
+        if record is None or record.spec.get("commit") is not commits:
+            yield f"{run} was not made with commits {'on' if commits else 'off'}"
+        if measured is None:
+            continue
+        shards = measured[1].shards
+        spans += [float(measured[1].batches.tokens.sum()) / again] if again else []
+        if len(shards) != found.shards:
+            yield f"{run} computed {len(shards)} shards, not {found.shards}"
+        if not commits and (spent := float(shards.commit_s.sum())) > UNCOMMITTED_S * len(shards):
+            yield f"{run} spent {spent:.3f} s on commits although they were off"
+    if not math.isclose(pair.seconds, min(spans, default=0.0), rel_tol=RELATIVE):
+        yield f"{pair.with_run} and its pair say {pair.seconds} s, telemetry gives {min(spans, default=0.0)}"

@@ -6,7 +6,7 @@ import json
 from typing import Any, Final
 
 from virnuc_core.config import Target
-from virnuc_core.report.criteria import BASELINE
+from virnuc_core.report.files import BASELINE
 from virnuc_core.report.formatting import NOT_RUN, cell, fill, near
 from virnuc_core.report.model import Report
 from virnuc_core.report.views import (
@@ -18,7 +18,7 @@ from virnuc_core.report.views import (
     telemetry_of,
     warnings_of,
 )
-from virnuc_core.telemetry.clock import clock_text
+from virnuc_core.telemetry.live import clock_text
 
 BENCHMARK_SCHEMA: Final = 1
 SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
@@ -149,12 +149,12 @@ def benchmark_json(report: Report) -> str:
     telemetry, run, made = telemetry_of(report), report.run, report.provenance
     gpu_stats = {
         d.device: {
-            "gpu_util_avg": d.embedding_percent,
-            "gpu_util_min": d.embedding_min_percent,
-            "gpu_util_max": d.embedding_max_percent,
-            "mem_used_avg": d.memory_mean_bytes,
-            "mem_used_peak": d.memory_peak_bytes,
-            "sample_count": d.embedding_samples,
+            "gpu_util_avg": d.gpu_util_avg,
+            "gpu_util_min": d.gpu_util_min,
+            "gpu_util_max": d.gpu_util_max,
+            "mem_used_avg": d.mem_used_avg,
+            "mem_used_peak": d.mem_used_peak,
+            "sample_count": d.sample_count,
         }
         for d in (telemetry.devices if telemetry else ())
     }

@@ -30,7 +30,7 @@ from virnuc_core.report.views import (
     warnings_of,
 )
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.telemetry.clock import clock_text
+from virnuc_core.telemetry.live import clock_text
 
 REPORT_JSON = "report.json"
 KEPT_HISTORY = 100  # entries of a series that a report carries

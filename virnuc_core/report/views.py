@@ -26,16 +26,15 @@ from virnuc_core.report.formatting import (
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import (
     ApprovalState,
-    Comparison,
     Criterion,
-    LabelAgreement,
     OverheadMetrics,
     Report,
     RunMetrics,
     TelemetryMetrics,
     Verdict,
 )
-from virnuc_core.telemetry.records import Encoder
+from virnuc_core.runfiles import Comparison, LabelAgreement
+from virnuc_core.telemetry.tables import Encoder
 
 GIB: Final = 1 << 30
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
@@ -221,17 +220,15 @@ def _devices(report: Report) -> Section:
         telemetry.devices,
         {
             "GPU": lambda d: d.device,
-            "Avg Util %": lambda d: number(d.embedding_percent),
-            "Min to max %": lambda d: Number(
-                f"{cell(number(d.embedding_min_percent, 0))} to {cell(number(d.embedding_max_percent, 0))}"
-            ),
+            "Avg Util %": lambda d: number(d.gpu_util_avg),
+            "Min to max %": lambda d: Number(f"{cell(number(d.gpu_util_min, 0))} to {cell(number(d.gpu_util_max, 0))}"),
             "ESM-2 %": lambda d: number(d.esm2_percent),
             "DNABERT-S %": lambda d: number(d.dnabert_s_percent),
-            "Peak Mem (GB)": lambda d: number(d.memory_peak_bytes, 2, scale=1 / GIB),
-            "Power (W)": lambda d: number(d.power_mean_w, 0),
+            "Peak Mem (GB)": lambda d: number(d.mem_used_peak, 2, scale=1 / GIB),
+            "Power (W)": lambda d: number(d.power_avg_w, 0),
             "Max °C": lambda d: number(d.temperature_max_c, 0),
             "kWh": lambda d: number(d.energy_kwh, 4),
-            "Samples": lambda d: d.embedding_samples,
+            "Samples": lambda d: d.sample_count,
         },
     )
     required = target_text(found.target, found.unit)
@@ -259,10 +256,11 @@ def _packing(report: Report) -> Section:
     )
     queue = telemetry.queue
     prose = queue and (
-        f"Waits: mean {queue.mean_wait_ms:.2f} ms, p95 {queue.p95_wait_ms:.2f} ms, max {queue.max_wait_ms:.2f} ms. "
+        f"Waits: mean {telemetry.avg_wait_ms:.2f} ms, p95 {telemetry.p95_wait_ms:.2f} ms, "
+        f"max {telemetry.max_wait_ms:.2f} ms. "
         f"Queue: full {percent(queue.full)}, normal {percent(queue.normal)}, starved {percent(queue.starved)} "
-        f"(waited over 1 ms: {percent(queue.waiting_over_1ms)}). "
-        f"Batches packed under 80 %: {telemetry.batches_below_80:,} of {telemetry.batches:,}. "
+        f"(waited over 1 ms: {percent(telemetry.waiting_share)}). "
+        f"Batches packed under 80 %: {telemetry.batches_below_threshold:,} of {telemetry.batches:,}. "
         f"Windows: {telemetry.windows:,}, without a batch {telemetry.windows_without_batch:,}."
     )
     return Section("Packing and loader", (prose,) if prose else (), (encoders,))

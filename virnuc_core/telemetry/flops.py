@@ -1,4 +1,4 @@
-"""Model FLOPs, energy and cost: what the work needs, against what the device can give."""
+"""Model FLOPs: what an encoder used of its devices, against what they can give."""
 
 from __future__ import annotations
 
@@ -24,32 +24,6 @@ DATASHEET_TFLOPS: Final[tuple[tuple[str, dict[str, float]], ...]] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderShape:
-    """Sizes of an encoder that decide its FLOPs."""
-
-    layers: int
-    width: int
-    ffn_width: int
-    gated: bool = False  # two input projections in the feed-forward part, as in DNABERT-S
-
-
-def linear_flops_per_token(shape: EncoderShape) -> float:
-    """FLOPs of the linear layers for one token: 2 per weight.
-
-    >>> linear_flops_per_token(EncoderShape(layers=36, width=2560, ffn_width=10240)) / 1e9
-    5.66231040
-    """
-    attention = 4 * shape.width * shape.width  # q, k, v, out
-    feed_forward = (3 if shape.gated else 2) * shape.width * shape.ffn_width
-    return 2.0 * shape.layers * (attention + feed_forward)
-
-
-def attention_flops_per_token(shape: EncoderShape, mean_length: float) -> float:
-    """FLOPs of scores and weighted sum for one token of a sequence of `mean_length` tokens."""
-    return 4.0 * shape.layers * shape.width * mean_length
-
-
 def datasheet_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a device at a precision; `None` when the table does not have it."""
     for part, peaks in DATASHEET_TFLOPS:
@@ -57,12 +31,6 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
             peak = peaks.get(precision)
             return None if peak is None else peak * TERA
     return None
-
-
-def ceiling_tokens_per_s(slots: int, passes: int, elapsed_s: float) -> float | None:
-    """Tokens/s of a model that were nothing but its linear layers, from `passes` through all of them over `slots`
-    tokens in `elapsed_s` seconds of a synchronised clock; `None` when nothing was measured."""
-    return slots * passes / elapsed_s if slots > 0 and passes > 0 and elapsed_s > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,27 +66,3 @@ def mfu_of_datasheet(work: Sequence[EncoderWork], flops_per_token: float | None,
     if flops_per_token is None or None in peaks or promised <= 0:
         return None
     return sum(one.tokens for one in work) * flops_per_token / promised
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """What a million reads take. `None` where it was not measured or no price was given."""
-
-    device_hours_per_million: float | None
-    kwh_per_million: float | None
-    price_per_million: float | None
-
-
-def cost_per_million(
-    reads: int, devices: int, seconds: float, energy_kwh: float | None, price_per_device_hour: float | None
-) -> Cost:
-    """Device hours, energy and price of a million reads, from a run of `reads` reads."""
-    if reads <= 0 or devices <= 0 or seconds <= 0:
-        return Cost(None, None, None)
-    millions = reads / 1e6
-    hours = devices * seconds / 3600.0 / millions
-    return Cost(
-        device_hours_per_million=hours,
-        kwh_per_million=None if energy_kwh is None else energy_kwh / millions,
-        price_per_million=None if price_per_device_hour is None else hours * price_per_device_hour,
-    )

@@ -7,6 +7,7 @@ table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says so
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -19,36 +20,48 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
-from virnuc_core.rundir import whole_file, write_text_whole
-from virnuc_core.telemetry.batches import (
-    BatchSummary,
+from virnuc_core.rundir import whole_file
+from virnuc_core.runfiles import RunFile, write
+from virnuc_core.telemetry.statistics import (
+    Alarm,
+    BatchMetrics,
+    DeviceBusy,
+    DeviceUsage,
+    HostUsage,
+    Window,
+    alarms,
+    batch_metrics,
     by_encoder,
     device_busy,
     device_time_spread,
-    embedding_window,
-    packing_of_each,
-    summarise,
+    device_usage,
+    embedding_span,
+    host_usage,
     windows,
 )
-from virnuc_core.telemetry.clock import StageTime
-from virnuc_core.telemetry.records import BatchRecord, ShardDone
 from virnuc_core.telemetry.tables import (
     ENCODERS,
     QUEUE_STATES,
+    BatchRecord,
     BatchTable,
+    Encoder,
     Floats,
     HostTable,
     SampleTable,
+    ShardDone,
     ShardTable,
+    StageTime,
     Table,
 )
-from virnuc_core.telemetry.usage import alarms, device_stats, host_stats, log_alarms
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 JSON_BATCHES: Final = 20_000
 
 AnyTable = TypeVar("AnyTable", bound=Table)
 TableName = Literal["batches", "samples", "host", "shards", "stages"]
+Numbers = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,25 +76,60 @@ class Telemetry:
     origin_s: float  # time.monotonic() at the run's start
     started: str  # wall clock at the same moment, ISO 8601
 
-    def get_throughput(self) -> dict[str, float | None]:
-        """Tokens, batches' rows and batches per second over the embedding window."""
-        return _throughput(summarise(self.batches))
+    def get_throughput(self) -> Numbers:
+        """Tokens, batches' rows and batches per second over the embedding span."""
+        return throughput(batch_metrics(self.batches))
 
-    def get_dataloader_statistics(self) -> dict[str, Any]:
+    def get_dataloader_statistics(self) -> Numbers:
         """Waits, packing and queue states."""
-        return dataloader_statistics(summarise(self.batches))
+        return loader_statistics(batch_metrics(self.batches))
 
     def get_average_packing_efficiency(self) -> float | None:
         """Real tokens over slots launched, in percent."""
-        packing = summarise(self.batches).packing_efficiency
+        packing = batch_metrics(self.batches).packing_efficiency
         return None if packing is None else 100.0 * packing
 
     def get_average_gpu_utilization(self) -> float | None:
-        """Mean over the devices of each one's mean in the embedding window, in percent; `None` without samples."""
-        window = embedding_window(self.batches)
-        stats = [device_stats(self.samples, device, window) for device in self.samples.devices]
-        known = [s.gpu_util_avg for s in stats if s.gpu_util_avg is not None]
+        """Mean over the devices of each one's mean in the embedding span, in percent; `None` without samples."""
+        span = embedding_span(self.batches)
+        means = [device_usage(self.samples, device, span).gpu_util_avg for device in self.samples.devices]
+        known = [mean for mean in means if mean is not None]
         return sum(known) / len(known) if known else None
+
+
+class TelemetrySummary(RunFile):
+    """The `summary` of the JSON file, under the names that readers of such files know."""
+
+    started: str
+    wall_s: float
+    total_sequences: int
+    sequences_per_hour: float | None
+    throughput: Numbers
+    dataloader: Numbers
+    encoders: dict[Encoder, BatchMetrics]
+    gpus: dict[str, DeviceUsage]
+    host: HostUsage
+    devices: tuple[DeviceBusy, ...]
+    device_time_spread: float | None
+    stages: Numbers
+    alarms: tuple[Alarm, ...]
+
+
+class BatchSelection(RunFile):
+    """The batches as the JSON file has them: every n-th of all."""
+
+    per_batch_metrics_every: int
+    batches: int
+    per_batch_metrics: tuple[dict[str, float | int | str | None], ...]
+
+
+class TelemetryFile(BatchSelection):
+    """`telemetry_<time>.json`."""
+
+    schema_version: int = SCHEMA_VERSION
+    summary: TelemetrySummary
+    window_s: float
+    windows: tuple[Window, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,17 +185,11 @@ class TelemetryLog:
         measured = self.telemetry(samples, host, stages)
         stem = _free_stem(self._folder, self._started)
         files = TelemetryFiles(self._folder / f"{stem}.json", self._folder / f"{stem}.h5")
-        summary = summary_of(measured, n_reads=n_reads, wall_s=wall_s)
-        body = {
-            "schema_version": SCHEMA_VERSION,
-            "summary": summary,
-            "window_s": self._window_s,
-            "windows": [asdict(w) for w in windows(measured.batches, samples, self._window_s, self._origin_s)],
-            **batches_for_json(measured),
-        }
         write_h5(files.h5, measured)
-        write_text_whole(files.json, json.dumps(body, indent=1, allow_nan=False) + "\n")
-        log_alarms(alarms(samples, embedding_window(measured.batches)))
+        content = telemetry_file(measured, n_reads=n_reads, wall_s=wall_s, window_s=self._window_s)
+        write(files.json, content)
+        for alarm in content.summary.alarms:
+            log.warning("%s", alarm.detail)
         return files
 
 
@@ -159,61 +201,61 @@ def _free_stem(folder: Path, started: datetime) -> str:
     return f"{stem}_{tries}" if tries else stem
 
 
-def summary_of(measured: Telemetry, *, n_reads: int, wall_s: float) -> dict[str, Any]:
-    """The `summary` of the JSON file: plain numbers under the names that readers of such files know."""
-    whole = summarise(measured.batches)
-    span = embedding_window(measured.batches)
-    busy = device_busy(measured.shards)
-    return {
-        "started": measured.started,
-        "wall_s": wall_s,
-        "total_sequences": n_reads,
-        "sequences_per_hour": n_reads / wall_s * 3600.0 if wall_s > 0 else None,
-        "throughput": _throughput(whole),
-        "dataloader": dataloader_statistics(whole),
-        "encoders": {name: asdict(own) for name, own in by_encoder(measured.batches).items()},
-        "gpus": {d: asdict(device_stats(measured.samples, d, span)) for d in measured.samples.devices},
-        "host": asdict(host_stats(measured.host)),
-        "devices": [{**asdict(b), "busy_s": b.busy_s} for b in busy],
-        "device_time_spread": device_time_spread(busy),
-        "stages": {stage.name: stage.seconds for stage in measured.stages},
-        "alarms": [asdict(alarm) for alarm in alarms(measured.samples, span)],
-    }
-
-
-def _throughput(summary: BatchSummary) -> dict[str, float | None]:
-    return {
-        "tokens_per_sec": summary.tokens_per_s,
-        "rows_per_sec": summary.rows_per_s,
-        "steady_tokens_per_sec": summary.steady_tokens_per_s,
-        "batches_per_sec": summary.batches / summary.span_s if summary.span_s > 0 else None,
-    }
-
-
-def dataloader_statistics(summary: BatchSummary) -> dict[str, Any]:
-    """Waits, packing (as shares of 1) and queue states under their usual names."""
-    queue = summary.queue
-    return {
-        "avg_wait_time_ms": summary.avg_wait_ms,
-        "p95_wait_time_ms": summary.p95_wait_ms,
-        "max_wait_time_ms": summary.max_wait_ms,
-        "avg_packing_efficiency": summary.packing_efficiency,
-        "min_packing_efficiency": summary.min_packing_efficiency,
-        "batches_below_threshold": summary.batches_below_threshold,
-        "pct_full": None if queue is None else 100.0 * queue.full,
-        "pct_normal": None if queue is None else 100.0 * queue.normal,
-        "pct_starved": None if queue is None else 100.0 * queue.starved,
-        "pct_waiting_over_1ms": None if summary.waiting_share is None else 100.0 * summary.waiting_share,
-    }
-
-
-def batches_for_json(measured: Telemetry) -> dict[str, Any]:
-    """The batches as JSON records, at most `JSON_BATCHES` of them: every n-th, and which n."""
+def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float) -> TelemetryFile:
+    """The content of the JSON file of a run of `n_reads` reads that took `wall_s`."""
+    span = embedding_span(measured.batches)
+    whole, busy = batch_metrics(measured.batches), device_busy(measured.shards)
+    summary = TelemetrySummary(
+        started=measured.started,
+        wall_s=wall_s,
+        total_sequences=n_reads,
+        sequences_per_hour=n_reads / wall_s * 3600.0 if wall_s > 0 else None,
+        throughput=throughput(whole),
+        dataloader=loader_statistics(whole),
+        encoders=by_encoder(measured.batches),
+        gpus={device: device_usage(measured.samples, device, span) for device in measured.samples.devices},
+        host=host_usage(measured.host),
+        devices=busy,
+        device_time_spread=device_time_spread(busy),
+        stages={stage.name: stage.seconds for stage in measured.stages},
+        alarms=alarms(measured.samples, span),
+    )
     frame = batch_frame(measured)
     every = max(1, -(-len(frame) // JSON_BATCHES))
-    chosen = frame.iloc[::every]
-    records = [{str(k): _plain(v) for k, v in row.items()} for row in chosen.to_dict(orient="records")]
-    return {"per_batch_metrics_every": every, "batches": len(frame), "per_batch_metrics": records}
+    chosen = frame.iloc[::every].to_dict(orient="records")
+    return TelemetryFile(
+        summary=summary,
+        window_s=window_s,
+        windows=windows(measured.batches, measured.samples, window_s, measured.origin_s),
+        per_batch_metrics_every=every,
+        batches=len(frame),
+        per_batch_metrics=tuple({str(k): _plain(v) for k, v in row.items()} for row in chosen),
+    )
+
+
+def throughput(whole: BatchMetrics) -> Numbers:
+    """Tokens, rows and batches per second under their usual names."""
+    return {
+        "tokens_per_sec": whole.tokens_per_s,
+        "rows_per_sec": whole.rows_per_s,
+        "steady_tokens_per_sec": whole.steady_tokens_per_s,
+        "batches_per_sec": whole.batches / whole.span_s if whole.span_s > 0 else None,
+    }
+
+
+def loader_statistics(whole: BatchMetrics) -> Numbers:
+    """Waits, packing (as shares of 1) and queue states under their usual names."""
+    shares = {} if whole.queue is None else whole.queue.model_dump()
+    return {
+        "avg_wait_time_ms": whole.avg_wait_ms,
+        "p95_wait_time_ms": whole.p95_wait_ms,
+        "max_wait_time_ms": whole.max_wait_ms,
+        "avg_packing_efficiency": whole.packing_efficiency,
+        "min_packing_efficiency": whole.min_packing_efficiency,
+        "batches_below_threshold": whole.batches_below_threshold,
+        **{f"pct_{state}": 100.0 * shares[state] if shares else None for state in QUEUE_STATES},
+        "pct_waiting_over_1ms": None if whole.waiting_share is None else 100.0 * whole.waiting_share,
+    }
 
 
 def _plain(value: Any) -> Any:
@@ -224,13 +266,14 @@ def _plain(value: Any) -> Any:
 
 
 def batch_frame(measured: Telemetry) -> pd.DataFrame:
-    """One row a batch, under the names of the HDF5 file."""
+    """One row a batch, under the names of the HDF5 file, with devices, encoders and states by name."""
     table = measured.batches
-    columns: dict[str, Any] = {**_batch_columns(measured)}
-    columns["device"] = np.array([*table.devices, ""], dtype=object)[table.device]
-    columns["encoder"] = np.array(ENCODERS, dtype=object)[table.encoder]
-    columns["queue_state"] = np.array(QUEUE_STATES, dtype=object)[table.queue_state]
-    return pd.DataFrame(columns)
+    named = {
+        "device": table.named(table.device),
+        "encoder": np.array(ENCODERS, dtype=object)[table.encoder],
+        "queue_state": np.array(QUEUE_STATES, dtype=object)[table.queue_state],
+    }
+    return pd.DataFrame({**_batch_columns(measured), **named})
 
 
 def _batch_columns(measured: Telemetry) -> dict[str, NDArray[Any]]:
@@ -243,8 +286,8 @@ def _batch_columns(measured: Telemetry) -> dict[str, NDArray[Any]]:
         "tokens_per_sec": np.divide(table.tokens, seconds, out=nothing.copy(), where=seconds > 0),
         "sequences_per_sec": np.divide(table.rows, seconds, out=nothing.copy(), where=seconds > 0),
         "gpu_util": _utilisation_at(table, measured.samples),
-        "packing_efficiency": packing_of_each(table),
-        "padding_waste": 1.0 - packing_of_each(table),
+        "packing_efficiency": table.packing,
+        "padding_waste": 1.0 - table.packing,
         "queue_state": table.queue_state,
         **table.columns(),
     }
@@ -256,10 +299,9 @@ def _utilisation_at(table: BatchTable, samples: SampleTable) -> Floats:
     for code, device in enumerate(table.devices):
         own = samples.of_device(device)
         mine = table.device == code
-        if not len(own) or not mine.any():
-            continue
-        place = np.searchsorted(own.time_s, table.launched_s[mine], side="right") - 1
-        found[mine] = own.utilisation[np.clip(place, 0, len(own) - 1)]
+        if len(own) and mine.any():
+            place = np.searchsorted(own.time_s, table.launched_s[mine], side="right") - 1
+            found[mine] = own.utilisation[np.clip(place, 0, len(own) - 1)]
     return found
 
 
@@ -273,7 +315,14 @@ def write_h5(path: Path, measured: Telemetry) -> None:
         for name in ("samples", "host", "shards"):
             table: Table = getattr(measured, name)
             _write_columns(file.create_group(name), table.devices, table.columns())
-        _write_columns(file.create_group("stages"), (), _stage_columns(measured.stages))
+        stages = [asdict(stage) for stage in measured.stages]
+        columns = {
+            name: np.array([stage[name] for stage in stages], dtype=np.float64)  # None becomes NaN
+            for name in ("seconds", "started_s", "finished_s")
+        }
+        for name in ("name", "fused_into"):
+            columns[name] = np.array([(stage[name] or "").encode() for stage in stages], dtype="S64")
+        _write_columns(file.create_group("stages"), (), columns)
 
 
 def _write_columns(group: h5py.Group, devices: Sequence[str], columns: dict[str, NDArray[Any]]) -> None:
@@ -281,19 +330,6 @@ def _write_columns(group: h5py.Group, devices: Sequence[str], columns: dict[str,
     for name, values in columns.items():
         options = {"compression": "gzip", "shuffle": True} if len(values) > 64 else {}
         group.create_dataset(name, data=values, **options)
-
-
-def _stage_columns(stages: Sequence[StageTime]) -> dict[str, NDArray[Any]]:
-    def numbers(values: Sequence[float | None]) -> Floats:
-        return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
-
-    return {
-        "name": np.array([s.name.encode() for s in stages], dtype="S64"),
-        "fused_into": np.array([(s.fused_into or "").encode() for s in stages], dtype="S64"),
-        "seconds": numbers([s.seconds for s in stages]),
-        "started_s": numbers([s.started_s for s in stages]),
-        "finished_s": numbers([s.finished_s for s in stages]),
-    }
 
 
 def read_telemetry(path: Path) -> Telemetry:
@@ -340,9 +376,9 @@ def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
     if table == "stages":
         return pd.DataFrame([asdict(stage) for stage in measured.stages])
     chosen: Table = getattr(measured, table)
-    columns: dict[str, Any] = dict(chosen.columns())
+    columns = chosen.columns()
     if "device" in columns:
-        columns["device"] = np.array([*chosen.devices, ""], dtype=object)[columns["device"]]
+        columns["device"] = chosen.named(columns["device"])
     return pd.DataFrame(columns)
 
 

@@ -11,35 +11,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Final, Literal, Protocol, Self
 
 import psutil
 
-from virnuc_core.telemetry.records import DeviceSample
-from virnuc_core.telemetry.tables import HostSample, HostTable, SampleTable
+from virnuc_core.telemetry.tables import DeviceSample, HostSample, HostTable, SampleTable
 
 log = logging.getLogger(__name__)
 
 CHILDREN_EVERY: Final = 10  # samples between two looks for new child processes: the look reads every process
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceReading:
-    """What one device says of itself now; `None` where it does not tell."""
-
-    utilisation: float | None = None  # percent
-    memory_used_bytes: int | None = None
-    power_w: float | None = None
-    temperature_c: float | None = None
-
-
 class DeviceProvider(Protocol):
     """Where device readings come from: NVML, or a stand-in."""
 
-    def read(self, device: str) -> DeviceReading:
-        """Read one device now; may raise, which counts as a reading that failed."""
+    def read(self, device: str, time_s: float) -> DeviceSample:
+        """Read one device now, stamped `time_s`; may raise, which counts as a reading that failed."""
         ...
 
 
@@ -53,11 +41,13 @@ class NvmlProvider:
         nvitop.Device.count()
         self._devices = {uuid: nvitop.Device(uuid=uuid) for uuid in uuids}
 
-    def read(self, device: str) -> DeviceReading:
+    def read(self, device: str, time_s: float) -> DeviceSample:
         gpu = self._devices[device]
         power_mw = _number(gpu.power_usage())
         memory = _number(gpu.memory_used())
-        return DeviceReading(
+        return DeviceSample(
+            time_s,
+            device,
             utilisation=_number(gpu.gpu_utilization()),
             memory_used_bytes=None if memory is None else int(memory),
             power_w=None if power_mw is None else power_mw / 1000.0,
@@ -70,14 +60,9 @@ def _number(value: object) -> float | None:
     return float(value) if isinstance(value, (int, float)) else None
 
 
-def is_gpu(device: str) -> bool:
-    """Whether a device id names something NVML knows."""
-    return device.startswith(("GPU-", "MIG-"))
-
-
 def open_nvml(devices: Sequence[str]) -> NvmlProvider | None:
     """The provider for the GPUs among `devices`; `None`, with a word in the log, when there is none or no NVML."""
-    uuids = [device for device in devices if is_gpu(device)]
+    uuids = [device for device in devices if device.startswith(("GPU-", "MIG-"))]
     if not uuids:
         return None
     import nvitop
@@ -172,29 +157,17 @@ class Sampler:
         """Take one reading of everything now."""
         now = self._clock()
         if self._provider is not None:
-            for device in self.devices:
-                reading = self._read(device)
-                self._device_samples.append(
-                    DeviceSample(
-                        now,
-                        device,
-                        reading.utilisation,
-                        reading.memory_used_bytes,
-                        reading.power_w,
-                        reading.temperature_c,
-                    )
-                )
+            self._device_samples += [self._read(self._provider, device, now) for device in self.devices]
         self._host_samples.append(self._host(now))
 
-    def _read(self, device: str) -> DeviceReading:
-        assert self._provider is not None
+    def _read(self, provider: DeviceProvider, device: str, time_s: float) -> DeviceSample:
         try:
-            return self._provider.read(device)
+            return provider.read(device, time_s)
         except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
             if self.failed_readings == 0:
                 log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
             self.failed_readings += 1
-            return DeviceReading()
+            return DeviceSample(time_s, device)
 
     def start(self) -> Self:
         """Begin sampling."""

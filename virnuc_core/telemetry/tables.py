@@ -1,25 +1,90 @@
-"""Measurements as columns: what a run of millions of reads keeps in memory and writes to HDF5.
+"""The measurements of a run: as records where they are taken, as columns where they are kept and added up.
 
-Each table is a frozen record of equally long arrays. A device is a code into `devices`; a missing number is NaN.
+Each table is a frozen record of equally long arrays under the names of its record's fields. A device is a code into
+`devices`; a missing number is NaN.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Final, Self
+from typing import Any, ClassVar, Final, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.telemetry.records import FULL_BELOW_MS, STARVED_ABOVE_MS, BatchRecord, DeviceSample, ShardDone
-
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
+Encoder = Literal["dnabert_s", "esm2"]
+QueueState = Literal["full", "normal", "starved"]
 
-ENCODERS: Final = ("dnabert_s", "esm2")
-QUEUE_STATES: Final = ("full", "normal", "starved")
+ENCODERS: Final[tuple[Encoder, ...]] = ("dnabert_s", "esm2")
+QUEUE_STATES: Final[tuple[QueueState, ...]] = ("full", "normal", "starved")
+FULL_BELOW_MS: Final = 1.0
+STARVED_ABOVE_MS: Final = 50.0
+STAGES: Final = (
+    "Sequence Chunking",
+    "Six-Frame Translation",
+    "Nucleotide Splitting",
+    "Protein Splitting",
+    "DNABERT-S",
+    "ESM-2",
+    "Feature Merging",
+    "Model Prediction",
+    "Consensus Scoring",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """One packed batch, as the launch loop saw it. Times are seconds of `time.monotonic()` of the host, which all
+    processes of one machine share."""
+
+    device: str  # device id within the run, e.g. "GPU-3f2c…" or "cpu-core-1"
+    encoder: Encoder
+    shard: int
+    index: int  # of the batch within the shard and encoder
+    rows: int
+    tokens: int  # real ones
+    slots: int  # launched
+    wait_ms: float
+    arrived_s: float  # when the loader handed it over
+    launched_s: float
+    device_ms: float | None  # by device events; on CPU the time of the call
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDone:
+    """One shard committed by a worker."""
+
+    device: str
+    shard: int
+    rows: int
+    protein_tokens: int
+    dna_tokens: int
+    started_s: float
+    finished_s: float
+    dnabert_s: float  # seconds of device time
+    esm2_s: float
+    head_s: float
+    commit_s: float
+    merge_s: float  # joining the two embeddings; 0 when both encoders write into one buffer
+    batches: tuple[BatchRecord, ...]
+    budget_divisor: int = 1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
+    skipped: int = 0  # rows set aside because they end every worker
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSample:
+    """One reading of one device. `None` where the device does not tell."""
+
+    time_s: float  # time.monotonic()
+    device: str
+    utilisation: float | None = None  # percent
+    memory_used_bytes: int | None = None
+    power_w: float | None = None
+    temperature_c: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +98,53 @@ class HostSample:
     disk_write_bytes: int | None
 
 
+INTEGERS: Final = (
+    *("shard", "index", "rows", "tokens", "slots"),
+    *("protein_tokens", "dna_tokens", "budget_divisor", "skipped"),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Table:
     """Base of the tables: `devices` names the codes, every other field is a column."""
 
+    ORDER: ClassVar[str]  # the column that the rows of `of` stand in the order of
+
     devices: tuple[str, ...]
+
+    @classmethod
+    def of(cls, records: Iterable[Any], devices: Sequence[str] = ()) -> Self:
+        """Columns of the records of the table's kind, in order; `devices` fixes the first codes."""
+        ordered = sorted(records, key=lambda record: float(getattr(record, cls.ORDER)))
+        named = dict.fromkeys([*devices, *(getattr(record, "device", "") for record in ordered)])
+        names = tuple(name for name in named if name)
+        columns = {}
+        for field in fields(cls)[1:]:
+            values = [getattr(record, field.name) for record in ordered]
+            if field.name == "device":
+                places = {name: code for code, name in enumerate(names)}
+                columns[field.name] = np.array([places[name] for name in values], dtype=np.int16)
+            elif field.name == "encoder":
+                columns[field.name] = np.array([ENCODERS.index(name) for name in values], dtype=np.int8)
+            else:  # None becomes NaN
+                columns[field.name] = np.array(values, dtype=np.int64 if field.name in INTEGERS else np.float64)
+        return cls(names, **columns)
+
+    @classmethod
+    def from_columns(cls, devices: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> Self:
+        """Build from columns by name; `ValueError` names a column that is missing or of another length."""
+        wanted = [field.name for field in fields(cls)[1:]]
+        missing = [name for name in wanted if name not in columns]
+        if missing:
+            raise ValueError(f"{cls.__name__}: no column {', '.join(missing)}")
+        lengths = {name: len(columns[name]) for name in wanted}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(f"{cls.__name__}: columns of different lengths: {lengths}")
+        return cls(tuple(devices), **{name: np.asarray(columns[name]) for name in wanted})
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Every column by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "devices"}
+        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
 
     def __len__(self) -> int:
         return len(next(iter(self.columns().values())))
@@ -55,22 +158,16 @@ class Table:
         code = self.devices.index(device) if device in self.devices else -1
         return self.where(self.columns()["device"] == code)
 
-    @classmethod
-    def from_columns(cls, devices: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> Self:
-        """Build from columns by name; `ValueError` names a column that is missing or of another length."""
-        wanted = [field.name for field in fields(cls) if field.name != "devices"]
-        missing = [name for name in wanted if name not in columns]
-        if missing:
-            raise ValueError(f"{cls.__name__}: no column {', '.join(missing)}")
-        lengths = {name: len(columns[name]) for name in wanted}
-        if len(set(lengths.values())) > 1:
-            raise ValueError(f"{cls.__name__}: columns of different lengths: {lengths}")
-        return cls(tuple(devices), **{name: np.asarray(columns[name]) for name in wanted})
+    def named(self, codes: NDArray[np.int16]) -> NDArray[Any]:
+        """The devices' names for their codes."""
+        return np.array([*self.devices, ""], dtype=object)[codes]
 
 
 @dataclass(frozen=True, slots=True)
 class BatchTable(Table):
-    """Packed batches; times are seconds of the host's monotonic clock."""
+    """Packed batches, in the order launched."""
+
+    ORDER: ClassVar[str] = "launched_s"
 
     device: NDArray[np.int16]
     encoder: NDArray[np.int8]  # code into ENCODERS
@@ -84,27 +181,7 @@ class BatchTable(Table):
     launched_s: Floats
     device_ms: Floats
 
-    @classmethod
-    def of(cls, records: Iterable[BatchRecord], devices: Sequence[str] = ()) -> BatchTable:
-        """Columns of the records, in the order launched; `devices` fixes the first codes."""
-        ordered = sorted(records, key=lambda r: r.launched_s)
-        names, codes = _codes(devices, [r.device for r in ordered])
-        return cls(
-            names,
-            codes,
-            np.array([ENCODERS.index(r.encoder) for r in ordered], dtype=np.int8),
-            np.array([r.shard for r in ordered], dtype=np.int64),
-            np.array([r.index for r in ordered], dtype=np.int64),
-            np.array([r.rows for r in ordered], dtype=np.int64),
-            np.array([r.tokens for r in ordered], dtype=np.int64),
-            np.array([r.slots for r in ordered], dtype=np.int64),
-            np.array([r.wait_ms for r in ordered], dtype=np.float64),
-            np.array([r.arrived_s for r in ordered], dtype=np.float64),
-            np.array([r.launched_s for r in ordered], dtype=np.float64),
-            _floats([r.device_ms for r in ordered]),
-        )
-
-    def of_encoder(self, encoder: str) -> BatchTable:
+    def of_encoder(self, encoder: Encoder) -> BatchTable:
         """The batches of one encoder."""
         return self.where(self.encoder == ENCODERS.index(encoder))
 
@@ -115,14 +192,23 @@ class BatchTable(Table):
 
     @property
     def queue_state(self) -> NDArray[np.int8]:
-        """Codes into QUEUE_STATES, by the same limits as `records.queue_state`."""
+        """How ready each batch was when the launch loop asked for it; codes into QUEUE_STATES."""
         normal_or_starved = np.where(self.wait_ms > STARVED_ABOVE_MS, 2, 1)
         return np.where(self.wait_ms < FULL_BELOW_MS, 0, normal_or_starved).astype(np.int8)
+
+    @property
+    def packing(self) -> Floats:
+        """Tokens over slots of each batch; NaN for a batch of no slot."""
+        slots = self.slots.astype(np.float64)
+        packing: Floats = np.divide(self.tokens, slots, out=np.full(len(self), np.nan), where=slots > 0)
+        return packing
 
 
 @dataclass(frozen=True, slots=True)
 class SampleTable(Table):
-    """Readings of the devices."""
+    """Readings of the devices, by time."""
+
+    ORDER: ClassVar[str] = "time_s"
 
     time_s: Floats
     device: NDArray[np.int16]
@@ -131,21 +217,6 @@ class SampleTable(Table):
     power_w: Floats
     temperature_c: Floats
 
-    @classmethod
-    def of(cls, samples: Iterable[DeviceSample], devices: Sequence[str] = ()) -> SampleTable:
-        """Columns of the samples, by time."""
-        ordered = sorted(samples, key=lambda s: s.time_s)
-        names, codes = _codes(devices, [s.device for s in ordered])
-        return cls(
-            names,
-            np.array([s.time_s for s in ordered], dtype=np.float64),
-            codes,
-            _floats([s.utilisation for s in ordered]),
-            _floats([s.memory_used_bytes for s in ordered]),
-            _floats([s.power_w for s in ordered]),
-            _floats([s.temperature_c for s in ordered]),
-        )
-
     def between(self, start_s: float, end_s: float) -> SampleTable:
         """The samples taken from `start_s` to `end_s`, both included."""
         return self.where((self.time_s >= start_s) & (self.time_s <= end_s))
@@ -153,7 +224,9 @@ class SampleTable(Table):
 
 @dataclass(frozen=True, slots=True)
 class HostTable(Table):
-    """Readings of the host."""
+    """Readings of the host, by time."""
+
+    ORDER: ClassVar[str] = "time_s"
 
     time_s: Floats
     cpu_percent: Floats
@@ -161,23 +234,12 @@ class HostTable(Table):
     disk_read_bytes: Floats
     disk_write_bytes: Floats
 
-    @classmethod
-    def of(cls, samples: Iterable[HostSample]) -> HostTable:
-        """Columns of the samples, by time."""
-        ordered = sorted(samples, key=lambda s: s.time_s)
-        return cls(
-            (),
-            np.array([s.time_s for s in ordered], dtype=np.float64),
-            _floats([s.cpu_percent for s in ordered]),
-            _floats([s.rss_bytes for s in ordered]),
-            _floats([s.disk_read_bytes for s in ordered]),
-            _floats([s.disk_write_bytes for s in ordered]),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class ShardTable(Table):
-    """Committed shards."""
+    """Committed shards, in the order finished."""
+
+    ORDER: ClassVar[str] = "finished_s"
 
     device: NDArray[np.int16]
     shard: Ints
@@ -194,27 +256,68 @@ class ShardTable(Table):
     budget_divisor: Ints
     skipped: Ints
 
-    @classmethod
-    def of(cls, done: Iterable[ShardDone], devices: Sequence[str] = ()) -> ShardTable:
-        """Columns of the shards, in the order finished."""
-        ordered = sorted(done, key=lambda s: s.finished_s)
-        names, codes = _codes(devices, [s.device for s in ordered])
-        counts = {
-            name: np.array([getattr(s, name) for s in ordered], dtype=np.int64)
-            for name in ("shard", "rows", "protein_tokens", "dna_tokens", "budget_divisor", "skipped")
-        }
-        seconds = {
-            name: np.array([getattr(s, name) for s in ordered], dtype=np.float64)
-            for name in ("started_s", "finished_s", "dnabert_s", "esm2_s", "head_s", "commit_s", "merge_s")
-        }
-        return cls.from_columns(names, {"device": codes, **counts, **seconds})
+
+@dataclass(frozen=True, slots=True)
+class StageTime:
+    """One stage: its seconds, or the stage it is fused with."""
+
+    name: str
+    seconds: float | None  # None: fused, its work is part of `fused_into`
+    fused_into: str | None = None
+    started_s: float | None = None  # time.monotonic(); None when only seconds are known
+    finished_s: float | None = None
 
 
-def _floats(values: Sequence[float | None]) -> Floats:
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+class StageClock:
+    """Collects the seconds of the nine stages. A stage may run many times; its seconds add up."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+        self._spans: dict[str, tuple[float, float]] = {}
+        self._fused: dict[str, str] = {}
+
+    def add(self, name: str, seconds: float, *, started_s: float | None = None) -> None:
+        """Add seconds, e.g. device time; `ValueError` for an unknown stage or negative seconds."""
+        _check(name)
+        if seconds < 0:
+            raise ValueError(f"stage '{name}': {seconds} s is negative")
+        if name in self._fused:
+            raise ValueError(f"stage '{name}' is fused into '{self._fused[name]}' and has no time of its own")
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+        if started_s is not None:
+            self.seen(name, started_s, started_s + seconds)
+
+    def seen(self, name: str, started_s: float, finished_s: float) -> None:
+        """Say when a stage ran, without adding seconds: those of a stage that takes turns with others are fewer than
+        lie between its start and its end. `ValueError` for an unknown stage."""
+        _check(name)
+        first, last = self._spans.get(name, (started_s, finished_s))
+        self._spans[name] = (min(first, started_s), max(last, finished_s))
+
+    def fuse(self, name: str, into: str) -> None:
+        """Say that stage `name` is done within `into`; `ValueError` when it has a time of its own."""
+        _check(name)
+        _check(into)
+        if name in self._seconds:
+            raise ValueError(f"stage '{name}' has a time of its own and cannot be fused")
+        self._fused[name] = into
+
+    def times(self) -> tuple[StageTime, ...]:
+        """The stages measured or fused so far, in the order of the nine; what was not measured is not there."""
+        found = []
+        for name in STAGES:
+            if name in self._fused:
+                found.append(StageTime(name, None, self._fused[name]))
+            elif name in self._seconds:
+                started, finished = self._spans.get(name, (None, None))
+                found.append(StageTime(name, self._seconds[name], None, started, finished))
+        return tuple(found)
+
+    def seconds(self) -> dict[str, float | None]:
+        """Stage name to seconds, `None` when fused: the form of summary.json."""
+        return {stage.name: stage.seconds for stage in self.times()}
 
 
-def _codes(known: Sequence[str], named: Sequence[str]) -> tuple[tuple[str, ...], NDArray[np.int16]]:
-    names = tuple(dict.fromkeys([*known, *named]))
-    place = {name: code for code, name in enumerate(names)}
-    return names, np.array([place[name] for name in named], dtype=np.int16)
+def _check(name: str) -> None:
+    if name not in STAGES:
+        raise ValueError(f"'{name}' is not one of the nine stages: {', '.join(STAGES)}")

@@ -30,7 +30,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import BaselineSummary, read
-from virnuc_core.telemetry.records import STAGES
+from virnuc_core.telemetry.tables import STAGES
 
 CPU = torch.device("cpu")
 

@@ -51,7 +51,7 @@ def test_commits_cost_what_devices_waited_at_most(tmp_path: Path, stood_still: f
     assert run.telemetry is not None
     slow = tuple(busy.model_copy(update={"commit_s": busy.busy_s}) for busy in run.telemetry.busy)
     compute_s = sum(busy.busy_s for busy in slow) / len(slow)
-    telemetry = run.telemetry.model_copy(update={"busy": slow, "embedding_s": (1 + stood_still) * compute_s})
+    telemetry = run.telemetry.model_copy(update={"busy": slow, "span_s": (1 + stood_still) * compute_s})
     found = bottleneck(run.model_copy(update={"telemetry": telemetry}))
     assert found.kind == kind
     if stood_still:

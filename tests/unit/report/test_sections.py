@@ -12,16 +12,16 @@ from tasks.tools import overhead_rows, overhead_sentence
 from tasks.validate import rows_of
 from virnuc_core.config import Profile, load_profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
-from virnuc_core.report.overhead import contradictions, rate_of, read_overhead
+from virnuc_core.report.overhead import contradictions
 from virnuc_core.report.printed import beside_the_criteria
 from virnuc_core.report.render import render, rerender, write_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import OVERHEAD, OverheadFile, OverheadPair, RunSummary, write
-from virnuc_core.telemetry.log import TelemetryLog
+from virnuc_core.runfiles import OVERHEAD, OverheadFile, OverheadPair, RunSummary, read, write
+from virnuc_core.telemetry.log import TelemetryLog, read_telemetry
+from virnuc_core.telemetry.statistics import committed_tokens_per_s
 
 from .validate_directory import (
     ORIGIN_S,
@@ -112,11 +112,11 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
             end_s = max(shard.finished_s for shard in done)
             samples = device_samples(recipe, list(GPUS), end_s)
             files = log.finish(samples, host_samples(end_s), (), n_reads=300, wall_s=end_s - ORIGIN_S)
-            write_json(run.record, {"spec": {"commit": commit}})
-            assert files.h5.is_file()
-            found = rate_of(RawFolder(out), run.root.relative_to(out).as_posix())
-            assert found is not None
-            rates[commit] = found
+            write_json(run.record, {"spec": {"commit": commit}, "fingerprints": {}})
+            measured = read_telemetry(files.h5)
+            rate = committed_tokens_per_s(measured.batches, measured.shards)
+            assert rate is not None
+            rates[commit] = (rate, float(measured.batches.tokens.sum()) / rate)
         pairs.append(
             OverheadPair(
                 with_run=f"overhead/{number}-on",
@@ -327,7 +327,7 @@ def test_an_answer_without_a_verdict_is_a_problem(copied: tuple[Path, Profile]) 
     write_json(out / "report" / "approval.json", {**ANSWER, "verdict": "perhaps"})
     report = build_report(out, profile)
     assert report.approval is None
-    assert any("holds no verdict" in warning for warning in report.warnings)
+    assert any("approval.json holds verdict: " in warning for warning in report.warnings)
 
 
 # --- stages over time ------------------------------------------------------------------------------------------------
@@ -350,8 +350,7 @@ def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> Non
 
 def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
-    found = read_overhead(RawFolder(tmp_path))
-    assert found is not None
+    found = read(tmp_path / OVERHEAD, OverheadFile)
     rows = overhead_rows(found)
     assert [row["pair"] for row in rows] == ["1", "2", "3"]
     assert all(row["overhead"].endswith(" %") for row in rows)

@@ -82,7 +82,7 @@ def test_runs_of_other_reads_than_the_store_holds_are_caught(
     shutil.copyfile(staged.store, out / "orfs.h5")
     said = "\n".join(verify_report(out).differences)
     assert "devices-1/summary.json: n_reads: says 300, the raw files give 200" in said
-    assert "run.json: fingerprints: fingerprint" in said
+    assert "run.json: fingerprint of the reads" in said
     edit_json(out / "devices-1" / "summary.json", lambda body: body.update(n_reads=200))
     assert "devices-1/summary.json: n_rows" in "\n".join(verify_report(out).differences)
     (out / "orfs.h5").write_bytes(b"x")

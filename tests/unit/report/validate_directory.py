@@ -17,11 +17,17 @@ from virnuc_core.config import Profile, load_profile
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, compare, cosines
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.telemetry.batches import busiest, device_busy
-from virnuc_core.telemetry.clock import StageClock
 from virnuc_core.telemetry.log import TelemetryLog
-from virnuc_core.telemetry.records import BatchRecord, DeviceSample, ShardDone
-from virnuc_core.telemetry.tables import HostSample, HostTable, SampleTable
+from virnuc_core.telemetry.statistics import busiest, device_busy
+from virnuc_core.telemetry.tables import (
+    BatchRecord,
+    DeviceSample,
+    HostSample,
+    HostTable,
+    SampleTable,
+    ShardDone,
+    StageClock,
+)
 
 STARTED = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 ORIGIN_S = 5_000.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from virnuc_core.telemetry.records import BatchRecord, ShardDone
+from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 
 def batch(

@@ -12,10 +12,8 @@ import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.telemetry import log as module
-from virnuc_core.telemetry.clock import StageClock
 from virnuc_core.telemetry.log import TelemetryLog, latest, open_frame, read_telemetry
-from virnuc_core.telemetry.records import DeviceSample
-from virnuc_core.telemetry.tables import HostSample, HostTable, SampleTable
+from virnuc_core.telemetry.tables import DeviceSample, HostSample, HostTable, SampleTable, StageClock
 
 from .measurements import batch, shard
 

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from virnuc_core.telemetry import sampler as module
-from virnuc_core.telemetry.sampler import DeviceReading, HostProbe, Sampler, driver_versions, open_nvml
-from virnuc_core.telemetry.tables import HostSample
+from virnuc_core.telemetry.sampler import HostProbe, Sampler, driver_versions, open_nvml
+from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")
 
@@ -19,13 +19,13 @@ DEVICES = ("GPU-aaaa", "GPU-bbbb")
 class FakeNvml:
     """Answers from a table; a device that is not in it fails like a driver does."""
 
-    def __init__(self, **readings: DeviceReading) -> None:
+    def __init__(self, **readings: tuple[float | None, ...]) -> None:
         self.readings = {name.replace("_", "-"): reading for name, reading in readings.items()}
         self.asked: list[str] = []
 
-    def read(self, device: str) -> DeviceReading:
+    def read(self, device: str, time_s: float) -> DeviceSample:
         self.asked.append(device)
-        return self.readings[device]
+        return DeviceSample(time_s, device, *self.readings[device])
 
 
 def quiet_host(time_s: float) -> HostSample:
@@ -33,7 +33,7 @@ def quiet_host(time_s: float) -> HostSample:
 
 
 def test_each_device_is_read_by_its_own_name() -> None:
-    nvml = FakeNvml(GPU_aaaa=DeviceReading(97.0, 5, 300.0, 61.0), GPU_bbbb=DeviceReading(12.0, 7, 90.0, 40.0))
+    nvml = FakeNvml(GPU_aaaa=(97.0, 5, 300.0, 61.0), GPU_bbbb=(12.0, 7, 90.0, 40.0))
     sampler = Sampler(DEVICES, provider=nvml, host=quiet_host, clock=lambda: 3.0)
     sampler.sample_once()
     table = sampler.samples()
@@ -44,7 +44,7 @@ def test_each_device_is_read_by_its_own_name() -> None:
 
 
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
-    nvml = FakeNvml(GPU_aaaa=DeviceReading(50.0))
+    nvml = FakeNvml(GPU_aaaa=(50.0,))
     began = time.monotonic()
     with Sampler(DEVICES[:1], interval_s=0.01, provider=nvml, host=quiet_host) as sampler:
         while len(sampler.samples()) < 3:
@@ -57,13 +57,13 @@ def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
 
 
 def test_a_short_run_has_a_sample() -> None:
-    with Sampler(DEVICES[:1], interval_s=60, provider=FakeNvml(GPU_aaaa=DeviceReading(50.0)), host=quiet_host) as s:
+    with Sampler(DEVICES[:1], interval_s=60, provider=FakeNvml(GPU_aaaa=(50.0,)), host=quiet_host) as s:
         pass
     assert len(s.samples()) >= 1
 
 
 def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    sampler = Sampler(DEVICES, provider=FakeNvml(GPU_aaaa=DeviceReading(80.0)), host=quiet_host)
+    sampler = Sampler(DEVICES, provider=FakeNvml(GPU_aaaa=(80.0,)), host=quiet_host)
     with caplog.at_level(logging.WARNING):
         sampler.sample_once()
         sampler.sample_once()
@@ -155,8 +155,8 @@ def test_the_provider_asks_nvitop_by_uuid(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(nvitop, "Device", FakeDevice)
     provider = open_nvml(DEVICES)
     assert provider is not None
-    assert provider.read("GPU-bbbb") == DeviceReading(88.0, 1 << 30, 345.0, None)
-    assert provider.read("GPU-aaaa").utilisation == 11.0
+    assert provider.read("GPU-bbbb", 2.0) == DeviceSample(2.0, "GPU-bbbb", 88.0, 1 << 30, 345.0, None)
+    assert provider.read("GPU-aaaa", 2.0).utilisation == 11.0
 
 
 def test_memory_of_children_is_counted() -> None:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from virnuc_core.telemetry.records import DeviceSample
-from virnuc_core.telemetry.tables import HostSample, HostTable, SampleTable
-from virnuc_core.telemetry.usage import alarms, device_stats, host_stats
+from virnuc_core.telemetry.statistics import alarms, device_usage, host_usage
+from virnuc_core.telemetry.tables import DeviceSample, HostSample, HostTable, SampleTable
 
 
 def samples(device: str, levels: list[float | None], *, power: float | None = 360.0, every_s: float = 1.0):
@@ -15,7 +14,7 @@ def samples(device: str, levels: list[float | None], *, power: float | None = 36
 
 def test_each_device_has_its_own_mean() -> None:
     table = SampleTable.of([*samples("GPU-a", [90, 100, 95]), *samples("GPU-b", [10, 20, 30])])
-    stats = {device: device_stats(table, device) for device in table.devices}
+    stats = {device: device_usage(table, device) for device in table.devices}
     assert (stats["GPU-a"].gpu_util_avg, stats["GPU-a"].gpu_util_min, stats["GPU-a"].gpu_util_max) == (95, 90, 100)
     assert stats["GPU-b"].gpu_util_avg == 20
     assert stats["GPU-b"].mem_used_peak == 3000
@@ -25,14 +24,14 @@ def test_each_device_has_its_own_mean() -> None:
 
 def test_only_samples_inside_the_window_count() -> None:
     table = SampleTable.of(samples("GPU-a", [0, 0, 100, 100, 0]))
-    stats = device_stats(table, "GPU-a", (2.0, 3.0))
+    stats = device_usage(table, "GPU-a", (2.0, 3.0))
     assert stats.gpu_util_avg == 100
     assert stats.sample_count == 2
 
 
 def test_unknown_samples_are_no_zeros() -> None:
     table = SampleTable.of(samples("GPU-a", [None, 80, None], power=None))
-    stats = device_stats(table, "GPU-a")
+    stats = device_usage(table, "GPU-a")
     assert stats.gpu_util_avg == 80
     assert stats.sample_count == 1
     assert stats.energy_kwh is None
@@ -41,7 +40,7 @@ def test_unknown_samples_are_no_zeros() -> None:
 
 @pytest.mark.parametrize("device", ["GPU-a", "GPU-never-seen"])
 def test_no_sample_no_number(device: str) -> None:
-    stats = device_stats(SampleTable.of([], ("GPU-a",)), device)
+    stats = device_usage(SampleTable.of([], ("GPU-a",)), device)
     assert stats.gpu_util_avg is None
     assert stats.mem_used_peak is None
     assert stats.sample_count == 0
@@ -49,7 +48,7 @@ def test_no_sample_no_number(device: str) -> None:
 
 def test_an_hour_at_360_watts_is_0_36_kwh() -> None:
     table = SampleTable.of(samples("GPU-a", [90.0] * 3601))
-    assert device_stats(table, "GPU-a").energy_kwh == pytest.approx(0.36)
+    assert device_usage(table, "GPU-a").energy_kwh == pytest.approx(0.36)
 
 
 def test_a_device_idle_for_ten_seconds_while_embedding_raises_an_alarm() -> None:
@@ -76,7 +75,7 @@ def test_no_window_no_alarm() -> None:
 
 
 def test_host_figures_are_growth_and_peak() -> None:
-    host = host_stats(HostTable.of(HostSample(i, 10.0 * i, 100 + i, 1000 * i, None) for i in range(4)))
+    host = host_usage(HostTable.of(HostSample(i, 10.0 * i, 100 + i, 1000 * i, None) for i in range(4)))
     assert host.cpu_percent_avg == 15
     assert host.cpu_percent_max == 30
     assert host.rss_peak_bytes == 103
@@ -85,4 +84,4 @@ def test_host_figures_are_growth_and_peak() -> None:
 
 
 def test_a_host_never_sampled_tells_nothing() -> None:
-    assert host_stats(HostTable.of([])).cpu_percent_avg is None
+    assert host_usage(HostTable.of([])).cpu_percent_avg is None

@@ -8,10 +8,9 @@ import re
 import pytest
 from rich.console import Console
 
-from virnuc_core.telemetry.monitor import RunMonitor
-from virnuc_core.telemetry.progress import InferenceProgressReporter, ProgressSnapshot
-from virnuc_core.telemetry.sampler import DeviceReading, Sampler
-from virnuc_core.telemetry.tables import HostSample
+from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor
+from virnuc_core.telemetry.sampler import Sampler
+from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 from .measurements import batch, shard
 
@@ -29,8 +28,8 @@ class Clock:
 
 
 class Nvml:
-    def read(self, device: str) -> DeviceReading:
-        return DeviceReading({"GPU-a": 90.0, "GPU-b": 70.0}[device], 1 << 30)
+    def read(self, device: str, time_s: float) -> DeviceSample:
+        return DeviceSample(time_s, device, {"GPU-a": 90.0, "GPU-b": 70.0}[device], 1 << 30)
 
 
 @pytest.fixture
@@ -60,7 +59,7 @@ def test_totals_by_device_and_together(monitor: RunMonitor, clock: Clock) -> Non
     assert total.gpu_util == 80.0
     assert monitor.get_throughput()["sequences_per_sec"] == pytest.approx(3.0)
     assert monitor.get_dataloader_statistics()["avg_packing_efficiency"] == pytest.approx(2300 / 3000)
-    assert monitor.get_statistics()["GPU-b"]["gpu_util_avg"] == 70.0
+    assert monitor.get_statistics()["GPU-b"].gpu_util_avg == 70.0
 
 
 def test_before_anything_is_done_nothing_is_known() -> None:
@@ -73,15 +72,13 @@ def test_before_anything_is_done_nothing_is_known() -> None:
 
 def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonitor, clock: Clock) -> None:
     lines: list[str] = []
-    with InferenceProgressReporter(
-        100, monitor, console=plain_console(), plain=lines.append, plain_every_s=10, now=clock
-    ) as progress:
+    with InferenceProgressReporter(100, monitor, console=plain_console(), plain=lines.append, now=clock) as progress:
         for second in range(1, 26):
             clock.now = float(second)
             monitor.add_shard(shard(second, [batch(second)]))
             progress.update(second)
     assert len(lines) == 3, "at 10 s, at 20 s, and at the end"
-    assert re.search(r"10 of 100 reads \(10\.0 %\)", lines[0])
+    assert re.search(r"10 of 100 sequences \(10\.0 %\)", lines[0])
     assert "ETA 01:30" in lines[0]
     assert all(re.search(r"gpu.*util", line) for line in lines)
     assert all(re.search(r"packing.*efficiency 90\.0 %", line) for line in lines)
@@ -106,7 +103,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(monitor: R
     last = text.strip().splitlines()[-3:]
     assert [line.split()[0] for line in last] == ["GPU-a", "GPU-b", "Embedding"]
     assert "50%" in last[2]
-    assert "50/100 reads" in last[2]
+    assert "50/100 sequences" in last[2]
     assert "180 tok/s" in last[0]
     assert "90 % GPU" in last[0]
     assert "70 % GPU" in last[1]
@@ -121,7 +118,6 @@ def test_the_callback_is_throttled_and_gets_the_end(monitor: RunMonitor, clock: 
         console=plain_console(),
         plain=lambda _: None,
         on_progress=seen.append,
-        callback_every_s=5,
         now=clock,
     ) as progress:
         for tick in range(1, 41):
