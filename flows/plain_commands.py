@@ -25,6 +25,7 @@ from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, write_text_whole
 
 if TYPE_CHECKING:
+    from virnuc_core.report.formatting import Table as View
     from virnuc_core.report.regression import HistoryEntry
     from virnuc_core.runfiles import LabelAgreement
 
@@ -344,37 +345,21 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         profile: only runs of this profile
         chart: also draw the newest series of like runs, as SVG
     """
-    from virnuc_core.report.regression import check, read_history
+    from virnuc_core.report.regression import read_history, trend
 
     if not file.is_file():
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
-    table = Table("when", "commit", "profile", "devices", "reads", "total s", "tokens/s", "change", "met", "regression")
-    for entry in kept:
-        found = check(kept, entry)
-        change = {metric.name: metric.change for metric in found.metrics}.get("tokens_per_s")
-        table.add_row(
-            entry.created,
-            entry.commit[:12],
-            entry.profile,
-            f"{entry.devices} {entry.precision}",
-            f"{entry.n_reads:,}",
-            _figure(entry.total_s),
-            _figure(entry.tokens_per_s),
-            "–" if change is None else f"{100 * change:+.1f} %",
-            str(entry.criteria_met),
-            f"{found.verdict}{': ' if found.reason else ''}{found.reason}",
-        )
-    console().print(table)
+    show(trend(kept))
     return 0 if chart is None else _draw_trend(kept, chart)
 
 
 def _draw_trend(kept: Sequence[HistoryEntry], path: Path) -> int:
     """The trend of the newest run and those like it; 1 when there are not two of them."""
-    from virnuc_core.report.charts import history as trend
+    from virnuc_core.report.charts import history as draw
     from virnuc_core.report.regression import points
 
-    drawing = trend(points(kept, kept[-1])) if kept else None
+    drawing = draw(points(kept, kept[-1])) if kept else None
     if drawing is None:
         sys.stderr.write("virnuc: fewer than two runs like the newest one: there is no trend to draw\n")
         return 1
@@ -383,8 +368,14 @@ def _draw_trend(kept: Sequence[HistoryEntry], path: Path) -> int:
     return 0
 
 
-def _figure(value: float | None) -> str:
-    return "–" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+def show(found: View) -> None:
+    """A table of a report's view on the terminal."""
+    from virnuc_core.report.formatting import cell
+
+    table = Table(*found.header)
+    for row in found.rows:
+        table.add_row(*map(cell, row))
+    console().print(table)
 
 
 def devices(*, as_json: Annotated[Flag, Parameter(name="--json")] = False) -> int:

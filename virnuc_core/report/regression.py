@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
+from virnuc_core.report.formatting import Table, number, percent, table
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 
 SCHEMA_VERSION: Final = 1
@@ -87,14 +88,14 @@ def read_history(path: Path) -> tuple[HistoryEntry, ...]:
     if not path.is_file():
         return ()
     found = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             found.append(HistoryEntry.model_validate_json(line))
         except ValidationError as error:
             what = error.errors()[0]["msg"]
-            raise InputError(f"not a history entry ({what})", file=path, line=number, hint="remove it") from error
+            raise InputError(f"not a history entry ({what})", file=path, line=place, hint="remove it") from error
     return tuple(found)
 
 
@@ -166,4 +167,23 @@ def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Histor
     return tuple(
         HistoryPoint(created=e.created, commit=e.commit, total_s=e.total_s, tokens_per_s=e.tokens_per_s)
         for e in (*like, entry)
+    )
+
+
+def trend(history: Sequence[HistoryEntry]) -> Table:
+    """The runs, each with what became of it against the one before that is like it."""
+    return table(
+        [(entry, check(history, entry)) for entry in history],
+        {
+            "when": lambda row: row[0].created,
+            "commit": lambda row: row[0].commit[:12],
+            "profile": lambda row: row[0].profile,
+            "devices": lambda row: f"{row[0].devices} {row[0].precision}",
+            "reads": lambda row: row[0].n_reads,
+            "total s": lambda row: number(row[0].total_s),
+            "tokens/s": lambda row: number(row[0].tokens_per_s, 0),
+            "change": lambda row: percent(next((m.change for m in row[1].metrics if m.name == "tokens_per_s"), None)),
+            "met": lambda row: row[0].criteria_met,
+            "regression": lambda row: ": ".join(filter(None, (row[1].verdict, row[1].reason))),
+        },
     )

@@ -46,7 +46,7 @@ def spoilt(finished: tuple[Path, Profile], tmp_path_factory: pytest.TempPathFact
     return out, finished[1]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], derandomize=True)
 @given(st.data())
 def test_whatever_a_raw_file_holds_there_is_a_report(spoilt: tuple[Path, Profile], data: st.DataObject) -> None:
     out, profile = spoilt

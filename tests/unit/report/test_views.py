@@ -1,0 +1,66 @@
+"""The one view: every form shows its cells, and no figure is rounded across its target."""
+
+from __future__ import annotations
+
+import re
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.config import Profile, Target
+from virnuc_core.report.formatting import Mark, Number, cell, fill, markdown_cell, number, table
+from virnuc_core.report.model import Report
+from virnuc_core.report.render import read_report, render
+from virnuc_core.report.views import scaling, sections
+
+
+@pytest.fixture(scope="module")
+def report(finished: tuple[Path, Profile]) -> Report:
+    return read_report(finished[0] / "report" / "report.json")
+
+
+def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: Report) -> None:
+    forms = render(report)
+    page = unescape(re.sub(r"<[^>]+>", "\n", forms["report.html"]))
+    for section in sections(report):
+        assert f"## {section.title}" in forms["report.md"]
+        for line in section.prose:
+            assert line in page
+            assert markdown_cell(line) in forms["report.md"]
+        for part in section.tables:
+            for row in part.rows:
+                assert len(row) == len(part.header)
+                assert f"| {' | '.join(map(markdown_cell, row))} |" in forms["report.md"]
+                for value in row:
+                    assert (value.text if isinstance(value, Mark) else cell(value)) in page
+
+
+def test_a_column_of_figures_is_set_to_the_right() -> None:
+    found = table(
+        [(1, "a", None), (2, "b", Number("1.0"))], {"n": lambda r: r[0], "t": lambda r: r[1], "x": lambda r: r[2]}
+    )
+    assert found.figures == (True, False, True)
+
+
+def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Report) -> None:
+    (figure,), (judged,) = report.scaling, report.scaling_criteria
+    missed = figure.model_copy(update={"speedup": 1.8996, "efficiency": 0.9498})
+    asked = judged.model_copy(update={"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"})
+    row = scaling(report.model_copy(update={"scaling": (missed,), "scaling_criteria": (asked,)})).rows[-1]
+    assert (row[2], row[3], str(row[7])) == ("1.8996x", "94.98%", "[FAIL]")
+
+
+def test_what_was_not_measured_is_no_number() -> None:
+    assert number(None) is None
+    assert cell(None) == "n/a"
+    assert cell(number(0.0)) == "0.0"
+
+
+def test_the_page_follows_a_dark_setting(report: Report) -> None:
+    assert "@media (prefers-color-scheme: dark)" in render(report)["report.html"]
+
+
+def test_a_name_that_is_not_given_to_a_template_is_an_error() -> None:
+    with pytest.raises(Exception, match="undefined"):
+        fill("beside.txt.j2", run=None)
