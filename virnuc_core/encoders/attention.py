@@ -56,11 +56,22 @@ def choose_backend(
 
     def obstacle(backend: Backend) -> ConfigError | DeviceError | None:
         """Why `backend` cannot run here, if it cannot."""
+        name = f"attention '{backend}'"
         if backend == "reference":
             return None
         if device.type != "cuda":
-            return DeviceError(f"attention '{backend}' needs a CUDA device, this is {device}; use reference or auto")
-        return _no_varlen(bias, head_dim, precision) if backend == "varlen" else _no_fused(head_dim)
+            return DeviceError(f"{name} needs a CUDA device, this is {device}; use reference or auto")
+        if backend == "fused" and head_dim not in (32, 64, 128):
+            return ConfigError(f"{name} wants heads of 32, 64 or 128, not {head_dim}; use reference or auto")
+        if backend == "fused" and not has_triton():
+            return DeviceError(f"{name} needs triton, which is not installed; use varlen, reference or auto")
+        if backend == "varlen" and bias == "alibi":
+            return ConfigError(f"{name} takes no ALiBi bias, which DNABERT-S needs; use fused or auto")
+        if backend == "varlen" and precision == "fp32":
+            return ConfigError(f"{name} computes in fp16 or bf16 only, precision is fp32; use fused or auto")
+        if backend == "varlen" and (head_dim % 8 or head_dim > 256):
+            return ConfigError(f"{name} wants heads of a multiple of 8 up to 256, not {head_dim}; use auto")
+        return None
 
     if asked == "auto":
         candidates: tuple[Backend, ...] = ("fused", "varlen", "reference")
@@ -69,24 +80,6 @@ def choose_backend(
     if found is not None:
         raise found
     return asked
-
-
-def _no_varlen(bias: Bias, head_dim: int, precision: Resolved) -> ConfigError | None:
-    if bias == "alibi":
-        return ConfigError("attention 'varlen' takes no ALiBi bias, which DNABERT-S needs; use fused or auto")
-    if precision == "fp32":
-        return ConfigError("attention 'varlen' computes in fp16 or bf16 only, precision is fp32; use fused or auto")
-    if head_dim % 8 or head_dim > 256:
-        return ConfigError(f"attention 'varlen' wants heads of a multiple of 8 up to 256, not {head_dim}; use auto")
-    return None
-
-
-def _no_fused(head_dim: int) -> ConfigError | DeviceError | None:
-    if head_dim not in (32, 64, 128):
-        return ConfigError(f"attention 'fused' wants heads of 32, 64 or 128, not {head_dim}; use reference or auto")
-    if not has_triton():
-        return DeviceError("attention 'fused' needs triton, which is not installed; use varlen, reference or auto")
-    return None
 
 
 def has_triton() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -47,8 +48,7 @@ from virnuc_core.encoders.tensor_files import (
 from virnuc_core.encoders.tokenize import DnabertTokenizer, train_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 
-Part = Literal["esm2", "dnabert_s", "head"]
-PARTS: Final[tuple[Part, ...]] = ("esm2", "dnabert_s", "head")
+PARTS: Final = ("esm2", "dnabert_s", "head")
 Storage = Literal["fp32", "fp16", "bf16"]
 STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -95,11 +95,9 @@ def check_models(models: Path) -> None:
     type its config asks for, the tokenizer is one and its tokens fit the model, the head's inputs are what the encoders
     give. Errors: `WeightsError` names the file and what is wrong with it.
     """
-    open_esm2(models)[1].check()
-    shape, tensors = open_dnabert(models)
-    _open_tokenizer(models, shape)
-    tensors.check()
-    open_head(models)[1].check()
+    open_esm2(models)
+    _open_tokenizer(models, open_dnabert(models)[0])
+    open_head(models)
 
 
 def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:
@@ -112,7 +110,7 @@ def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:
     return tokenizer
 
 
-def _config(models: Path, part: Part) -> Path:
+def _config(models: Path, part: str) -> Path:
     if not models.is_dir():
         raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
     if not (models / part).is_dir():
@@ -144,9 +142,6 @@ class WeightsPrint:
     head: str
 
 
-_digests: dict[tuple[str, int, int], str] = {}
-
-
 def fingerprint(models: Path) -> WeightsPrint:
     """Digests of the three parts; a file's is remembered in this process while its size and time stay the same."""
     for part in PARTS:
@@ -154,29 +149,24 @@ def fingerprint(models: Path) -> WeightsPrint:
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
-    return WeightsPrint(
-        _folder_digest(models / "esm2"), _folder_digest(models / "dnabert_s", tokenizer), head_digest(models / "head")
-    )
+    esm2, dnabert_s, head = (models / part for part in PARTS)
+    return WeightsPrint(part_digest(esm2), part_digest(dnabert_s, tokenizer), part_digest(head))
 
 
-def head_digest(folder: Path) -> str:
-    """The digest of a head alone, equal to `fingerprint(models).head` for the head of a models directory."""
-    return _folder_digest(folder)
-
-
-def _folder_digest(folder: Path, *further: Path) -> str:
-    files = [folder / "config.json", *_tensor_files(folder), *further]
-    body = "".join(f"{file.name} {_file_digest(file)}\n" for file in files)
+def part_digest(folder: Path, *further: Path) -> str:
+    """The digest of one part, wherever its folder lies: of its config, its weights and `further` files."""
+    body = ""
+    for file in (folder / "config.json", *_tensor_files(folder), *further):
+        state = file.stat()
+        body += f"{file.name} {_digest(file.resolve(), state.st_size, state.st_mtime_ns)}\n"
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-def _file_digest(path: Path) -> str:
-    state = path.stat()
-    key = (str(path.resolve()), state.st_size, state.st_mtime_ns)
-    if key not in _digests:
-        with path.open("rb") as file:
-            _digests[key] = hashlib.file_digest(file, "sha256").hexdigest()
-    return _digests[key]
+@functools.cache
+def _digest(path: Path, size: int, changed_ns: int) -> str:
+    """SHA-256 of a file that has not changed since."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------

@@ -110,24 +110,8 @@ def norm(
     """
     rows, width = x.shape
     out, scale = _row_outputs(x, width, quantise)
-    block = triton.next_power_of_2(width)
-    _norm[(rows,)](
-        x,
-        delta,
-        shift,
-        *affine,
-        out,
-        scale,
-        eps,
-        width=width,
-        block=block,
-        has_delta=delta is not None,
-        keep=keep,
-        has_shift=shift is not None,
-        quantise=quantise,
-        top=FP8_MAX,
-        num_warps=_row_warps(block),
-    )
+    parts = {"has_delta": delta is not None, "keep": keep, "has_shift": shift is not None}
+    _norm[(rows,)](x, delta, shift, *affine, out, scale, eps, **parts, **_row_sizes(width, quantise))
     return out, scale
 
 
@@ -163,19 +147,7 @@ def activation(
     """Exact GELU of `x` [rows, width], or of its first half times its second, plain or quantised."""
     rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
     out, scale = _row_outputs(x, width, quantise)
-    block = triton.next_power_of_2(width)
-    _activation[(rows,)](
-        x,
-        out,
-        scale,
-        width=width,
-        block=block,
-        gated=gated,
-        gelu=gelu,
-        quantise=quantise,
-        top=FP8_MAX,
-        num_warps=_row_warps(block),
-    )
+    _activation[(rows,)](x, out, scale, gated=gated, gelu=gelu, **_row_sizes(width, quantise))
     return out, scale
 
 
@@ -185,9 +157,11 @@ def _row_outputs(x: Tensor, width: int, quantise: bool) -> tuple[Tensor, Tensor 
     return out, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if quantise else None
 
 
-def _row_warps(block: int) -> int:
-    """Warps that hold a row of `block` numbers in registers, 16 or so a thread."""
-    return max(1, min(16, block // 512))
+def _row_sizes(width: int, quantise: bool) -> dict[str, Any]:
+    """How a kernel treats rows of `width`; its warps hold a row in registers, 16 numbers or so a thread."""
+    block = triton.next_power_of_2(width)
+    warps = max(1, min(16, block // 512))
+    return {"width": width, "block": block, "quantise": quantise, "top": FP8_MAX, "num_warps": warps}
 
 
 @jit
@@ -280,21 +254,13 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     (m, k), n = x.shape, interleaved.shape[0] // 2
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
     programs = min(_multiprocessors(x.device), triton.cdiv(m, GATED_ROWS) * triton.cdiv(n, GATED_COLUMNS))
-    _gated_unit[(programs,)](
+    tensors = (
         TensorDescriptor.from_tensor(x, [GATED_ROWS, GATED_DEPTH]),
         TensorDescriptor.from_tensor(interleaved, [2 * GATED_COLUMNS, GATED_DEPTH]),
         TensorDescriptor.from_tensor(out, [GATED_ROWS, GATED_COLUMNS]),
-        m,
-        n,
-        k,
-        rows=GATED_ROWS,
-        columns=GATED_COLUMNS,
-        depth=GATED_DEPTH,
-        tall=GATED_STRETCH,
-        programs=programs,
-        num_warps=8,
-        num_stages=3,
     )
+    blocks = {"rows": GATED_ROWS, "columns": GATED_COLUMNS, "depth": GATED_DEPTH, "tall": GATED_STRETCH}
+    _gated_unit[(programs,)](*tensors, m, n, k, **blocks, programs=programs, num_warps=8, num_stages=3)
     return out
 
 

@@ -90,45 +90,41 @@ class Rule:
 
 
 class Tensors:
-    """A checkpoint under our names, complete and with the right shapes, or a `WeightsError` that names what is not."""
+    """A checkpoint under our names, complete and with the right shapes, or a `WeightsError` that names what is not.
+
+    Held against the model by what the checkpoint says of its tensors: no weights are read before they are asked for.
+    """
 
     def __init__(self, source: Source, shapes: Shapes, rules: Iterable[Rule] = ()) -> None:
-        self.origin, self._source, self._shapes = source.origin, source, shapes
-        self._parts = _match(source, list(rules), shapes)
+        self.origin = source.origin
+        self._parts = {
+            name: [_fitting(source, one, shapes[name], len(theirs)) for one in theirs]
+            for name, theirs in _match(source, list(rules), shapes).items()
+        }
 
     def names(self) -> list[str]:
         """Our names, in the order of the model."""
-        return list(self._shapes)
+        return list(self._parts)
 
     def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
         """One tensor in the precision it is stored in."""
-        self._check(name)
         try:
-            parts = [self._source.tensors[theirs].read().to(device) for theirs in self._parts[name]]
+            parts = [stored.read().to(device) for stored in self._parts[name]]
         except (SafetensorError, OSError) as error:
             raise WeightsError(f"{self.origin}: tensor {name} cannot be read: {error}") from error
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def check(self) -> None:
-        """Hold every tensor's shape and type against the model, by what the checkpoint says of it; reads no weights.
 
-        Errors: `WeightsError` names the first tensor that does not fit.
-        """
-        for name in self._shapes:
-            self._check(name)
-
-    def _check(self, name: str) -> None:
-        wanted, names = self._shapes[name], self._parts[name]
-        if len(names) > 1:  # equal parts, joined along the first axis
-            wanted = (wanted[0] // len(names), *wanted[1:])
-        for theirs in names:
-            part = self._source.tensors[theirs]
-            if part.shape != wanted:
-                raise WeightsError(
-                    f"{self.origin}: tensor {theirs} is {_size(part.shape)}, config.json makes it {_size(wanted)}"
-                )
-            if not part.floating:
-                raise WeightsError(f"{self.origin}: tensor {theirs} holds {part.dtype}, wanted floating-point numbers")
+def _fitting(source: Source, name: str, whole: tuple[int, ...], of: int) -> Stored:
+    """One of `of` equal parts of a tensor that are joined along the first axis."""
+    stored, wanted = source.tensors[name], whole if of == 1 else (whole[0] // of, *whole[1:])
+    if stored.shape != wanted:
+        raise WeightsError(
+            f"{source.origin}: tensor {name} is {_size(stored.shape)}, config.json makes it {_size(wanted)}"
+        )
+    if not stored.floating:
+        raise WeightsError(f"{source.origin}: tensor {name} holds {stored.dtype}, wanted floating-point numbers")
+    return stored
 
 
 def _size(shape: Iterable[int]) -> str:

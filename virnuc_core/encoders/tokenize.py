@@ -69,19 +69,14 @@ class Tokenizer(Protocol):
         ...
 
 
-def _byte_table() -> NDArray[np.int64]:
-    table = np.full(256, ESM2_UNKNOWN, dtype=np.int64)
-    table[np.frombuffer(ESM2_SYMBOLS, dtype=np.uint8)] = ESM2_FIRST + np.arange(len(ESM2_SYMBOLS))
-    return table
-
-
 class Esm2Tokenizer:
     """One token a residue, between a start and an end token; a byte that is no residue becomes the unknown token."""
 
     pad_id: Final = ESM2_PAD
 
     def __init__(self) -> None:
-        self._table = _byte_table()
+        self._table = np.full(256, ESM2_UNKNOWN, dtype=np.int64)
+        self._table[np.frombuffer(ESM2_SYMBOLS, dtype=np.uint8)] = ESM2_FIRST + np.arange(len(ESM2_SYMBOLS))
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""

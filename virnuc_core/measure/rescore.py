@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from virnuc_core.encoders.checkpoint import head_digest, open_head_folder
+from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
 from virnuc_core.encoders.head import Head, place_head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
@@ -60,7 +60,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         head = Head(shape, place_head(tensors, torch.device("cpu")))
         _check_fit(head, store, record.widths, folder)
         scores, failed = head_scores(run, head, store.n_uniques)
-        digest = head_digest(folder)
+        digest = part_digest(folder)
     results = write_results(out, store, scores, failed, threshold=threshold)
     summary = RescoreSummary(
         run=str(run.root.resolve()),
