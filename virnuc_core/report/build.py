@@ -16,8 +16,9 @@ from virnuc_core.report.approval import approval_state
 from virnuc_core.report.bottleneck import bottleneck, findings
 from virnuc_core.report.caveats import notes, warnings_of
 from virnuc_core.report.chart_data import charts
-from virnuc_core.report.criteria import Measured, checks, scaling, seven
+from virnuc_core.report.criteria import checks, scaling, seven
 from virnuc_core.report.files import BASELINE, RECORD, RUN_PREFIX, SUMMARY, RawFolder, run_names
+from virnuc_core.report.measured import Measured
 from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import Accounting, Criterion, HistoryPoint, Provenance, Regression, Report, RunMetrics
 from virnuc_core.report.overhead import overhead_metrics

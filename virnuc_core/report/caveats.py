@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from virnuc_core.config import Profile
-from virnuc_core.report.criteria import Measured, baseline_note
+from virnuc_core.report.measured import Measured, baseline_note
 from virnuc_core.report.model import Accounting, Charts, Regression, RunMetrics
 
 OVERHEAD_DOMINATED: Final = 1_000  # reads; below, several devices are slower than one
