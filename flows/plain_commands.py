@@ -306,8 +306,8 @@ def overhead(
         force: measure again what was measured before
     """
     from virnuc_core.measure.overhead import measure_again
+    from virnuc_core.report.formatting import overhead_text
     from virnuc_core.report.render import write_report
-    from virnuc_core.report.views import overhead_text
 
     judged_by = measure_again(out, models=models, devices=devices, pairs=pairs, shards_a_device=shards, force=force)
     print(f"Commits cost {overhead_text(write_report(out, judged_by).overhead)} of the tokens/s")

@@ -21,15 +21,8 @@ from numpy.typing import NDArray
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.provenance import MODEL_LENGTH, differing, made_from
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import (
-    BitwiseEquality,
-    Comparison,
-    CosineStats,
-    LabelAgreement,
-    RunRecord,
-    ScoreDifference,
-    read,
-)
+from virnuc_core.runfiles import BitwiseEquality, Comparison, CosineStats, LabelAgreement, RunRecord, ScoreDifference
+from virnuc_core.runfiles import read as read_file
 
 Mode = Literal["both", "frame", "consensus"]
 
@@ -197,9 +190,9 @@ def _reads_of(side: ResultSide) -> set[str]:
     beside = RunDir((side.frames or side.consensus or Path()).parent).reads_table
     if beside.is_file():
         return set(_load(beside, ("id",))["id"])
-    frames, votes = _frames_of(side), _consensus_of(side)
-    rows, part = (votes, "consensus") if frames is None else (frames, "frames")
-    return set() if rows is None else set(_read_ids(rows["id"], part))
+    if side.frames is not None:
+        return set(_read_ids(load_frames(side.frames)["id"], "frames"))
+    return set() if side.consensus is None else set(_read_ids(load_consensus(side.consensus)["id"], "consensus"))
 
 
 def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreement:
@@ -254,9 +247,8 @@ def _examples(left: pd.DataFrame, right: pd.DataFrame, only_a: pd.DataFrame, onl
     words = {True: "virus", False: "others"}
     rows = zip(left["id"][:EXAMPLES], left["virus"], right["virus"], strict=False)
     found = [f"{name}: {words[bool(a)]} / {words[bool(b)]}" for name, a, b in rows]
-    found += [
-        f"{name}: only in {side}" for side, part in (("a", only_a), ("b", only_b)) for name in part["id"][:EXAMPLES]
-    ]
+    for side, part in (("a", only_a), ("b", only_b)):
+        found += [f"{name}: only in {side}" for name in part["id"][:EXAMPLES]]
     return tuple(text.encode("utf-8", "replace").decode() for text in found[:EXAMPLES])
 
 
@@ -286,7 +278,7 @@ def _made_from(run: Path | None) -> dict[str, str]:
     if run is None:
         return {}
     try:
-        return made_from(read(RunDir(run).record, RunRecord))
+        return made_from(read_file(RunDir(run).record, RunRecord))
     except ConfigError as error:
         raise InputError(f"not a readable run record ({error})", file=RunDir(run).record) from error
 

@@ -7,10 +7,9 @@ from typing import Any, Final
 
 from virnuc_core.config import Target
 from virnuc_core.report.files import BASELINE
-from virnuc_core.report.formatting import NOT_RUN, cell, fill, near
+from virnuc_core.report.formatting import NOT_RUN, approval_text, cell, fill, near
 from virnuc_core.report.model import Report
 from virnuc_core.report.views import (
-    approval_text,
     baseline_title,
     criterion,
     economy,
@@ -21,6 +20,7 @@ from virnuc_core.report.views import (
 from virnuc_core.telemetry.live import clock_text
 
 BENCHMARK_SCHEMA: Final = 1
+GPU_STATS: Final = ["gpu_util_avg", "gpu_util_min", "gpu_util_max", "mem_used_avg", "mem_used_peak", "sample_count"]
 SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
 
 
@@ -147,17 +147,7 @@ def stage_results(report: Report) -> list[dict[str, Any]]:
 def benchmark_json(report: Report) -> str:
     """The same results for machines, with metadata; null where something was not measured."""
     telemetry, run, made = telemetry_of(report), report.run, report.provenance
-    gpu_stats = {
-        d.device: {
-            "gpu_util_avg": d.gpu_util_avg,
-            "gpu_util_min": d.gpu_util_min,
-            "gpu_util_max": d.gpu_util_max,
-            "mem_used_avg": d.mem_used_avg,
-            "mem_used_peak": d.mem_used_peak,
-            "sample_count": d.sample_count,
-        }
-        for d in (telemetry.devices if telemetry else ())
-    }
+    devices = telemetry.devices if telemetry else ()
     mfu = {
         e.encoder: {
             "tokens_per_sec": e.tokens_per_s,
@@ -169,7 +159,7 @@ def benchmark_json(report: Report) -> str:
     }
     results = {
         "scaling": scaling_results(report),
-        "gpu_stats": gpu_stats,
+        "gpu_stats": {d.device: {name: getattr(d, name) for name in GPU_STATS} for d in devices},
         "throughput": {r["stage"]: r for r in stage_results(report)},
         "efficiency": {
             "mfu": mfu,
@@ -180,13 +170,14 @@ def benchmark_json(report: Report) -> str:
         },
         "findings": [f.model_dump(mode="json") for f in report.findings],
     }
+    versions, ran_on = made.versions, run.devices if run else ()
     metadata = {
-        "pytorch_version": made.versions.get("torch"),
-        "cuda_version": made.versions.get("cuda"),
-        "driver_version": made.versions.get("driver"),
-        "cuda_driver_version": made.versions.get("cuda_driver"),
-        "gpu_count": sum(d.kind == "cuda" for d in (run.devices if run else ())),
-        "devices": [d.name for d in (run.devices if run else ())],
+        "pytorch_version": versions.get("torch"),
+        "cuda_version": versions.get("cuda"),
+        "driver_version": versions.get("driver"),
+        "cuda_driver_version": versions.get("cuda_driver"),
+        "gpu_count": sum(d.kind == "cuda" for d in ran_on),
+        "devices": [d.name for d in ran_on],
         "git_commit": made.git_commit,
         "weights": made.fingerprints,
         "profile": report.profile.name,

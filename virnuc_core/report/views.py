@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from virnuc_core.config import Target
@@ -12,11 +12,13 @@ from virnuc_core.report.formatting import (
     Number,
     Section,
     Table,
+    answered_text,
     cell,
     measured,
     near,
     number,
     one_line,
+    overhead_text,
     percent,
     shown,
     stage_text,
@@ -27,7 +29,6 @@ from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import (
     ApprovalState,
     Criterion,
-    OverheadMetrics,
     Report,
     RunMetrics,
     TelemetryMetrics,
@@ -100,27 +101,6 @@ def overview_runs(report: Report) -> list[RunMetrics]:
     return sorted(report.runs, key=lambda run: len(run.devices))
 
 
-def overhead_text(found: OverheadMetrics | None) -> str:
-    """`1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
-    if found is None or found.median is None or found.least is None or found.most is None:
-        return NOT_RUN if found is None or not found.problem else f"{NOT_RUN} ({found.problem})"
-    spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
-    why = f"; {found.problem}" if found.problem else ""
-    return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
-
-
-def approval_text(found: ApprovalState | None) -> str:
-    """`approved by R. Reviewer, 2026-03-01 12:00:00 UTC`."""
-    return "not asked for" if found is None else one_line(found.verdict + _answered(found))
-
-
-def _answered(found: ApprovalState) -> str:
-    if found.reviewer is None:
-        return ": nobody has answered yet"
-    when = "" if found.when is None else f", {found.when.replace('T', ' ').replace('+00:00', ' UTC')}"
-    return f" by {found.reviewer}{when}{'; the answer is older than these figures' if found.of_earlier_run else ''}"
-
-
 # --- the sections ----------------------------------------------------------------------------------------------------
 
 
@@ -128,7 +108,7 @@ def _approval(found: ApprovalState | None) -> Section:
     if found is None:
         return Section("Approval")
     answers = table(found.answers, {"Question": lambda a: a.question, "Answer": lambda a: a.answer})
-    prose = (one_line(_answered(found)).removeprefix(": "), *found.note.splitlines())
+    prose = (one_line(answered_text(found)).removeprefix(": "), *found.note.splitlines())
     return Section("Approval", prose, (answers,), Mark(APPROVAL_VERDICTS[found.verdict], found.verdict))
 
 
@@ -329,16 +309,13 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
     return Table((*header, "Within tolerance", "allclose 1e-3", "Same bytes"), tuple(rows))
 
 
-def _agreement(part: LabelAgreement) -> Iterator[object]:
-    yield part.in_both
-    yield Number(f"{part.only_in_a:,} / {part.only_in_b:,}")
-    yield percent(part.agreement, 3)
-    if part.score is None:
-        yield from [None] * 6
-        return
-    yield from (Number(f"{v:.2e}") for v in (part.score.mean, part.score.median, part.score.p99, part.score.max))
-    yield percent(part.score.share_within_tolerance, 2)
-    yield "yes" if part.score.allclose else "no"
+def _agreement(part: LabelAgreement) -> tuple[object, ...]:
+    only, scores = Number(f"{part.only_in_a:,} / {part.only_in_b:,}"), part.score
+    if scores is None:
+        return part.in_both, only, percent(part.agreement, 3), *(None,) * 6
+    differences = (Number(f"{value:.2e}") for value in (scores.mean, scores.median, scores.p99, scores.max))
+    within = percent(scores.share_within_tolerance, 2)
+    return part.in_both, only, percent(part.agreement, 3), *differences, within, "yes" if scores.allclose else "no"
 
 
 def _bottleneck(report: Report) -> Section:
