@@ -42,29 +42,24 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
             ApprovalAnswer(question=question, answer=answers[name] or "not answered")
             for name, question in QUESTIONS.items()
         ),
-        of_earlier_run=_before(said.when, started_of(raw, run)),
+        of_earlier_run=_answered_before(said.when, raw, run),
     )
 
 
-def started_of(raw: RawFolder, run: RunMetrics | None) -> str | None:
-    """When the figures of a run were measured, as its telemetry says."""
-    if run is None or run.telemetry is None:
-        return None
+def _answered_before(when: str | None, raw: RawFolder, run: RunMetrics | None) -> bool:
+    """Whether an answer is older than the figures, as their telemetry says; false where nothing tells."""
+    if when is None or run is None or run.telemetry is None:
+        return False
     found = raw.telemetry(run.name, Path(run.telemetry.file).name)
-    return None if found is None else found[1].started
-
-
-def _before(when: str | None, started: str | None) -> bool:
-    moments = [_moment(text) for text in (when, started)]
-    return moments[0] is not None and moments[1] is not None and moments[0] < moments[1]
-
-
-def _moment(written: str | None) -> datetime | None:
     try:
-        moment = None if written is None else datetime.fromisoformat(written)
+        return found is not None and _moment(when) < _moment(found[1].started)
     except ValueError:
-        return None
-    return moment if moment is None or moment.tzinfo else moment.replace(tzinfo=UTC)
+        return False
+
+
+def _moment(written: str) -> datetime:
+    moment = datetime.fromisoformat(written)
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def answered(report: Report) -> bool:
