@@ -14,8 +14,9 @@ from tasks.artifacts import ProgressArtifact, Rows, cell, percent, publish_table
 from tasks.guard import device_slots, time_limit
 from tasks.step import done, first_attempt, step
 from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.process import PrewarmedWorkers
-from virnuc_core.pipeline import ClassifySpec, Watch, classify, read_summary, stage_reads
+from virnuc_core.pipeline import ClassifySpec, classify, read_summary, stage_reads
 from virnuc_core.reads.parse import OnError
 from virnuc_core.reads.remote import fetch_all
 from virnuc_core.reads.stage import StageSpec, StageSummary

@@ -14,10 +14,10 @@ from tasks.step import done, first_attempt, step
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.messages import TraceSpec
-from virnuc_core.engine.tracing import WAIT, Operation, TraceTable
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.ceiling import measure_ceilings
 from virnuc_core.measure.overhead import measure_overhead
+from virnuc_core.measure.recording import WAIT, Operation, TraceTable
 from virnuc_core.measure.trace import Traces
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head

@@ -1,7 +1,7 @@
 """The nine stages composed, without Prefect: reads in, a run directory out.
 
-`stage` (reads → store) runs once for any number of runs over it; `classify` (store → verdicts) is one run: it plans,
-embeds what is not committed yet, writes the result files, and measures all of it.
+`predict` is all of it. `stage_reads` (reads → store) runs once for any number of runs over the store; `classify` (store
+→ verdicts) is one run: it prepares a `Job`, embeds what is not committed yet, writes the result files, and measures.
 """
 
 from __future__ import annotations
@@ -10,11 +10,10 @@ import logging
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from pydantic import Field
 
@@ -22,9 +21,8 @@ from virnuc_core import provenance
 from virnuc_core.config import Devices, EngineSpec, RunSpec, Spec
 from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import Device, resolve, resolve_engine
-from virnuc_core.engine.messages import EngineWorkerSpec, JobSpec, TraceSpec
-from virnuc_core.engine.pool import WORKER, Pool, PoolSummary
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
@@ -32,25 +30,10 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
-from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor, pipeline_summary
-from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
-from virnuc_core.telemetry.sampler import Sampler
-from virnuc_core.telemetry.statistics import busiest, device_busy, embedding_span
-from virnuc_core.telemetry.tables import Encoder, ShardDone, StageClock
+from virnuc_core.telemetry.live import pipeline_summary
+from virnuc_core.telemetry.tables import StageClock
 
 log = logging.getLogger(__name__)
-
-ENCODER_STAGES: Final[tuple[tuple[str, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
-
-
-@dataclass(frozen=True, slots=True)
-class Watch:
-    """How a run is observed: none of it changes results."""
-
-    sample_s: float = 0.5
-    window_s: float = 30.0
-    show: bool = False  # the live display on standard error
-    on_progress: Callable[[ProgressSnapshot], None] | None = None
 
 
 class ClassifySpec(Spec):
@@ -77,21 +60,31 @@ def read_summary(run: RunDir) -> RunSummary | None:
     return summary if summary.complete else None
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A run made ready: everything decided, nothing computed."""
+def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
+    """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for.
 
-    run: RunDir
-    store: OrfStore
-    models: Path
-    devices: tuple[Device, ...]
-    engine: EngineSpec
-    plan: shards.ShardPlan
-    todo: tuple[int, ...]
-    damaged: tuple[str, ...]
-    threshold: float = THRESHOLD
-    flops: ModelFlops | None = None
-    trace: TraceSpec | None = None  # what workers record with torch's profiler
+    Workers load the weights while the reads are staged.
+    """
+    run, devices = RunDir(spec.out), Devices.parse(spec.devices)
+    reads = StageSpec(reads=spec.reads, model_length=model_length(spec.models))
+    settings = ClassifySpec(
+        store=run.store,
+        models=spec.models,
+        devices=devices,
+        engine=spec.engine,
+        force=spec.force,
+        threshold=spec.threshold,
+        asked=spec.model_dump(mode="json"),
+    )
+    with ExitStack() as held:
+        prewarmed = None
+        if read_summary(run) is None:
+            prewarmed = held.enter_context(prewarm(spec.models, devices, spec.engine))
+        staging = stage_reads(reads, run.store, force=spec.force)
+        summary = classify(run, staging, settings, watch=watch, prewarmed=prewarmed)
+    if spec.write_viral:
+        write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
+    return summary
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
@@ -103,6 +96,15 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
     beside = RunDir(out.parent)
     with run_lock(beside.root):
         return stage(spec, out, may_replace=force or not beside.record.exists())
+
+
+def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> PrewarmedWorkers:
+    """Workers for a run whose reads are not staged yet: give it to `classify`, and close it afterwards.
+
+    Errors: `DeviceError`, `ConfigError`.
+    """
+    found = resolve(devices)
+    return PrewarmedWorkers(WORKER, worker_specs(models, found, resolve_engine(engine, found[0].kind)))
 
 
 def model_length(models: Path) -> int:
@@ -129,9 +131,8 @@ def classify(
 
     A run that is complete is not computed again: its summary comes back, with the reads judged anew if the threshold is
     another. `prewarmed` workers are used where they fit; `flops` has the devices' ceilings where they were measured.
-    Errors: `ConfigError` (another run works here,
-    or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`,
-    `OSError` of the disk. Whatever was committed stays.
+    Errors: `ConfigError` (another run works here, or the head does not fit the store), `RunMismatchError`,
+    `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`, `OSError` of the disk. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
@@ -140,7 +141,11 @@ def classify(
         before = read_summary(run)
         if before is not None and not job.todo:
             log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
-            return before if before.threshold == spec.threshold and _results_present(run) else _judge_again(job, before)
+            same = before.threshold == spec.threshold and all(path.is_file() for path in run.results)
+            if not same:  # the result files once more
+                before = before.model_copy(update=_verdicts(job, _write_results(job, StageClock())))
+                write(run.summary, before)
+            return before
         run.summary.unlink(missing_ok=True)
         return _compute(job, staging, watch or Watch(), started_s, prewarmed)
 
@@ -186,188 +191,28 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec.threshold)
 
 
-def _judge_again(job: Job, before: RunSummary) -> RunSummary:
-    """The result files of a complete run once more: they were removed, or the threshold is another."""
-    results = _write_results(job, StageClock())
-    summary = before.model_copy(
-        update={
-            "fates": _fates(results),
-            "threshold": job.threshold,
-            "rows_virus": results.rows_virus,
-            "chunks_virus": results.chunks_virus,
-        }
-    )
-    write(job.run.summary, summary)
-    return summary
-
-
-def _fates(results: ResultSummary) -> dict[str, int]:
-    return {name: getattr(results, name) for name in FATES}
-
-
 def _start_over(run: RunDir) -> None:
     for folder in (run.shards, run.telemetry, run.root / "logs"):
         if folder.exists():
             shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
-    for file in (run.record, run.summary, run.embeddings, run.predictions, run.consensus, run.reads_table):
+    viral = (viral_path(run, "fasta"), viral_path(run, "fastq"))
+    for file in (run.record, run.summary, run.failed_rows, *run.results, *viral):
         file.unlink(missing_ok=True)
-    for file in (run.failed_rows, viral_path(run, "fasta"), viral_path(run, "fastq")):
-        file.unlink(missing_ok=True)
-
-
-def _results_present(run: RunDir) -> bool:
-    return all(path.is_file() for path in (run.predictions, run.consensus, run.reads_table, run.embeddings))
 
 
 def _compute(
     job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: PrewarmedWorkers | None
 ) -> RunSummary:
+    """Embed, judge, write: the rest of a run that is not complete."""
     clock = _staging_clock(staging, started_s)
-    ids = [device.id for device in job.devices]
-    telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
-    with Sampler(ids, interval_s=watch.sample_s) as sampler:
-        pool = _embed(job, telemetry, sampler, watch, prewarmed)
-    measured = telemetry.telemetry(sampler.samples(), sampler.host_samples(), ())
-    busy = busiest(device_busy(measured.shards))
-    clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
-    clock.add("ESM-2", busy.esm2_s if busy else 0.0)
-    clock.fuse("Feature Merging", "ESM-2")
-    for stage_name, encoder in ENCODER_STAGES:
-        if span := embedding_span(measured.batches.of_encoder(encoder)):
-            clock.seen(stage_name, *span)
-    clock.add("Model Prediction", busy.head_s if busy else 0.0)
+    embedding = Embedding(job, watch, started_s)
+    pool = embedding.run(prewarmed)
+    embedding.tell(clock)
     results = _write_results(job, clock)
     wall_s = time.monotonic() - started_s
-    files: TelemetryFiles | None = None
-    if job.todo:
-        files = telemetry.finish(
-            sampler.samples(), sampler.host_samples(), clock.times(), n_reads=job.store.n_reads, wall_s=wall_s
-        )
-    summary = _summary(job, staging, pool, results, clock, wall_s, files)
-    write(job.run.summary, summary)
-    for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
-        log.info("%s", line)
-    return summary
-
-
-def _workers(
-    models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
-) -> list[EngineWorkerSpec]:
-    """One worker a device."""
-    root = str(models.resolve())
-    return [EngineWorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices]
-
-
-def _job_spec(job: Job) -> JobSpec:
-    """What all workers of a job are told of it."""
-    root = job.run.root.resolve()
-    return JobSpec(
-        run=str(root),
-        store=str(job.store.path.resolve()),
-        reads=job.store.fingerprint,
-        logs=str(root / "logs"),
-    )
-
-
-def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> PrewarmedWorkers:
-    """Workers for a run whose reads are not staged yet: give it to `classify`, and close it afterwards.
-
-    Errors: `DeviceError`, `ConfigError`.
-    """
-    found = resolve(devices)
-    return PrewarmedWorkers(WORKER, _workers(models, found, resolve_engine(engine, found[0].kind)))
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingMeasured:
-    """What embedding alone took."""
-
-    wall_s: float
-    pool: PoolSummary
-    telemetry: TelemetryFiles
-
-
-def measure_embedding(job: Job, watch: Watch) -> EmbeddingMeasured:
-    """Embed what is left of a job and write its telemetry, but no results: for benchmarks, with commits on or off."""
-    started_s = time.monotonic()
-    ids = [device.id for device in job.devices]
-    telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
-    with Sampler(ids, interval_s=watch.sample_s) as sampler:
-        pool = _embed(job, telemetry, sampler, watch)
-    wall_s = time.monotonic() - started_s
-    files = telemetry.finish(sampler.samples(), sampler.host_samples(), (), n_reads=job.store.n_reads, wall_s=wall_s)
-    return EmbeddingMeasured(wall_s, pool, files)
-
-
-def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
-    """The clock of a run that started at `started_s`, with the seconds its store took to make."""
-    clock = StageClock()
-    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
-    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
-    clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
-    clock.fuse("Protein Splitting", "Six-Frame Translation")
-    if not staging.reused:
-        for name in ("Sequence Chunking", "Six-Frame Translation"):
-            clock.seen(name, started_s - staging.total_s, started_s)
-    return clock
-
-
-def _embed(
-    job: Job, telemetry: TelemetryLog, sampler: Sampler, watch: Watch, prewarmed: PrewarmedWorkers | None = None
-) -> PoolSummary:
-    """Compute the shards that are left, on one worker a device."""
-    done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))
-    monitor = RunMonitor([device.id for device in job.devices], sampler)
-    reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
-    if job.todo and (watch.show or watch.on_progress is not None):
-        reporter = InferenceProgressReporter(
-            job.store.n_uniques,
-            monitor,
-            already_done=done,
-            plain=None if watch.show else lambda line: log.info("%s", line),
-            on_progress=watch.on_progress or (lambda _: None),
-        )
-
-    def on_done(shard: ShardDone) -> None:
-        nonlocal done
-        done += shard.rows
-        telemetry.add_shard(shard)
-        monitor.add_shard(shard)
-        if live is not None:
-            live.update(done)
-
-    with reporter as live:
-        return Pool(
-            job.plan, _workers(job.models, job.devices, job.engine, job.trace), _job_spec(job), on_done, prewarmed
-        ).run(job.todo)
-
-
-def _write_results(job: Job, clock: StageClock) -> ResultSummary:
-    if not job.engine.commit:
-        raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
-    scores, failed = shards.read_scores(job.run)
-    began_s = time.monotonic()
-    results = write_results(job.run, job.store, scores, failed, threshold=job.threshold)
-    shards.write_virtual_embeddings(job.run)
-    clock.add("Model Prediction", results.predict_s, started_s=began_s)
-    clock.add("Consensus Scoring", results.consensus_s, started_s=began_s + results.predict_s)
-    total = results.viral + results.others + results.no_open_frame + results.empty + results.failed
-    if total != job.store.n_reads:
-        raise VirnucError(f"{total} reads have a fate, but {job.store.n_reads} came in; nothing may get lost")
-    return results
-
-
-def _summary(
-    job: Job,
-    staging: StageSummary,
-    pool: PoolSummary,
-    results: ResultSummary,
-    clock: StageClock,
-    wall_s: float,
-    files: TelemetryFiles | None,
-) -> RunSummary:
+    files = embedding.write(clock.times(), wall_s) if job.todo else None
     orfs = job.store
-    return RunSummary(
+    summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
@@ -377,10 +222,7 @@ def _summary(
         n_rows=orfs.n_rows,
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
-        fates=_fates(results),
-        threshold=job.threshold,
-        rows_virus=results.rows_virus,
-        chunks_virus=results.chunks_virus,
+        **_verdicts(job, results),
         chunks_scored=results.chunks,
         telemetry=files.json.name if files else None,
         devices=device_records(device.record() for device in job.devices),
@@ -396,36 +238,45 @@ def _summary(
         reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced},
         flops=job.flops,
     )
-
-
-def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
-    """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for.
-
-    Workers load the weights while the reads are staged.
-    """
-    run, devices = RunDir(spec.out), Devices.parse(spec.devices)
-    length = model_length(spec.models)
-    prewarmed = prewarm(spec.models, devices, spec.engine) if read_summary(run) is None else None
-    try:
-        staging = stage_reads(StageSpec(reads=spec.reads, model_length=length), run.store, force=spec.force)
-        summary = classify(
-            run,
-            staging,
-            ClassifySpec(
-                store=run.store,
-                models=spec.models,
-                devices=devices,
-                engine=spec.engine,
-                force=spec.force,
-                threshold=spec.threshold,
-                asked=spec.model_dump(mode="json"),
-            ),
-            watch=watch,
-            prewarmed=prewarmed,
-        )
-    finally:
-        if prewarmed is not None:
-            prewarmed.close()
-    if spec.write_viral:
-        write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
+    write(job.run.summary, summary)
+    for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
+        log.info("%s", line)
     return summary
+
+
+def _verdicts(job: Job, results: ResultSummary) -> dict[str, Any]:
+    """What a summary says of the reads; another threshold changes nothing else."""
+    return {
+        "fates": {name: getattr(results, name) for name in FATES},
+        "threshold": job.threshold,
+        "rows_virus": results.rows_virus,
+        "chunks_virus": results.chunks_virus,
+    }
+
+
+def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
+    """The clock of a run that started at `started_s`, with the seconds its store took to make."""
+    clock = StageClock()
+    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
+    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
+    clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
+    clock.fuse("Protein Splitting", "Six-Frame Translation")
+    if not staging.reused:
+        for name in ("Sequence Chunking", "Six-Frame Translation"):
+            clock.seen(name, started_s - staging.total_s, started_s)
+    return clock
+
+
+def _write_results(job: Job, clock: StageClock) -> ResultSummary:
+    if not job.engine.commit:
+        raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
+    scores, failed = shards.read_scores(job.run)
+    began_s = time.monotonic()
+    results = write_results(job.run, job.store, scores, failed, threshold=job.threshold)
+    shards.write_virtual_embeddings(job.run)
+    clock.add("Model Prediction", results.predict_s, started_s=began_s)
+    clock.add("Consensus Scoring", results.consensus_s, started_s=began_s + results.predict_s)
+    total = sum(getattr(results, name) for name in FATES)
+    if total != job.store.n_reads:
+        raise VirnucError(f"{total} reads have a fate, but {job.store.n_reads} came in; nothing may get lost")
+    return results

@@ -64,6 +64,11 @@ class RunDir:
         return self.root / "reads.tsv"
 
     @property
+    def results(self) -> tuple[Path, ...]:
+        """What a complete run has."""
+        return self.predictions, self.consensus, self.reads_table, self.embeddings
+
+    @property
     def failed_rows(self) -> Path:
         return self.root / "failed.tsv"
 

@@ -28,9 +28,10 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import init_random, load_dnabert_s, load_esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.embedding import Job, Watch, measure_embedding
 from virnuc_core.engine.loader import Loader, Ready
 from virnuc_core.engine.messages import ShardTask
-from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, prepare
+from virnuc_core.pipeline import ClassifySpec, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir

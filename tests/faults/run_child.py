@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.embedding import Watch
 from virnuc_core.errors import VirnucError
-from virnuc_core.pipeline import ClassifySpec, Watch, classify
+from virnuc_core.pipeline import ClassifySpec, classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
 

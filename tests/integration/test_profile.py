@@ -10,7 +10,7 @@ import pytest
 from prefect.artifacts import Artifact
 
 from flows.profile import profile
-from virnuc_core.engine.tracing import read_table, table_path
+from virnuc_core.measure.recording import read_table, table_path
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_token_budget": 1024}

@@ -6,11 +6,13 @@ the launch loop only takes finished batches from a bounded queue. CUDA is never 
 
 from __future__ import annotations
 
+import multiprocessing
 import queue
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -19,10 +21,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
 from virnuc_core.errors import ConfigError
@@ -60,21 +61,9 @@ class ShardEnd:
     dna_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The feeder failed; the launch loop raises this."""
-
-    error: BaseException
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """No more shards will come."""
-
-
-Item = ShardStart | Ready | ShardEnd | Failure | Finished
+Item = ShardStart | Ready | ShardEnd | BaseException | None  # a failure for the launch loop to raise; None: the end
 Slice = tuple[int, int]
-Tokens = tuple[Tensor, Tensor]  # all tokens end to end, row offsets
+Tokens = tuple[Tensor, Tensor]  # int64: all tokens end to end, row offsets
 
 
 def open_store(path: Path, fingerprint: str) -> OrfStore:
@@ -85,48 +74,32 @@ def open_store(path: Path, fingerprint: str) -> OrfStore:
     return store
 
 
-class Slices(Dataset[tuple[Tokens, Tokens]]):
-    """Ranges of uniques as tokens: `[lo, hi)` -> (protein tokens, DNA tokens).
-
-    The store is opened in whichever process reads.
-    """
+class Tokeniser:
+    """Ranges of uniques as tokens, from a store opened in whichever process reads."""
 
     def __init__(self, store: Path, fingerprint: str, models: Path) -> None:
-        self.store_path, self.fingerprint, self.models = store, fingerprint, models
-        self._store: OrfStore | None = None
-        self._protein: Tokenizer | None = None
-        self._dna: Tokenizer | None = None
+        self._store = open_store(store, fingerprint)
+        self.protein, self.dna = Esm2Tokenizer(), DnabertTokenizer(models)
 
-    def __getitem__(self, span: Slice) -> tuple[Tokens, Tokens]:
-        if self._store is None or self._protein is None or self._dna is None:
-            self._store = open_store(self.store_path, self.fingerprint)
-            self._protein, self._dna = Esm2Tokenizer(), DnabertTokenizer(self.models)
-        return self._protein.encode(self._store.protein(*span)), self._dna.encode(self._store.dna(*span))
-
-    def __getstate__(self) -> tuple[Path, str, Path]:
-        return self.store_path, self.fingerprint, self.models
-
-    def __setstate__(self, state: tuple[Path, str, Path]) -> None:
-        self.__init__(*state)  # type: ignore[misc]
+    def __call__(self, span: Slice) -> tuple[Tokens, Tokens]:
+        """Protein and DNA tokens of the uniques `[lo, hi)`."""
+        return self.protein.encode(self._store.protein(*span)), self.dna.encode(self._store.dna(*span))
 
 
-class _Spans(Sampler[Slice]):
-    """The slices of the shard at hand, in order."""
-
-    def __init__(self) -> None:
-        self.spans: list[Slice] = []
-
-    def __iter__(self) -> Iterator[Slice]:
-        return iter(self.spans)
-
-    def __len__(self) -> int:
-        return len(self.spans)
+_tokeniser: Tokeniser  # of a loader process
 
 
-def _die_with_worker(_: int) -> None:
-    """Loader processes leave with the worker that started them, and let it handle Ctrl-C."""
+def _begin_loading(store: Path, fingerprint: str, models: Path) -> None:
+    """A loader process leaves with the worker that started it, and lets it handle Ctrl-C."""
+    global _tokeniser
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _tokeniser = Tokeniser(store, fingerprint, models)
+
+
+def _tokenise(span: Slice) -> list[NDArray[np.int64]]:
+    """In a loader process. Arrays: tensors would travel through shared memory that dies with the process."""
+    return [tensor.numpy() for tokens in _tokeniser(span) for tensor in tokens]
 
 
 class Loader:
@@ -134,33 +107,36 @@ class Loader:
 
     def __init__(self, store: Path, fingerprint: str, models: Path, engine: EngineSpec, *, pin: bool) -> None:
         self.engine, self.pin = engine, pin
-        self.pads: dict[Encoder, int] = {"esm2": Esm2Tokenizer().pad_id, "dnabert_s": DnabertTokenizer(models).pad_id}
-        self._spans = _Spans()
-        workers = engine.num_workers
-        self._loader: DataLoader[tuple[Tokens, Tokens]] = DataLoader(
-            Slices(store, fingerprint, models),
-            sampler=self._spans,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=engine.prefetch_factor if workers else None,
-            persistent_workers=workers > 0,
-            multiprocessing_context="spawn" if workers else None,
-            worker_init_fn=_die_with_worker if workers else None,
-        )
+        self._tokeniser = Tokeniser(store, fingerprint, models)
+        self._processes: ProcessPoolExecutor | None = None
+        if engine.num_workers:
+            self._processes = ProcessPoolExecutor(
+                engine.num_workers,
+                multiprocessing.get_context("spawn"),
+                _begin_loading,
+                (store, fingerprint, models),
+            )
+
+    def _tokens(self, spans: list[Slice]) -> tuple[Tokens, Tokens]:
+        """Protein and DNA tokens of all spans."""
+        if self._processes is None:
+            parts = [self._tokeniser(span) for span in spans]
+        else:
+            arrays = (map(torch.from_numpy, part) for part in self._processes.map(_tokenise, spans))
+            parts = [((p, p_starts), (d, d_starts)) for p, p_starts, d, d_starts in arrays]
+        return join([protein for protein, _ in parts]), join([dna for _, dna in parts])
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task's batches between its start and end marks, DNA first."""
         yield ShardStart(task)
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
-        self._spans.spans = slices(kept)
-        parts = list(self._loader)
-        protein, dna = join([p for p, _ in parts]), join([d for _, d in parts])
-        for encoder, tokens, budget in (
-            ("dnabert_s", dna, self.engine.dna_token_budget),
-            ("esm2", protein, self.engine.token_budget),
-        ):
-            name: Encoder = "esm2" if encoder == "esm2" else "dnabert_s"
-            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), self.pads[name])):
+        protein, dna = self._tokens(slices(kept))
+        encoders: tuple[tuple[Encoder, Tokens, int, int], ...] = (
+            ("dnabert_s", dna, self.engine.dna_token_budget, self._tokeniser.dna.pad_id),
+            ("esm2", protein, self.engine.token_budget, self._tokeniser.protein.pad_id),
+        )
+        for name, tokens, budget, pad_id in encoders:
+            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad_id)):
                 ready = batch.pin() if self.pin else batch
                 rows = torch.from_numpy(kept[plan.rows] - task.lo)
                 yield Ready(task.shard, name, index, ready, rows, time.monotonic())
@@ -235,9 +211,9 @@ class Feeder:
             while (task := self._next()) is not None:
                 for item in self._loader.load(task):
                     self.items.put(item)
-            self.items.put(Finished())
+            self.items.put(None)
         except BaseException as error:  # noqa: BLE001 - handed to the launch loop, which raises it
-            self.items.put(Failure(error))
+            self.items.put(error)
 
     def take(self) -> tuple[Item, float]:
         """The next item and how long it took to come, in milliseconds."""

@@ -5,7 +5,7 @@ shard at which workers die repeatedly is searched for the row that does it (`poi
 rest is computed. A device that runs out of memory gets the shard again with half the token budget. Errors of reads,
 weights, settings and devices stop the run at once.
 
-All of that is policy. Where the workers run is the `Transport`'s: processes of this machine, unless told otherwise.
+All of that is policy. Where the workers run is the `Transport`'s: `process.LocalWorkers` are processes of this machine.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from virnuc_core.engine.messages import (
     WorkerSpec,
 )
 from virnuc_core.engine.poison_rows import Search
-from virnuc_core.engine.process import INTERRUPTED, LocalWorkers
+from virnuc_core.engine.process import INTERRUPTED
 from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.errors import DeviceError, WorkerError
 from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
 
-WORKER: Final = "virnuc_core.engine.worker"
 TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
 TICK_S: Final = 0.5
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
@@ -116,10 +115,10 @@ class Pool:
         workers: Sequence[EngineWorkerSpec],
         job: JobSpec,
         on_done: Callable[[ShardDone], None],
-        transport: Transport | None = None,
+        transport: Transport,
     ) -> None:
         self._plan, self._job, self._on_done = plan, job, on_done
-        self._transport = transport or LocalWorkers(WORKER)
+        self._transport = transport
         self._slots = [WorkerSlot(spec) for spec in workers]
         self._attempts = workers[0].engine.max_shard_attempts
         self._silence_s = workers[0].engine.silence_s

@@ -25,9 +25,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final, NoReturn, Self
-
-import psutil
+from typing import BinaryIO, Final, NoReturn, Self
 
 from virnuc_core.engine.devices import pin_to_core
 from virnuc_core.engine.messages import (
@@ -47,7 +45,6 @@ from virnuc_core.rundir import die_with_parent, lock_device
 
 GRACE_S: Final = 6.0  # for a worker to finish what it is at
 STDERR_TAIL_BYTES: Final = 8_192
-PREFIX: Final = "virnuc-prewarm-"  # of folders with the logs of workers that have no run yet
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
 
 _children: set[Child] = set()
@@ -70,7 +67,7 @@ class Child:
         self, process: subprocess.Popen[str], device: str, inbox: queue.Queue[tuple[Child, Event]], log: Path
     ) -> None:
         self.process, self.device, self.log = process, device, log
-        self.earlier_log: Path | None = None  # where it wrote before it wrote to `log`
+        self.unread: BinaryIO | None = None  # where it wrote before it wrote to `log`
         self.progress_s = time.monotonic()  # when it last did something, or was last told to
         self._inbox, self._ending = inbox, threading.Lock()
         self._reader = threading.Thread(target=self._read, name=f"read {device}", daemon=True)
@@ -133,7 +130,10 @@ class Child:
 
     def last_words(self) -> str:
         """The last line it wrote to standard error."""
-        lines = [line for path in (self.earlier_log, self.log) if path is not None for line in _tail(path)]
+        lines = _tail(self.unread) if self.unread is not None else []
+        if self.log.is_file():
+            with self.log.open("rb") as handle:
+                lines += _tail(handle)
         return lines[-1] if lines else "nothing"
 
     def failure(self, event: Failed | Closed) -> VirnucError:
@@ -147,14 +147,10 @@ class Child:
         )
 
 
-def _tail(path: Path) -> list[str]:
+def _tail(handle: BinaryIO) -> list[str]:
     """The last lines of a log."""
-    if not path.is_file():
-        return []
-    with path.open("rb") as handle:
-        handle.seek(0, os.SEEK_END)
-        handle.seek(max(0, handle.tell() - STDERR_TAIL_BYTES))
-        return handle.read().decode("utf-8", "replace").strip().splitlines()
+    handle.seek(max(0, handle.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
+    return handle.read().decode("utf-8", "replace").strip().splitlines()
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
@@ -203,7 +199,11 @@ class LocalWorkers:
         Errors: `WorkerError` when all children were ended meanwhile.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
-        with _children_lock, log.open("ab") as errors:
+        with log.open("ab") as errors:
+            return self._start(spec, errors, log)
+
+    def _start(self, spec: WorkerSpec, errors: BinaryIO, log: Path) -> Child:
+        with _children_lock:
             if self.cancelled:
                 raise WorkerError(INTERRUPTED)
             process = subprocess.Popen(
@@ -262,18 +262,18 @@ class LocalWorkers:
 class PrewarmedWorkers(LocalWorkers):
     """Workers started before there is a job: they import and load the weights while the reads are still being staged.
 
-    Whoever asks for a worker with the very same spec gets the one that waits. Until then it writes to a folder of
-    ours: the run's directory may come to nothing, and is not touched.
+    Whoever asks for a worker with the very same spec gets the one that waits. Until then it writes to a nameless file:
+    the run's directory may come to nothing, and is not touched.
     """
 
     def __init__(self, module: str, specs: Sequence[WorkerSpec]) -> None:
         super().__init__(module)
-        _sweep()
-        self._folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-"))
         self._waiting: list[tuple[WorkerSpec, Child]] = []
         try:
-            for place, spec in enumerate(specs):
-                self._waiting.append((spec, super().start(spec, self._folder / f"{place}.log")))
+            for spec in specs:
+                unread = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has gone
+                self._waiting.append((spec, self._start(spec, unread, Path(os.devnull))))
+                self._waiting[-1][1].unread = unread
         except BaseException:
             self.close()
             raise
@@ -283,7 +283,7 @@ class PrewarmedWorkers(LocalWorkers):
         for place, (started_with, child) in enumerate(self._waiting):
             if started_with == spec and child.process.poll() is None:
                 del self._waiting[place]
-                child.earlier_log, child.log = child.log, log
+                child.log = log
                 return child
         return super().start(spec, log)
 
@@ -291,19 +291,13 @@ class PrewarmedWorkers(LocalWorkers):
         """End every worker. What they wrote before their job is put to the end of their logs."""
         super().close()
         for child in self._started:
-            if child.earlier_log is not None and child.log.is_file():
-                with child.log.open("ab") as log:
-                    log.write(child.earlier_log.read_bytes())
-            child.earlier_log = None
-        shutil.rmtree(self._folder, ignore_errors=True)  # of logs only; what remains does no harm
-
-
-def _sweep() -> None:
-    """Remove the folders of processes that were killed."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*-*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdecimal() and not psutil.pid_exists(int(owner)):
-            shutil.rmtree(folder, ignore_errors=True)  # another user's stays
+            if child.unread is not None:
+                if child.log.is_file():
+                    child.unread.seek(0)
+                    with child.log.open("ab") as log:
+                        shutil.copyfileobj(child.unread, log)
+                child.unread.close()
+                child.unread = None
 
 
 # --- the worker's side ------------------------------------------------------------------------------------------------

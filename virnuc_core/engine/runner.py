@@ -12,7 +12,7 @@ from torch import Tensor
 
 from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.layers import Encoder
-from virnuc_core.engine.loader import Failure, Finished, Ready, ShardEnd, ShardStart, Source, packed
+from virnuc_core.engine.loader import Ready, ShardEnd, ShardStart, Source, packed
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult
 from virnuc_core.telemetry.tables import BatchRecord
@@ -128,10 +128,10 @@ class Runner:
             item, wait_ms = feeder.take()
             self.progress_s = time.monotonic()
             match item:
-                case Finished():
+                case None:
                     return
-                case Failure():
-                    raise item.error
+                case BaseException():
+                    raise item
                 case ShardStart():
                     pending = Pending(item.task, time.monotonic())
                     features = torch.zeros(pending.rows, self.width, dtype=torch.float32, device=self.device)

@@ -11,18 +11,19 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from virnuc_core.encoders.checkpoint import load_all, open_head
-from virnuc_core.engine.loader import Feeder, Loader, open_store
+from virnuc_core.engine.loader import Feeder, Loader, Source, open_store
 from virnuc_core.engine.messages import Committed, EngineWorkerSpec, JobSpec, Probed, Ready, ShardTask
 from virnuc_core.engine.process import Parent
 from virnuc_core.engine.runner import Pending, Runner, not_finite
 from virnuc_core.engine.shards import commit, read_plan
-from virnuc_core.engine.tracing import Traced
 from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import ShardDone
@@ -37,16 +38,22 @@ POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 class Worker:
     """Everything between the parent's messages and the device."""
 
-    def __init__(self, parent: Parent, spec: EngineWorkerSpec) -> None:
-        self.parent, self.spec = parent, spec
+    def __init__(
+        self,
+        parent: Parent,
+        spec: EngineWorkerSpec,
+        recording: Callable[[Source], AbstractContextManager[Source]] = nullcontext,
+    ) -> None:
+        self.parent, self.spec, self._recording = parent, spec, recording
         self._idle_s = time.monotonic()
         self.waited_s = 0.0  # loaded, and without a job
         self.runner: Runner | None = None
         self.stopping = threading.Event()
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=COMMITS_AHEAD)
         parent.progress = self._progress_s
+        signal.signal(signal.SIGTERM, self._terminate)
 
-    def terminate(self, *_: object) -> None:
+    def _terminate(self, *_: object) -> None:
         """On SIGTERM: what has been launched is committed, if that takes no longer than a few seconds."""
         self.stopping.set()
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
@@ -94,11 +101,8 @@ class Worker:
         self.parent.send(self.loaded.model_copy(update={"ready_s": ready_s, "waited_s": self.waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
-        if spec.trace is None:
-            self.runner.run(feeder, self._writes.put)
-        else:
-            with Traced(feeder, spec.trace, spec.device) as traced:
-                self.runner.run(traced, self._writes.put)
+        with self._recording(feeder) as source:
+            self.runner.run(source, self._writes.put)
         self._writes.put(None)
         writer.join()
 
@@ -204,6 +208,4 @@ def write_errors_to(log: Path) -> None:
 
 def work(parent: Parent, spec: EngineWorkerSpec) -> None:
     """Compute shards until the parent says stop, closes its input or dies."""
-    worker = Worker(parent, spec)
-    signal.signal(signal.SIGTERM, worker.terminate)
-    worker.run()
+    Worker(parent, spec).run()

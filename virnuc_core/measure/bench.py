@@ -16,7 +16,8 @@ from typing import Any
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve, resolve_engine
-from virnuc_core.pipeline import ClassifySpec, Job, Watch, measure_embedding, prepare
+from virnuc_core.engine.embedding import Job, Watch, measure_embedding
+from virnuc_core.pipeline import ClassifySpec, prepare
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile

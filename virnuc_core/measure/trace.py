@@ -12,9 +12,10 @@ from typing import Final
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.messages import TraceSpec
-from virnuc_core.engine.tracing import TraceTable, read_table, table_path
 from virnuc_core.errors import VirnucError
+from virnuc_core.measure import recording
 from virnuc_core.measure.bench import Bench, measure
+from virnuc_core.measure.recording import TraceTable, read_table, table_path
 from virnuc_core.rundir import RunDir, write_text_whole
 
 SCHEMA_VERSION: Final = 1
@@ -51,7 +52,8 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     if len(job.plan) < (spec.skip + spec.shards) * len(job.devices):
         spec = replace(spec, skip=0)  # so few reads that there is nothing to warm up with
-    measure(replace(job, trace=spec), shards=(spec.skip + spec.shards) * len(job.devices))
+    job = replace(job, trace=spec, worker=recording.__name__)
+    measure(job, shards=(spec.skip + spec.shards) * len(job.devices))
     shutil.rmtree(scratch.root)
     paths = [table_path(folder, device.id) for device in job.devices]
     tables = tuple(read_table(path) for path in paths if path.is_file())

@@ -78,15 +78,3 @@ def test_reads_that_cannot_be_staged_leave_no_worker_and_no_folder(tmp_path: Pat
         predict(RunSpec(reads=(str(broken),), models=tiny_models, out=tmp_path / "out", devices="cpu:1", engine=SMALL))
     assert no_children()
     assert not (tmp_path / "out").exists()
-
-
-def test_folders_of_killed_processes_are_swept(
-    tiny_models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    (tmp_path / "virnuc-prewarm-999999999-abc").mkdir()
-    mine = tmp_path / f"virnuc-prewarm-{os.getpid()}-abc"
-    mine.mkdir()
-    made = prewarm(tiny_models, ONE, SMALL)
-    made.close()
-    assert list(tmp_path.iterdir()) == [mine]

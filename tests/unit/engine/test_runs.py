@@ -17,8 +17,9 @@ import pytest
 
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine import process, shards
+from virnuc_core.engine.embedding import Watch
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
-from virnuc_core.pipeline import ClassifySpec, Watch, classify, prepare, read_summary
+from virnuc_core.pipeline import ClassifySpec, classify, prepare, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -290,11 +291,11 @@ def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path
 def test_a_worker_refuses_a_store_that_is_not_the_plans(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
-    from virnuc_core.engine.loader import Slices
+    from virnuc_core.engine.loader import Tokeniser
 
     with pytest.raises(ConfigError, match="no longer the store"):
-        Slices(staged[0], "another fingerprint", tiny_models)[0, 1]
-    assert len(Slices(staged[0], staged[1].fingerprint, tiny_models)[0, 1]) == 2
+        Tokeniser(staged[0], "another fingerprint", tiny_models)
+    assert len(Tokeniser(staged[0], staged[1].fingerprint, tiny_models)((0, 1))) == 2
 
 
 def test_a_damaged_summary_counts_as_an_incomplete_run(tmp_path: Path) -> None:

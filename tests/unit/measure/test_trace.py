@@ -6,8 +6,8 @@ from pathlib import Path
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.messages import TraceSpec
-from virnuc_core.engine.tracing import read_table, table_path
 from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.recording import read_table, table_path
 from virnuc_core.measure.trace import trace
 
 

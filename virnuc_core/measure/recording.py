@@ -1,4 +1,5 @@
-"""A worker's first shards under torch's profiler: a trace for chrome://tracing or Perfetto, and a table of operations.
+"""A worker whose first shards run under torch's profiler: a trace for chrome://tracing or Perfetto, and a table of
+operations. In all else it is the engine's worker.
 
 Recording slows the launch loop, so that its times are for shares and for finding things, never for rates.
 """
@@ -14,7 +15,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.loader import Item, Ready, ShardEnd, ShardStart, Source
-from virnuc_core.engine.messages import TraceSpec
+from virnuc_core.engine.messages import EngineWorkerSpec, TraceSpec
+from virnuc_core.engine.process import Parent
+from virnuc_core.engine.worker import Worker
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import RunFile, read, write
 
@@ -59,6 +62,13 @@ def read_table(path: Path) -> TraceTable:
 def table_path(folder: Path, device: str) -> Path:
     """Where a device's table lies."""
     return folder / f"{device}.operations.json"
+
+
+def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+    """Compute shards as `engine.worker` does, and record some."""
+    trace = spec.trace
+    assert trace is not None
+    Worker(parent, spec, lambda feeder: Traced(feeder, trace, spec.device)).run()
 
 
 class Traced:

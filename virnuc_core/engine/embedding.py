@@ -1,0 +1,140 @@
+"""The shards of a job embedded, on one worker a device, watched and measured."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.messages import EngineWorkerSpec, JobSpec, TraceSpec
+from virnuc_core.engine.pool import Pool, PoolSummary
+from virnuc_core.engine.process import LocalWorkers, PrewarmedWorkers
+from virnuc_core.engine.shards import ShardPlan
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import ModelFlops
+from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor
+from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
+from virnuc_core.telemetry.sampler import Sampler
+from virnuc_core.telemetry.statistics import busiest, device_busy, embedding_span
+from virnuc_core.telemetry.tables import Encoder, ShardDone, StageClock, StageTime
+
+log = logging.getLogger(__name__)
+
+WORKER: Final = "virnuc_core.engine.worker"
+ENCODER_STAGES: Final[tuple[tuple[str, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How a run is observed: none of it changes results."""
+
+    sample_s: float = 0.5
+    window_s: float = 30.0
+    show: bool = False  # the live display on standard error
+    on_progress: Callable[[ProgressSnapshot], None] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run made ready: everything decided, nothing computed."""
+
+    run: RunDir
+    store: OrfStore
+    models: Path
+    devices: tuple[Device, ...]
+    engine: EngineSpec
+    plan: ShardPlan
+    todo: tuple[int, ...]
+    damaged: tuple[str, ...]
+    threshold: float
+    flops: ModelFlops | None = None
+    trace: TraceSpec | None = None  # what workers record with torch's profiler
+    worker: str = WORKER  # module that says what a worker does
+
+
+def worker_specs(models: Path, devices: Sequence[Device], engine: EngineSpec) -> list[EngineWorkerSpec]:
+    """One worker a device."""
+    root = str(models.resolve())
+    return [EngineWorkerSpec(models=root, device=device, engine=engine) for device in devices]
+
+
+class Embedding:
+    """One embedding of a job's shards, with all that is measured of it."""
+
+    def __init__(self, job: Job, watch: Watch, started_s: float) -> None:
+        self._job, self._watch = job, watch
+        ids = [device.id for device in job.devices]
+        self._sampler = Sampler(ids, interval_s=watch.sample_s)
+        self._telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
+        self._monitor = RunMonitor(ids, self._sampler)
+
+    def run(self, prewarmed: PrewarmedWorkers | None = None) -> PoolSummary:
+        """Compute the shards that are left."""
+        job = self._job
+        done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))
+
+        def on_done(shard: ShardDone) -> None:
+            nonlocal done
+            done += shard.rows
+            self._telemetry.add_shard(shard)
+            self._monitor.add_shard(shard)
+            if live is not None:
+                live.update(done)
+
+        reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
+        if job.todo and (self._watch.show or self._watch.on_progress):
+            reporter = InferenceProgressReporter(
+                job.store.n_uniques,
+                self._monitor,
+                already_done=done,
+                plain=None if self._watch.show else lambda line: log.info("%s", line),
+                on_progress=self._watch.on_progress or (lambda _: None),
+            )
+        with self._sampler, reporter as live:
+            workers = worker_specs(job.models, job.devices, job.engine)
+            if job.trace is not None:
+                workers = [one.model_copy(update={"trace": job.trace}) for one in workers]
+            root, store = str(job.run.root.resolve()), job.store
+            told = JobSpec(run=root, store=str(store.path.resolve()), reads=store.fingerprint, logs=f"{root}/logs")
+            return Pool(job.plan, workers, told, on_done, prewarmed or LocalWorkers(job.worker)).run(job.todo)
+
+    def tell(self, clock: StageClock) -> None:
+        """Put the embedding's stages on the run's clock: seconds of the busiest device, and when they passed."""
+        measured = self._telemetry.telemetry(self._sampler.samples(), self._sampler.host_samples(), ())
+        busy = busiest(device_busy(measured.shards))
+        clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
+        clock.add("ESM-2", busy.esm2_s if busy else 0.0)
+        clock.fuse("Feature Merging", "ESM-2")
+        for name, encoder in ENCODER_STAGES:
+            if span := embedding_span(measured.batches.of_encoder(encoder)):
+                clock.seen(name, *span)
+        clock.add("Model Prediction", busy.head_s if busy else 0.0)
+
+    def write(self, stages: Sequence[StageTime], wall_s: float) -> TelemetryFiles:
+        samples, host = self._sampler.samples(), self._sampler.host_samples()
+        return self._telemetry.finish(samples, host, stages, n_reads=self._job.store.n_reads, wall_s=wall_s)
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingMeasured:
+    """What embedding alone took."""
+
+    wall_s: float
+    pool: PoolSummary
+    telemetry: TelemetryFiles
+
+
+def measure_embedding(job: Job, watch: Watch) -> EmbeddingMeasured:
+    """Embed what is left of a job and write its telemetry, but no results: for benchmarks, with commits on or off."""
+    started_s = time.monotonic()
+    embedding = Embedding(job, watch, started_s)
+    pool = embedding.run()
+    wall_s = time.monotonic() - started_s
+    return EmbeddingMeasured(wall_s, pool, embedding.write((), wall_s))
