@@ -35,12 +35,8 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
     ends = (np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1).tolist()
     if not ends:
         return Leaves(_content(batch, 0, len(batch)), None, ())
-    hashes = []
-    for low, high in pairwise(ends):
-        leaf = _Leaf()
-        leaf.add(_content(batch, low, high))
-        hashes.append(leaf.digest())
-    return Leaves(_content(batch, 0, ends[0]), b"".join(hashes), _content(batch, ends[-1], len(batch)))
+    hashes = b"".join(_Leaf(_content(batch, low, high)).digest() for low, high in pairwise(ends))
+    return Leaves(_content(batch, 0, ends[0]), hashes, _content(batch, ends[-1], len(batch)))
 
 
 def _content(batch: ReadBatch, low: int, high: int) -> tuple[bytes, ...]:
@@ -53,8 +49,8 @@ def _content(batch: ReadBatch, low: int, high: int) -> tuple[bytes, ...]:
 class _Leaf:
     """Consecutive reads; how they come in pieces makes no difference."""
 
-    def __init__(self) -> None:
-        self._parts = [sha256() for _ in range(4)]
+    def __init__(self, content: tuple[bytes, ...] = (b"",) * 4) -> None:
+        self._parts = [sha256(data) for data in content]
 
     def add(self, content: tuple[bytes, ...]) -> None:
         for part, data in zip(self._parts, content, strict=True):
@@ -78,8 +74,7 @@ class Fingerprint:
             return
         self._root.update(self._leaf.digest())
         self._root.update(leaves.hashes)
-        self._leaf = _Leaf()
-        self._leaf.add(leaves.tail)
+        self._leaf = _Leaf(leaves.tail)
 
     def hexdigest(self) -> str:
         """The fingerprint of what was taken in so far."""

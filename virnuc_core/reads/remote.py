@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import json
 import logging
 import os
 import re
@@ -14,12 +13,13 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Final, cast
 
 from Bio import Entrez
+from pydantic import ValidationError
 
+from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import fsync_folder, whole_file, write_text_whole
 
@@ -30,8 +30,7 @@ _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Remembered:
+class _Remembered(Spec):
     """What is known of a download, kept beside it."""
 
     url: str
@@ -128,12 +127,12 @@ def _download(url: str, target: Path, timeout_s: float) -> None:
     with answer:
         goes_on = answer.status == 206 and _begins_at(answer.headers.get("Content-Range"), have)
         validator = _strong(answer.headers.get("ETag")) or answer.headers.get("Last-Modified")
-        write_text_whole(part_notes, json.dumps(asdict(_Remembered(url, validator, None))))
+        write_text_whole(part_notes, _Remembered(url=url, validator=validator, sha256=None).model_dump_json())
         with part.open("ab" if goes_on else "wb") as out:
             _copy(cast(IO[bytes], answer), out, answer.headers.get("Content-Length"))
             out.flush()
             os.fsync(out.fileno())
-    write_text_whole(notes, json.dumps(asdict(_Remembered(url, validator, _sha256(part)))))
+    write_text_whole(notes, _Remembered(url=url, validator=validator, sha256=_sha256(part)).model_dump_json())
     os.replace(part, target)
     part_notes.unlink(missing_ok=True)
     fsync_folder(target.parent)
@@ -160,8 +159,8 @@ def _copy(answer: IO[bytes], out: IO[bytes], announced: str | None) -> None:
 
 def _recall(notes: Path, url: str) -> _Remembered | None:
     try:
-        remembered = _Remembered(**json.loads(notes.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+        remembered = _Remembered.model_validate_json(notes.read_bytes())
+    except (OSError, ValidationError):
         return None
     return remembered if remembered.url == url else None
 

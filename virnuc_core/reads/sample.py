@@ -10,7 +10,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO, Final
 
@@ -79,10 +79,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
         reads_before=sum(lengths.values()),
         reads_after=sum(drawn.values()),
         seed=seed,
-        bins=tuple(
-            LengthBin(part.shortest, part.longest, part.before, int(quota))
-            for part, quota in zip(bins, quotas, strict=True)
-        ),
+        bins=tuple(replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)),
         distance=_distance(lengths, drawn),
     )
 
@@ -120,25 +117,15 @@ def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
 
 def _bins(lengths: Counter[int]) -> list[LengthBin]:
     """Bins of about equally many reads; a length that occurs often is a bin of its own."""
-    total = sum(lengths.values())
+    enough = sum(lengths.values()) / _MOST_BINS
     bins: list[LengthBin] = []
-    held: list[int] = []
-    for length in sorted(lengths):
-        if held and (_full(held, lengths, total) or lengths[length] * _MOST_BINS >= total):
-            bins.append(_bin_of(held, lengths))
-            held = []
-        held.append(length)
-    if held:
-        bins.append(_bin_of(held, lengths))
+    for length, count in sorted(lengths.items()):
+        last = bins[-1] if bins else None
+        if last is None or last.before >= enough or count >= enough:
+            bins.append(LengthBin(length, length, count, 0))
+        else:
+            bins[-1] = replace(last, longest=length, before=last.before + count)
     return bins
-
-
-def _full(held: list[int], lengths: Counter[int], total: int) -> bool:
-    return sum(lengths[length] for length in held) * _MOST_BINS >= total
-
-
-def _bin_of(held: list[int], lengths: Counter[int]) -> LengthBin:
-    return LengthBin(held[0], held[-1], sum(lengths[length] for length in held), 0)
 
 
 def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:

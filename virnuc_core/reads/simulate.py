@@ -41,6 +41,7 @@ _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
 _CODING: Final = (0.35, 0.95)  # share of the genome within genes
+_STOPS: Final = CodonTable.unambiguous_dna_by_id[1].stop_codons
 _SPREAD: Final = 0.02  # standard deviation of G+C between genomes of a kind
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -215,17 +216,8 @@ def _codon_usage(
     base_shares: NDArray[np.float64], rng: np.random.Generator
 ) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
     """The 61 codons that are no stop, and how often each is used."""
-    stops = set(CodonTable.unambiguous_dna_by_id[1].stop_codons)
-    codons = np.array(
-        [
-            (a, b, c)
-            for a in range(4)
-            for b in range(4)
-            for c in range(4)
-            if "".join("ACGT"[i] for i in (a, b, c)) not in stops
-        ],
-        np.uint8,
-    )
+    stops = ["ACGT".index(a) * 16 + "ACGT".index(b) * 4 + "ACGT".index(c) for a, b, c in _STOPS]
+    codons = np.delete(np.indices((4, 4, 4)).reshape(3, 64).T, stops, axis=0).astype(np.uint8)
     shares = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     return codons, shares / shares.sum()
 
@@ -273,24 +265,22 @@ def _with_copies(spec: SimulateSpec, reads: _Reads, rng: np.random.Generator) ->
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     fine = ~np.isin(originals, copies)
     source[copies[fine]] = originals[fine]
-    copy_of = np.where(source == np.arange(n), -1, source)
     return _Reads(
         reads.letters[source],
         reads.lengths[source],
         reads.genome[source],
         reads.start[source],
         reads.reverse[source],
-        copy_of,
+        np.where(source == np.arange(n), -1, source),
     )
 
 
 def _reads_text(reads: _Reads, ids: list[str], form: Literal["fasta", "fastq"]) -> bytes:
-    letters = _LETTERS[reads.letters].tobytes()
-    width = reads.letters.shape[1]
-    quality = ("I" * width).encode()
+    letters = _LETTERS[reads.letters]
+    quality = b"I" * letters.shape[1]
     pieces = []
-    for i, (name, length) in enumerate(zip(ids, reads.lengths.tolist(), strict=True)):
-        bases = letters[i * width : i * width + length]
+    for name, row, length in zip(ids, letters, reads.lengths.tolist(), strict=True):
+        bases = row[:length].tobytes()
         if form == "fasta":
             pieces.append(b">%b\n%b\n" % (name.encode(), bases))
         else:

@@ -53,6 +53,7 @@ class Workers:
             yield self._result(waiting.popleft()[0])
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
+        others = {*multiprocessing.active_children()}
         with _start_of_processes():
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")
@@ -62,8 +63,7 @@ class Workers:
             except BrokenProcessPool as error:
                 raise self._death() from error
             finally:
-                if len(self._members) < self.count:
-                    self._members |= {*multiprocessing.active_children()}
+                self._members |= {*multiprocessing.active_children()} - others
 
     def _result(self, future: Future[O]) -> O:
         try:
