@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import sqlite3
 import warnings
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -16,6 +18,7 @@ from prefect.settings import (
     PREFECT_FLOWS_HEARTBEAT_FREQUENCY,
     PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW,
     PREFECT_SERVER_ANALYTICS_ENABLED,
+    PREFECT_SERVER_DATABASE_CONNECTION_URL,
     temporary_settings,
 )
 from prefect.testing.utilities import prefect_test_harness
@@ -36,6 +39,20 @@ def prefect_backend() -> Iterator[None]:
         temporary_settings(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
     ):
         yield
+
+
+@pytest.fixture(scope="session")
+def database(prefect_backend: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A SQLite database with Prefect's tables, to be copied."""
+    address = PREFECT_SERVER_DATABASE_CONNECTION_URL.value()
+    assert address is not None
+    copy = tmp_path_factory.mktemp("database") / "prefect.db"
+    with (
+        closing(sqlite3.connect(str(address).partition("///")[2])) as there,
+        closing(sqlite3.connect(copy)) as here,
+    ):
+        there.backup(here)
+    return copy
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,14 +84,14 @@ def child_environment(prefect_backend: None, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def server(tmp_path_factory: pytest.TempPathFactory, database: Path) -> Iterator[dict[str, str]]:
     """A server as a team has it, with its services; yields the environment of processes that talk to it."""
     folder = tmp_path_factory.mktemp("server")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}/api"
-    environment = {**own_server(folder), "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
+    environment = {**own_server(folder, database), "PREFECT_API_URL": url, "PREFECT_WORKER_QUERY_SECONDS": "1"}
     own = {
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -38,8 +39,13 @@ def gone(processes: list[psutil.Process]) -> bool:
     return not any(p.is_running() and p.status() not in (psutil.STATUS_ZOMBIE, "dead") for p in processes)
 
 
-def own_server(home: Path) -> dict[str, str]:
-    """Environment of a process that starts a temporary Prefect server for itself, as an ad hoc run does."""
+def own_server(home: Path, database: Path) -> dict[str, str]:
+    """Environment of a process that starts a Prefect server for itself, as an ad hoc run does.
+
+    `database` is copied: an empty one takes a server some ten seconds to fill with tables.
+    """
+    home.mkdir(exist_ok=True)
+    shutil.copy(database, home / "prefect.db")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
     return {**kept, "PREFECT_HOME": str(home)}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from flows import cli
 from flows.cli import COMMANDS, app
+
+from .processes import ROOT
 
 
 def virnuc(*words: object, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -69,6 +72,19 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
 def test_shells_complete_commands_and_options(shell: Literal["bash", "zsh", "fish"]) -> None:
     script = app.generate_completion(shell=shell)
     assert all(word in script for word in ("predict-inbox", "token-budget", "init-random"))
+
+
+def written_commands() -> list[str]:
+    """Every whole `virnuc` command line of the README and the guides."""
+    guides = [ROOT / "README.md", ROOT / "deployments" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    lines = [line.partition(" #")[0].strip() for path in guides for line in path.read_text().splitlines()]
+    return [line for line in lines if line.startswith("virnuc ") and "…" not in line]
+
+
+@pytest.mark.parametrize("line", written_commands())
+def test_the_guides_commands_are_understood(line: str) -> None:
+    called, _, _ = app.parse_args(shlex.split(line)[1:], exit_on_error=False, print_error=False)
+    assert called.__module__.startswith("flows.")
 
 
 @pytest.mark.parametrize("words", [(), ("bogus",), ("predict", "--bogus"), ("models", "bogus"), ("approve", "x")])

@@ -92,19 +92,19 @@ def test_a_terminated_run_ends_with_all_it_started(
 
 
 def test_ctrl_c_at_a_terminal_reaches_the_temporary_server_too_and_leaves_nothing(
-    tmp_path: Path, many_reads: Path, models: Path
+    tmp_path: Path, many_reads: Path, models: Path, database: Path
 ) -> None:
-    with running(tmp_path, many_reads, models, own_server(tmp_path / "prefect")) as run:
+    with running(tmp_path, many_reads, models, own_server(tmp_path / "prefect", database)) as run:
         assert SERVER in run.commands(), "no temporary server to spare"
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.ends() == 130, run.log.read_text()
 
 
 def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
-    tmp_path: Path, some_reads: Path, models: Path, undisturbed: str
+    tmp_path: Path, some_reads: Path, models: Path, undisturbed: str, database: Path
 ) -> None:
     """SIGKILL, which no process can answer: what the killed run had started ends all the same."""
-    with running(tmp_path, some_reads, models, own_server(tmp_path / "prefect")) as run:
+    with running(tmp_path, some_reads, models, own_server(tmp_path / "prefect", database)) as run:
         assert SERVER in run.commands(), "no temporary server to leave behind"
         assert WORKER in run.commands()
         run.process.kill()
