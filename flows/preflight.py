@@ -13,8 +13,7 @@ from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.engine.devices import Device, resolve, resolve_engine
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
-from virnuc_core.reads.remote import is_remote
-from virnuc_core.reads.sources import find_inputs
+from virnuc_core.reads.sources import find_inputs, is_remote
 from virnuc_core.results import check_readable_twice
 
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole

@@ -18,7 +18,7 @@ from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.process import PrewarmedWorkers
 from virnuc_core.pipeline import ClassifySpec, classify, read_summary, stage_reads
 from virnuc_core.reads.parse import OnError
-from virnuc_core.reads.remote import fetch_all
+from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ViralReads, write_viral
@@ -37,8 +37,12 @@ def stage(
 
     Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
     """
-    local = fetch_all(spec.reads, store.parent / "downloads", email=email)
-    summary = stage_reads(spec.model_copy(update={"reads": local}), store, force=force)
+    if any(map(is_remote, spec.reads)):
+        from virnuc_core.reads.remote import fetch_all  # few runs need it
+
+        local = fetch_all(spec.reads, store.parent / "downloads", email=email)
+        spec = spec.model_copy(update={"reads": local})
+    summary = stage_reads(spec, store, force=force)
     how = "reused, content unchanged" if summary.reused else "staged"
     counts = summary.counts
     odd = (

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.biopython_parser import Record, iterate_fasta, iterate_fastq
 from virnuc_core.reads.fast_parser import Block, Format, ReadBatch, cut_fasta, cut_fastq, without_illegal
 from virnuc_core.reads.sources import DamagedInput, Source
+
+if TYPE_CHECKING:
+    from virnuc_core.reads.biopython_parser import Record
 
 OnError = Literal["stop", "skip"]
 
@@ -136,6 +138,8 @@ class _File:
 
     def _slowly(self, data: bytes, form: Format) -> Iterator[ReadBatch]:
         """The rest of the file through Biopython, from `data` on."""
+        from virnuc_core.reads.biopython_parser import iterate_fasta, iterate_fastq  # few runs need it
+
         self._log.slow_files += 1
         held: list[Record] = []
         size = 0

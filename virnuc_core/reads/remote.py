@@ -21,9 +21,9 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.sources import NCBI_PREFIX, is_remote
 from virnuc_core.rundir import fsync_folder, whole_file, write_text_whole
 
-NCBI_PREFIX: Final = "ncbi:"
 _PIECE_BYTES: Final = 1 << 18
 _NCBI_TIMEOUT_S: Final = 60.0
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
@@ -36,11 +36,6 @@ class _Remembered(Spec):
     url: str
     validator: str | None  # ETag or date by which the server recognises the same content
     sha256: str | None  # of the whole file; unset while it is incomplete
-
-
-def is_remote(name: str) -> bool:
-    """Whether `name` is an http(s) address or `ncbi:` accessions."""
-    return name.startswith(("http://", "https://", NCBI_PREFIX))
 
 
 def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -> tuple[str, ...]:

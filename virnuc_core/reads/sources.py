@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Final, cast
 from virnuc_core.errors import InputError
 
 STDIN: Final = "-"
+NCBI_PREFIX: Final = "ncbi:"
 _PIECE_BYTES: Final = 1 << 16  # compressed bytes unpacked at a time; bounds what one call can swell to
 
 
@@ -28,6 +29,11 @@ class Inputs:
 
     files: tuple[str, ...]  # paths, or "-" for standard input
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
+
+
+def is_remote(name: str) -> bool:
+    """Whether `name` is an http(s) address or `ncbi:` accessions."""
+    return name.startswith(("http://", "https://", NCBI_PREFIX))
 
 
 def can_be_read_twice(name: str) -> bool:

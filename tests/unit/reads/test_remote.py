@@ -15,7 +15,8 @@ import pytest
 from Bio import Entrez
 
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.remote import fetch, fetch_accessions, fetch_all, is_remote
+from virnuc_core.reads.remote import fetch, fetch_accessions, fetch_all
+from virnuc_core.reads.sources import is_remote
 
 CONTENT = b"".join(b">r%d\nACGT\n" % i for i in range(50_000))
 
