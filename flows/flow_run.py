@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -27,7 +28,7 @@ from prefect.exceptions import PrefectException
 from prefect.states import Crashed, Failed
 from pydantic import BaseModel
 
-from flows.local_run import watch_for_cancellation
+from flows.local_run import ended_when_cancelled
 from flows.parameters import RunSettings, flow_parameters
 from tasks.guard import no_orphans
 from tasks.predict import stage
@@ -57,20 +58,14 @@ def takes(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], C
     """
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
+        @wraps(function)
         def body(settings: Settings) -> State[T]:
             try:
-                with no_orphans(), core_logs():
-                    watch_for_cancellation()
+                with no_orphans(), core_logs(), ended_when_cancelled():
                     return function(settings)
             except VirnucError as error:
                 return Failed(message=str(error), data=error)
 
-        body.__name__, body.__qualname__, body.__module__ = (
-            function.__name__,
-            function.__qualname__,
-            function.__module__,
-        )
-        body.__doc__ = function.__doc__
         return flow_parameters(model)(body)
 
     return decorate

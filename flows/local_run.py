@@ -26,7 +26,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
 from prefect.states import Cancelled
 
 from flows.embedded_server import keep_server_ours
-from tasks.step import NOT_MET, REJECTED
+from tasks.step import NotMetError
 from virnuc_core.errors import VirnucError
 
 WATCH_S: Final = 2.0
@@ -57,62 +57,57 @@ def tidy_console() -> None:
             handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
 
 
-class CancelWatch:
-    """Interrupts this process when the flow run it works for is cancelled.
+class _ByHand:
+    """What is known of the flow that `run_flow` runs."""
+
+    cancelled: UUID | None = None  # the flow run that somebody cancelled
+
+
+_by_hand: _ByHand | None = None  # one flow a process is run by hand
+
+
+@contextmanager
+def ended_when_cancelled() -> Iterator[None]:
+    """For a flow's body: interrupt it when its run is cancelled.
 
     A worker or `serve` ends the process of a cancelled run; nobody does that for a run started by hand.
     """
-
-    def __init__(self, every_s: float = WATCH_S) -> None:
-        self._every_s, self._stop = every_s, threading.Event()
-        self.cancelled: UUID | None = None
-        self._thread: threading.Thread | None = None
-
-    def start(self, flow_run_id: UUID) -> None:
-        """Watch `flow_run_id` from now on."""
-        here = contextvars.copy_context()  # the server this run talks to
-        self._thread = threading.Thread(
-            target=here.run, args=(self._watch, flow_run_id), name="cancel watch", daemon=True
-        )
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Watch no longer; returns when the watching thread has ended."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(timeout=30)
-
-    def _watch(self, flow_run_id: UUID) -> None:
-        with get_client(sync_client=True) as client:
-            while not self._stop.wait(self._every_s):
-                try:
-                    state = client.read_flow_run(flow_run_id).state
-                except (httpx.HTTPError, PrefectException, OSError) as error:
-                    logger.debug("state of the run not read: %s", error)
-                    continue
-                if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
-                    self.cancelled = flow_run_id
-                    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                    return
-
-
-_watch: CancelWatch | None = None
-
-
-def watch_for_cancellation() -> None:
-    """For a flow's body: start watching when the flow was started by hand. Under a worker there is nothing to do."""
     context = FlowRunContext.get()
-    if _watch is not None and context is not None and context.flow_run is not None:
-        _watch.start(context.flow_run.id)
+    if _by_hand is None or context is None or context.flow_run is None:
+        yield
+        return
+    stop, here = threading.Event(), contextvars.copy_context()  # with the server this run talks to
+    arguments = (_watch, _by_hand, context.flow_run.id, stop)
+    thread = threading.Thread(target=here.run, args=arguments, name="cancel watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+
+
+def _watch(by_hand: _ByHand, flow_run_id: UUID, stop: threading.Event) -> None:
+    with get_client(sync_client=True) as client:
+        while not stop.wait(WATCH_S):
+            try:
+                state = client.read_flow_run(flow_run_id).state
+            except (httpx.HTTPError, PrefectException, OSError) as error:
+                logger.debug("state of the run not read: %s", error)
+                continue
+            if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                by_hand.cancelled = flow_run_id
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                return
 
 
 def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False) -> State[Any]:
-    """Run `flow` in this process; returns its final state, which may be a failed one that was not raised.
+    """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 
     Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`.
     """
-    global _watch  # one flow a process is run by hand
-    watch = _watch = CancelWatch()
+    global _by_hand
+    started = _by_hand = _ByHand()
     keep_server_ours()
     if not debug:
         tidy_console()
@@ -120,22 +115,15 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool
         with _terminate_politely():
             state = cast(State[Any], flow(**parameters, return_state=True))
     except KeyboardInterrupt:
-        if watch.cancelled is None:
+        if started.cancelled is None:
             raise
-        _confirm_cancelled(watch.cancelled)
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(started.cancelled, Cancelled(message="cancelled; children ended"), force=True)
         raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
     finally:
-        _watch = None
-        watch.stop()
-    return _raise_own(state)
-
-
-def _raise_own(state: State[Any]) -> State[Any]:
-    """A state whose data is an exception raises it; a state that was returned on purpose is passed on."""
-    if state.is_completed():
-        return state
-    found = state.result(raise_on_failure=False)
-    if isinstance(found, BaseException) and state.name not in (NOT_MET, REJECTED):
+        _by_hand = None
+    found = None if state.is_completed() else state.result(raise_on_failure=False)
+    if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
     return state
 
@@ -161,11 +149,6 @@ def _terminate_politely() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _confirm_cancelled(flow_run_id: UUID) -> None:
-    with get_client(sync_client=True) as client:
-        client.set_flow_run_state(flow_run_id, Cancelled(message="cancelled; children ended"), force=True)
 
 
 def ui_hint(flow_run_id: UUID | str | None, say: Callable[[str], object] = sys.stdout.write) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -17,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.parameters import command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, Profile, Target, load_profile, profile_names
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, Target, load_profile, profile_names
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
 from virnuc_core.reads.simulate import PRESETS, SimulateSpec
@@ -26,7 +25,6 @@ from virnuc_core.rundir import RunDir, write_text_whole
 
 if TYPE_CHECKING:
     from virnuc_core.report.formatting import Table as View
-    from virnuc_core.report.regression import HistoryEntry
     from virnuc_core.runfiles import LabelAgreement
 
 CODON: Final = 3
@@ -35,7 +33,14 @@ WIDTH_IN_FILES: Final = 160
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Storage = Literal["fp32", "fp16", "bf16"]
 Size = Literal["tiny", "small", "medium", "large", "100k", "1m", "6m"]
+Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
+ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
+Out = Annotated[Path, Parameter(name=("--out", "-o"))]
+HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
+HeadLength = Annotated[int, Parameter(help="read length S of the head, when its name does not say it")]
+StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+Json = Annotated[Flag, Parameter(name="--json", help="as JSON")]
 
 models = App(name="models", help="Make, convert, fetch or check weights.")
 
@@ -68,14 +73,7 @@ def simulate(settings: SimulateSettings, debug: bool) -> int:
     return 0
 
 
-def sample(
-    source: str,
-    /,
-    *,
-    reads: Annotated[int, Parameter(name=("--reads", "-n"))],
-    out: Annotated[Path, Parameter(name=("--out", "-o"))],
-    seed: int = 0,
-) -> int:
+def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "-n"))], out: Out, seed: int = 0) -> int:
     """Draw reads so that their lengths are distributed as in the whole.
 
     Args:
@@ -97,7 +95,7 @@ def _is_model_length(_type: object, length: int) -> None:
 
 @models.command(name="init-random")
 def init_random(
-    out: Path,
+    out: ModelsOut,
     /,
     *,
     esm2: Esm2Size = "tiny",
@@ -109,7 +107,6 @@ def init_random(
     """Write a models directory with random weights of any size, for trying things out.
 
     Args:
-        out: models directory to write
         esm2: size of the ESM-2
         dnabert_s: size of the DNABERT-S
         head: model length S of the head: 300 or 500 as VirNucPro's, or another
@@ -125,26 +122,22 @@ def init_random(
 
 @models.command
 def convert(
-    out: Path,
+    out: ModelsOut,
     /,
     *,
     esm2: Path | None = None,
     dnabert_s: Path | None = None,
     tokenizer: Path | None = None,
-    head: Path | None = None,
-    model_length: int | None = None,
-    dtype: Storage | None = None,
+    head: HeadFile | None = None,
+    model_length: HeadLength | None = None,
+    dtype: StoredAs | None = None,
 ) -> int:
     """Turn public checkpoints on disk into a models directory.
 
     Args:
-        out: models directory to write
         esm2: ESM-2: a folder in HF layout, or fair-esm's .pt
         dnabert_s: DNABERT-S: a folder in HF layout
         tokenizer: tokenizer.json, when not beside DNABERT-S
-        head: VirNucPro's 300_model.pth or 500_model.pth
-        model_length: read length S of the head, when its name does not say it
-        dtype: store the encoders in this type
     """
     from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
 
@@ -163,15 +156,10 @@ def convert(
 
 
 @models.command
-def fetch(out: Path, /, *, head: Path, model_length: int | None = None, dtype: Storage | None = None) -> int:
-    """Download the public encoders at pinned revisions into a models directory.
-
-    Args:
-        out: models directory to write
-        head: VirNucPro's 300_model.pth or 500_model.pth
-        model_length: read length S of the head, when its name does not say it
-        dtype: store the encoders in this type
-    """
+def fetch(
+    out: ModelsOut, /, *, head: HeadFile, model_length: HeadLength | None = None, dtype: StoredAs | None = None
+) -> int:
+    """Download the public encoders at pinned revisions into a models directory."""
     from virnuc_core.encoders.convert import fetch as download
 
     download(out, head, model_length=model_length, dtype=dtype)
@@ -214,7 +202,7 @@ def compare(
     tolerance: NonNegativeFloat = 0.01,
     minimum: Share = 0.99,
     subset: Flag = False,
-    as_json: Annotated[Flag, Parameter(name="--json")] = False,
+    as_json: Json = False,
 ) -> int:
     """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each.
 
@@ -225,7 +213,6 @@ def compare(
         tolerance: score difference that counts as equal
         minimum: agreement that is enough (0 to 1)
         subset: A covers a part of B's reads: compare those only
-        as_json: as JSON
     """
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
@@ -255,11 +242,10 @@ def _agreement_lines(title: str, part: LabelAgreement) -> list[str]:
     return lines + [f"    {example}" for example in part.examples]
 
 
-def report(out: Annotated[Path, Parameter(name="DIR")], /, *, profile: str | None = None) -> int:
+def report(out: Directory, /, *, profile: str | None = None) -> int:
     """Render a validation's report again from its report.json, and print it.
 
     Args:
-        out: directory of the validation
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
     """
     from virnuc_core.report.render import rerender, write_report
@@ -272,12 +258,8 @@ def report(out: Annotated[Path, Parameter(name="DIR")], /, *, profile: str | Non
     return 0
 
 
-def verify(out: Annotated[Path, Parameter(name="DIR")], /) -> int:
-    """Recompute every number of a report from raw files, and name what differs; 1 when any does.
-
-    Args:
-        out: directory of the validation
-    """
+def verify(out: Directory, /) -> int:
+    """Recompute every number of a report from raw files, and name what differs; 1 when any does."""
     from virnuc_core.report.verify import report_lines, verify_report
 
     found = verify_report(out)
@@ -286,7 +268,7 @@ def verify(out: Annotated[Path, Parameter(name="DIR")], /) -> int:
 
 
 def overhead(
-    out: Annotated[Path, Parameter(name="DIR")],
+    out: Directory,
     /,
     *,
     models: Path | None = None,
@@ -298,7 +280,6 @@ def overhead(
     """Time what commits cost: pairs of runs over the first shards of a validation, with them and without.
 
     Args:
-        out: directory of the validation
         models: models directory (default: the validation's)
         devices: cuda:0,cuda:1 or cpu:2 (default: the validation's)
         pairs: pairs of runs; fewer than 3 say nothing
@@ -314,14 +295,7 @@ def overhead(
     return 0
 
 
-def rescore(
-    run: Path,
-    /,
-    *,
-    out: Annotated[Path, Parameter(name=("--out", "-o"))],
-    head: Path | None = None,
-    threshold: Share = 0.5,
-) -> int:
+def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Share = 0.5) -> int:
     """Score a finished run's embeddings again: another head or threshold, no GPU.
 
     Args:
@@ -345,26 +319,21 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         profile: only runs of this profile
         chart: also draw the newest series of like runs, as SVG
     """
-    from virnuc_core.report.regression import read_history, trend
+    from virnuc_core.report.charts import history as draw
+    from virnuc_core.report.regression import points, read_history, trend
 
     if not file.is_file():
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
     show(trend(kept))
-    return 0 if chart is None else _draw_trend(kept, chart)
-
-
-def _draw_trend(kept: Sequence[HistoryEntry], path: Path) -> int:
-    """The trend of the newest run and those like it; 1 when there are not two of them."""
-    from virnuc_core.report.charts import history as draw
-    from virnuc_core.report.regression import points
-
+    if chart is None:
+        return 0
     drawing = draw(points(kept, kept[-1])) if kept else None
     if drawing is None:
         sys.stderr.write("virnuc: fewer than two runs like the newest one: there is no trend to draw\n")
         return 1
-    write_text_whole(path, drawing)
-    print(f"Chart: {path}")
+    write_text_whole(chart, drawing)
+    print(f"Chart: {chart}")
     return 0
 
 
@@ -378,12 +347,8 @@ def show(found: View) -> None:
     console().print(table)
 
 
-def devices(*, as_json: Annotated[Flag, Parameter(name="--json")] = False) -> int:
-    """The devices of this machine, as --devices wants them.
-
-    Args:
-        as_json: as JSON
-    """
+def devices(*, as_json: Json = False) -> int:
+    """The devices of this machine, as --devices wants them."""
     from virnuc_core.engine.devices import cpu_name, visible_gpus
 
     gpus = visible_gpus()
@@ -409,7 +374,12 @@ def profiles(name: str | None = None, /) -> int:
         name: show the thresholds of this profile, or of this .toml file
     """
     if name is not None:
-        _show_profile(load_profile(name))
+        profile = load_profile(name)
+        table = Table("criterion", "threshold", title=f"{profile.name}: {profile.title}")
+        for criterion, target in profile.targets:
+            if isinstance(target, Target):
+                table.add_row(criterion.replace("_", " "), f"{target.op} {target.value:g}")
+        console().print(table)
         return 0
     table = Table("profile", "what it asks", "reads", "meant for")
     for known in profile_names():
@@ -417,11 +387,3 @@ def profiles(name: str | None = None, /) -> int:
         table.add_row(known, profile.title, f"≥ {profile.min_reads:,}", ", ".join(profile.device_names) or "any device")
     console().print(table)
     return 0
-
-
-def _show_profile(profile: Profile) -> None:
-    table = Table("criterion", "threshold", title=f"{profile.name}: {profile.title}")
-    for name, target in profile.targets:
-        if isinstance(target, Target):
-            table.add_row(name.replace("_", " "), f"{target.op} {target.value:g}")
-    console().print(table)

@@ -95,12 +95,12 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
     preflight.check(settings, profile.engine)
     found = preflight.devices(settings, profile.engine)
     counts, before = steps(len(found)), _finished_runs(settings.out)
-    plan = Plan(settings, profile, sample_of(settings.reads), preflight.named(found))
-    announce(plan.label, profile.name, plan.devices.kind)
-    staging = staged(settings, plan.label)
+    common = Measurement(settings, profile, sample_of(settings.reads), preflight.named(found))
+    announce(common.label, profile.name, common.devices.kind)
+    staging = staged(settings, common.label)
     record_validation(
         settings.out,
-        spec=settings.model_dump(mode="json") | {"engine": plan.engine.model_dump(mode="json")},
+        spec=settings.model_dump(mode="json") | {"engine": common.engine.model_dump(mode="json")},
         profile=profile,
         models=settings.models,
         staging=staging,
@@ -108,11 +108,12 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
         devices=found,
         force=settings.force,
     )
-    subset = with_baseline and _baseline(plan)
-    names = _runs(plan, staging, counts, _ceiling(plan, counts))
+    out, label = settings.out, common.label
+    subset = with_baseline and _baseline(common)
+    names = _runs(common, staging, counts, _ceiling(common, counts))
     if profile.targets.checkpoint_overhead is not None:
-        _commits(plan)
-    out, label = settings.out, plan.label
+        bench = Bench(RunDir(out).store, settings.models, common.devices)
+        overhead(out, bench, common.engine, label=label, force=settings.force).result()
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     history = settings.history or out.absolute().parent / HISTORY
     judged = report(out, profile, history=history, label=label).result()
@@ -122,7 +123,7 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Measurement:
     """What all runs of a measurement have in common."""
 
     settings: MeasureSettings
@@ -153,55 +154,50 @@ def _finished_runs(out: Path) -> dict[str, int]:
     return {name: summary.stat().st_mtime_ns for name, summary in found.items() if summary.is_file()}
 
 
-def _baseline(plan: Plan) -> bool:
+def _baseline(common: Measurement) -> bool:
     """Run the baseline; whether it covers a part of the reads only."""
-    settings = plan.settings
+    settings = common.settings
     summary = baseline(
         RunDir(settings.out / BASELINE),
         store=RunDir(settings.out).store,
         models=settings.models,
-        devices=plan.devices,
-        spec=plan.profile.baseline,
-        label=plan.label,
+        devices=common.devices,
+        spec=common.profile.baseline,
+        label=common.label,
         force=settings.force,
     ).result()
     return summary.subset is not None
 
 
-def _ceiling(plan: Plan, counts: Sequence[int]) -> ModelFlops | None:
+def _ceiling(common: Measurement, counts: Sequence[int]) -> ModelFlops | None:
     """The GPUs' ceilings; None without a GPU, or when every run is there already and nothing is to be computed."""
-    settings = plan.settings
+    settings = common.settings
     complete = all(read_summary(RunDir(settings.out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
-    if plan.devices.kind != "cuda" or (complete and not settings.force):
+    if common.devices.kind != "cuda" or (complete and not settings.force):
         return None
-    return ceiling(settings.out, models=settings.models, devices=plan.devices, engine=plan.engine).result()
+    return ceiling(settings.out, models=settings.models, devices=common.devices, engine=common.engine).result()
 
 
-def _runs(plan: Plan, staging: StageSummary, counts: Sequence[int], flops: ModelFlops | None) -> tuple[str, ...]:
+def _runs(
+    common: Measurement, staging: StageSummary, counts: Sequence[int], flops: ModelFlops | None
+) -> tuple[str, ...]:
     """Names of the runs that came to an end."""
     names = []
-    profile = plan.profile
+    profile = common.profile
     for count in counts:
         name = f"{RUN_PREFIX}{count}"
         with suppress(TimeLimitError):  # the run's summary says so, and the report calls it a failure
             embed(
-                RunDir(plan.settings.out / name),
+                RunDir(common.settings.out / name),
                 staging,
-                plan.spec(plan.devices.first(count)),
-                label=plan.label,
+                common.spec(common.devices.first(count)),
+                label=common.label,
                 watch=Watch(sample_s=profile.sample_s, window_s=profile.window_s),
                 time_limit_s=profile.time_limit_s,
                 flops=flops,
             ).result()
             names.append(name)
     return tuple(names)
-
-
-def _commits(plan: Plan) -> None:
-    """Time what commits cost, on all devices."""
-    settings = plan.settings
-    bench = Bench(RunDir(settings.out).store, settings.models, plan.devices)
-    overhead(settings.out, bench, plan.engine, label=plan.label, force=settings.force).result()
 
 
 def _approval(settings: ValidateSettings, judged: Report) -> Approval:
