@@ -17,8 +17,7 @@ from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.ceiling import measure_ceilings
 from virnuc_core.measure.overhead import measure_overhead
-from virnuc_core.measure.recording import WAIT, Operation, TraceTable
-from virnuc_core.measure.trace import Traces
+from virnuc_core.measure.trace import WAIT, Operation, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
 from virnuc_core.reads.store import OrfStore

@@ -10,7 +10,8 @@ import pytest
 from prefect.artifacts import Artifact
 
 from flows.profile import profile
-from virnuc_core.measure.recording import read_table, table_path
+from virnuc_core.measure.trace import TABLE, TraceTable
+from virnuc_core.runfiles import read
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
 SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_token_budget": 1024}
@@ -23,7 +24,7 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_
     assert state.is_completed(), state.message
     folder = out / "telemetry" / "traces"
     [table] = state.result().tables
-    assert table == read_table(table_path(folder, table.device))
+    assert table == read(folder / TABLE.format(table.device), TraceTable)
     marks = {mark.name: mark for mark in table.marks}
     assert set(marks) == {"dataloader_fetch", "dnabert_s", "esm2", "head"}
     assert marks["dnabert_s"].calls + marks["esm2"].calls == table.batches

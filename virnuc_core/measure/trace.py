@@ -1,4 +1,8 @@
-"""A few shards of a run under torch's profiler, inside the very workers that a run starts."""
+"""A few shards of a run under torch's profiler: traces for chrome://tracing or Perfetto, and tables of operations.
+
+They are recorded by the engine's own workers: `work` is what such a worker runs. Recording slows the launch loop, so
+that its times are for shares and for finding things, never for rates.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +12,57 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from types import TracebackType
+from typing import Any, Final, Literal, Self
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.messages import TraceSpec
+from virnuc_core.engine.devices import Device
+from virnuc_core.engine.loader import Item, Ready, ShardEnd, ShardStart, Source
+from virnuc_core.engine.messages import EngineWorkerSpec, TraceSpec
+from virnuc_core.engine.process import Parent
+from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure import recording
 from virnuc_core.measure.bench import Bench, measure
-from virnuc_core.measure.recording import TraceTable, read_table, table_path
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.runfiles import RunFile, read, write
 
 SCHEMA_VERSION: Final = 1
+TABLE: Final = "{}.operations.json"  # of a device
+WAIT: Final = "dataloader_fetch"
+SHAPES_WIDTH: Final = 200
+MARKS: Final = (WAIT, "dnabert_s", "esm2", "head")  # the launch loop's own ranges, in its order
 
 log = logging.getLogger(__name__)
+
+
+class Operation(RunFile):
+    """One operation, or one mark of the launch loop, added up over the recorded shards."""
+
+    name: str
+    on: Literal["host", "device"]  # a kernel runs on the device, what launches it on the host
+    calls: int
+    host_ms: float  # of an operation without those it calls, of a mark with them
+    device_ms: float  # of a kernel, or of all kernels within a mark; 0 on CPU
+    shapes: str = ""
+
+
+class TraceTable(RunFile):
+    """`<device>.operations.json`: what one device's recording adds up to."""
+
+    schema_version: int = SCHEMA_VERSION
+    device: str
+    kind: str
+    shards: int
+    batches: int
+    tokens: int
+    window_ms: float  # from the first recorded shard's start to the last one's end
+    marks: tuple[Operation, ...]
+    operations: tuple[Operation, ...]  # kernels, then what the host did; most time first
+    trace: str | None  # file name; None when it would have been too large
+    trace_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +94,11 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     if len(job.plan) < (spec.skip + spec.shards) * len(job.devices):
         spec = replace(spec, skip=0)  # so few reads that there is nothing to warm up with
-    job = replace(job, trace=spec, worker=recording.__name__)
+    job = replace(job, trace=spec, worker=__name__)
     measure(job, shards=(spec.skip + spec.shards) * len(job.devices))
     shutil.rmtree(scratch.root)
-    paths = [table_path(folder, device.id) for device in job.devices]
-    tables = tuple(read_table(path) for path in paths if path.is_file())
+    paths = [folder / TABLE.format(device.id) for device in job.devices]
+    tables = tuple(read(path, TraceTable) for path in paths if path.is_file())
     if not tables:
         raise VirnucError(f"{folder}: no shard was recorded; give more reads")
     for table in tables:
@@ -80,3 +122,138 @@ def write_profile(found: Traces, stages: Mapping[str, float | None], total_s: fl
 def counted(number: int, noun: str) -> str:
     """`1 shard`, `2 shards`."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+    """Compute shards as `engine.worker` does, and record some."""
+    wanted = spec.trace
+    assert wanted is not None
+    Worker(parent, spec, lambda feeder: Recorder(feeder, wanted, spec.device)).run()
+
+
+class Recorder:
+    """Stands before a feeder and records what the launch loop does between the shards it is told.
+
+    Recording begins when a shard is taken and ends when the item after the last shard is asked for, in the launch
+    loop's own thread: by then the head of that shard has been launched.
+    """
+
+    def __init__(self, feeder: Source, spec: TraceSpec, device: Device) -> None:
+        self._feeder, self._spec, self._device = feeder, spec, device
+        self._profiler: profile | None = None
+        self._begun = self._ended = self._batches = self._tokens = 0
+        self._done = False
+
+    def take(self) -> tuple[Item, float]:
+        """The next item of the feeder; the wait for it is a range of the trace."""
+        if self._profiler is not None and self._ended >= self._spec.shards:
+            self._finish()
+        with record_function(WAIT):
+            item, wait_ms = self._feeder.take()
+        match item:
+            case ShardStart():
+                self._begun += 1
+                if self._begun > self._spec.skip and not self._done and self._profiler is None:
+                    self._start()
+            case Ready() if self._profiler is not None:
+                self._batches += 1
+                self._tokens += item.batch.real_tokens
+            case ShardEnd() if self._profiler is not None:
+                self._ended += 1
+        return item, wait_ms
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._profiler is not None and kind is None:
+            self._finish()
+
+    def _start(self) -> None:
+        activities = [ProfilerActivity.CPU]
+        if self._device.kind == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize()
+        self._profiler = profile(
+            activities=activities, record_shapes=self._spec.shapes, profile_memory=self._spec.memory, acc_events=True
+        )
+        self._profiler.start()
+
+    def _finish(self) -> None:
+        assert self._profiler is not None
+        if self._device.kind == "cuda":
+            torch.cuda.synchronize()
+        self._profiler.stop()
+        recorded, self._profiler, self._done = self._profiler, None, True
+        folder = Path(self._spec.folder)
+        size = self._export(recorded, folder / f"{self._device.id}.json.gz")
+        write(folder / TABLE.format(self._device.id), self._table(recorded, size))
+
+    def _export(self, recorded: profile, path: Path) -> int:
+        """Write the trace, gzipped; its size, though it was removed again for being too large."""
+        with whole_file(path) as aside:
+            gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
+            recorded.export_chrome_trace(str(gz))
+            gz.replace(aside)
+            size = aside.stat().st_size
+        if size > self._spec.max_bytes:
+            path.unlink()
+        return size
+
+    def _table(self, recorded: profile, size: int) -> TraceTable:
+        averages = recorded.key_averages(group_by_input_shape=self._spec.shapes)
+        return TraceTable(
+            device=self._device.id,
+            kind=self._device.kind,
+            shards=self._ended,
+            batches=self._batches,
+            tokens=self._tokens,
+            window_ms=_window_ms(recorded),
+            marks=_marks(averages),
+            operations=_operations(averages, self._spec.operations),
+            trace=None if size > self._spec.max_bytes else f"{self._device.id}.json.gz",
+            trace_bytes=size,
+        )
+
+
+def _window_ms(recorded: profile) -> float:
+    """First beginning to last end of anything that was recorded."""
+    events = recorded.events() or []
+    spans = [(event.time_range.start, event.time_range.end) for event in events]
+    return (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3 if spans else 0.0
+
+
+def _marks(averages: Any) -> tuple[Operation, ...]:
+    """The launch loop's ranges; with shapes a range may come in several rows, and the device has a copy of each."""
+    found = []
+    for name in MARKS:
+        rows = [row for row in averages if row.key == name and _on(row) == "host"]
+        if rows:
+            calls, host, device = (
+                sum(getattr(row, figure) for row in rows) for figure in ("count", "cpu_time_total", "device_time_total")
+            )
+            found.append(Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3))
+    return tuple(found)
+
+
+def _operations(averages: Any, limit: int) -> tuple[Operation, ...]:
+    """Rows of torch's table, each without the time of what it calls; those that took most time of either side."""
+    rows = [
+        Operation(
+            name=row.key,
+            on=_on(row),
+            calls=row.count,
+            host_ms=row.self_cpu_time_total / 1e3,
+            device_ms=row.self_device_time_total / 1e3 if _on(row) == "device" else 0.0,
+            shapes=str(row.input_shapes)[:SHAPES_WIDTH] if getattr(row, "input_shapes", None) else "",
+        )
+        for row in averages
+        if row.key not in MARKS
+    ]
+    kernels = sorted((row for row in rows if row.on == "device"), key=lambda row: row.device_ms, reverse=True)
+    host = sorted((row for row in rows if row.on == "host"), key=lambda row: row.host_ms, reverse=True)
+    return (*kernels[:limit], *host[:limit])
+
+
+def _on(row: Any) -> Literal["host", "device"]:
+    return "host" if row.device_type.name == "CPU" else "device"
