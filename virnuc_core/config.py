@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Callable
 from importlib import resources
+from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from virnuc_core.errors import ConfigError
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
 Attention = Literal["auto", "varlen", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
-Comparison = Literal["<", "<=", ">", ">="]
+Relation = Literal["<", "<=", ">", ">="]
+RELATIONS: dict[Relation, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
 DEFAULT_MODEL_LENGTH = 500
 
@@ -45,6 +48,13 @@ class EngineSpec(Spec):
     heartbeat_s: float = Field(2.0, gt=0, description="a worker says at least this often that it lives")
     device_wait_s: float = Field(0.0, ge=0, description="wait this long for a GPU another run is using")
     silence_s: float = Field(120.0, gt=0, description="a worker silent for longer is ended and restarted")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _former(cls, body: Any) -> Any:
+        """`compile` was a setting once: records of then, where it was off, can still be read."""
+        off = isinstance(body, dict) and body.get("compile", True) in (None, False)
+        return {name: value for name, value in body.items() if name != "compile"} if off else body
 
 
 RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens", "dedup")
@@ -117,20 +127,12 @@ class RunSpec(Spec):
 class Target(Spec):
     """A threshold: the measured value must stand in this relation to `value`."""
 
-    op: Comparison
+    op: Relation
     value: float
 
     def met(self, measured: float) -> bool:
         """Whether `measured op value` holds."""
-        match self.op:
-            case "<":
-                return measured < self.value
-            case "<=":
-                return measured <= self.value
-            case ">":
-                return measured > self.value
-            case ">=":
-                return measured >= self.value
+        return bool(RELATIONS[self.op](measured, self.value))
 
 
 class BaselineSpec(Spec):

@@ -14,7 +14,7 @@ from virnuc_core.runfiles import Comparison, DeviceRecord, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 Verdict = Literal["pass", "fail", "projected", "not run"]
 

@@ -30,6 +30,7 @@ from virnuc_core.report.views import (
     warnings_of,
 )
 from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.runfiles import ValidationRecord, read_usable
 from virnuc_core.telemetry.live import clock_text
 
 REPORT_JSON = "report.json"
@@ -46,7 +47,8 @@ def read_report(path: Path) -> Report:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(step) for step in first["loc"])
-        raise InputError(f"not a report of this version ({place}: {first['msg']})", file=path) from error
+        why = f"not a report of this version ({place}: {first['msg']})"
+        raise InputError(why, file=path, hint="virnuc report DIR writes it anew") from error
 
 
 def write_report(out: Path, profile: Profile, history: Path | None = None) -> Report:
@@ -65,8 +67,19 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
 
 
 def rerender(out: Path) -> Report:
-    """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
-    before = read_report(RunDir(out).report / REPORT_JSON)
+    """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it.
+
+    A report of an earlier version is written anew from the raw files, by the profile that the
+    validation was started with.
+    """
+    path = RunDir(out).report / REPORT_JSON
+    try:
+        before = read_report(path)
+    except InputError:
+        record = read_usable(RunDir(out).record, ValidationRecord)[0]
+        if not path.is_file() or record is None or record.profile is None:
+            raise
+        return write_report(out, record.profile)
     report = with_answer(out, before)
     _write(out, {name: text for name, text in render(report).items() if name != REPORT_JSON or report != before})
     return report

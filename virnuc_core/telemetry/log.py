@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -289,7 +289,7 @@ def _batch_columns(measured: Telemetry) -> dict[str, NDArray[Any]]:
         "packing_efficiency": table.packing,
         "padding_waste": 1.0 - table.packing,
         "queue_state": table.queue_state,
-        **table.columns(),
+        **table.data,
     }
 
 
@@ -314,7 +314,7 @@ def write_h5(path: Path, measured: Telemetry) -> None:
         _write_columns(file, measured.batches.devices, _batch_columns(measured))
         for name in ("samples", "host", "shards"):
             table: Table = getattr(measured, name)
-            _write_columns(file.create_group(name), table.devices, table.columns())
+            _write_columns(file.create_group(name), table.devices, table.data)
         stages = [asdict(stage) for stage in measured.stages]
         columns = {
             name: np.array([stage[name] for stage in stages], dtype=np.float64)  # None becomes NaN
@@ -325,7 +325,7 @@ def write_h5(path: Path, measured: Telemetry) -> None:
         _write_columns(file.create_group("stages"), (), columns)
 
 
-def _write_columns(group: h5py.Group, devices: Sequence[str], columns: dict[str, NDArray[Any]]) -> None:
+def _write_columns(group: h5py.Group, devices: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> None:
     group.attrs["devices"] = json.dumps(list(devices))
     for name, values in columns.items():
         options = {"compression": "gzip", "shuffle": True} if len(values) > 64 else {}
@@ -376,7 +376,7 @@ def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
     if table == "stages":
         return pd.DataFrame([asdict(stage) for stage in measured.stages])
     chosen: Table = getattr(measured, table)
-    columns = chosen.columns()
+    columns = dict(chosen.data)
     if "device" in columns:
         columns["device"] = chosen.named(columns["device"])
     return pd.DataFrame(columns)

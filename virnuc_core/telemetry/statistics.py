@@ -222,7 +222,7 @@ def device_busy(shards: ShardTable) -> tuple[DeviceBusy, ...]:
             shards=len(own),
             first_started_s=float(own.started_s.min()),
             last_finished_s=float(own.finished_s.max()),
-            **{name: float(own.columns()[name].sum()) for name in parts},
+            **{name: float(own.data[name].sum()) for name in parts},
         )
         for device in shards.devices
         if len(own := shards.of_device(device))

@@ -1,7 +1,6 @@
 """The measurements of a run: as records where they are taken, as columns where they are kept and added up.
 
-Each table is a frozen record of equally long arrays under the names of its record's fields. A device is a code into
-`devices`; a missing number is NaN.
+A column bears the name of its record's field. A device is a code into the table's `devices`; a missing number is NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Encoder = Literal["dnabert_s", "esm2"]
 QueueState = Literal["full", "normal", "starved"]
@@ -106,80 +104,72 @@ INTEGERS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Base of the tables: `devices` names the codes, every other field is a column."""
+    """Base of the tables: a column for each field of the record, read as an attribute of that name."""
 
+    RECORD: ClassVar[type[Any]]
     ORDER: ClassVar[str]  # the column that the rows of `of` stand in the order of
 
-    devices: tuple[str, ...]
+    devices: tuple[str, ...]  # what the codes in the column `device` stand for
+    data: Mapping[str, NDArray[Any]]
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """The columns."""
+        return [field.name for field in fields(cls.RECORD) if field.name != "batches"]
 
     @classmethod
     def of(cls, records: Iterable[Any], devices: Sequence[str] = ()) -> Self:
         """Columns of the records of the table's kind, in order; `devices` fixes the first codes."""
         ordered = sorted(records, key=lambda record: float(getattr(record, cls.ORDER)))
-        named = dict.fromkeys([*devices, *(getattr(record, "device", "") for record in ordered)])
-        names = tuple(name for name in named if name)
-        columns = {}
-        for field in fields(cls)[1:]:
-            values = [getattr(record, field.name) for record in ordered]
-            if field.name == "device":
-                places = {name: code for code, name in enumerate(names)}
-                columns[field.name] = np.array([places[name] for name in values], dtype=np.int16)
-            elif field.name == "encoder":
-                columns[field.name] = np.array([ENCODERS.index(name) for name in values], dtype=np.int8)
+        known = [record.device for record in ordered] if "device" in cls.names() else []
+        places = {name: code for code, name in enumerate(dict.fromkeys([*devices, *known]))}
+        data: dict[str, NDArray[Any]] = {}
+        for name in cls.names():
+            values = [getattr(record, name) for record in ordered]
+            if name == "device":
+                data[name] = np.array([places[device] for device in values], dtype=np.int16)
+            elif name == "encoder":
+                data[name] = np.array([ENCODERS.index(encoder) for encoder in values], dtype=np.int8)
             else:  # None becomes NaN
-                columns[field.name] = np.array(values, dtype=np.int64 if field.name in INTEGERS else np.float64)
-        return cls(names, **columns)
+                data[name] = np.array(values, dtype=np.int64 if name in INTEGERS else np.float64)
+        return cls(tuple(places), data)
 
     @classmethod
     def from_columns(cls, devices: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> Self:
         """Build from columns by name; `ValueError` names a column that is missing or of another length."""
-        wanted = [field.name for field in fields(cls)[1:]]
-        missing = [name for name in wanted if name not in columns]
+        missing = [name for name in cls.names() if name not in columns]
         if missing:
             raise ValueError(f"{cls.__name__}: no column {', '.join(missing)}")
-        lengths = {name: len(columns[name]) for name in wanted}
+        lengths = {name: len(columns[name]) for name in cls.names()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"{cls.__name__}: columns of different lengths: {lengths}")
-        return cls(tuple(devices), **{name: np.asarray(columns[name]) for name in wanted})
+        return cls(tuple(devices), {name: np.asarray(columns[name]) for name in cls.names()})
 
-    def columns(self) -> dict[str, NDArray[Any]]:
-        """Every column by name."""
-        return {field.name: getattr(self, field.name) for field in fields(self)[1:]}
+    def __getattr__(self, name: str) -> NDArray[Any]:
+        if name not in type(self).names():
+            raise AttributeError(f"{type(self).__name__} has no column {name}")
+        return self.data[name]
 
     def __len__(self) -> int:
-        return len(next(iter(self.columns().values())))
+        return len(self.data[self.ORDER])
 
     def where(self, mask: Mask) -> Self:
         """The rows of `mask`, in order."""
-        return self.from_columns(self.devices, {name: column[mask] for name, column in self.columns().items()})
+        return type(self)(self.devices, {name: column[mask] for name, column in self.data.items()})
 
     def of_device(self, device: str) -> Self:
         """The rows of one device."""
-        code = self.devices.index(device) if device in self.devices else -1
-        return self.where(self.columns()["device"] == code)
+        return self.where(self.device == (self.devices.index(device) if device in self.devices else -1))
 
     def named(self, codes: NDArray[np.int16]) -> NDArray[Any]:
         """The devices' names for their codes."""
         return np.array([*self.devices, ""], dtype=object)[codes]
 
 
-@dataclass(frozen=True, slots=True)
 class BatchTable(Table):
-    """Packed batches, in the order launched."""
+    """Packed batches, in the order launched. `encoder` is a code into ENCODERS."""
 
-    ORDER: ClassVar[str] = "launched_s"
-
-    device: NDArray[np.int16]
-    encoder: NDArray[np.int8]  # code into ENCODERS
-    shard: Ints
-    index: Ints
-    rows: Ints
-    tokens: Ints
-    slots: Ints
-    wait_ms: Floats
-    arrived_s: Floats
-    launched_s: Floats
-    device_ms: Floats
+    RECORD, ORDER = BatchRecord, "launched_s"
 
     def of_encoder(self, encoder: Encoder) -> BatchTable:
         """The batches of one encoder."""
@@ -204,57 +194,26 @@ class BatchTable(Table):
         return packing
 
 
-@dataclass(frozen=True, slots=True)
 class SampleTable(Table):
     """Readings of the devices, by time."""
 
-    ORDER: ClassVar[str] = "time_s"
-
-    time_s: Floats
-    device: NDArray[np.int16]
-    utilisation: Floats
-    memory_used_bytes: Floats
-    power_w: Floats
-    temperature_c: Floats
+    RECORD, ORDER = DeviceSample, "time_s"
 
     def between(self, start_s: float, end_s: float) -> SampleTable:
         """The samples taken from `start_s` to `end_s`, both included."""
         return self.where((self.time_s >= start_s) & (self.time_s <= end_s))
 
 
-@dataclass(frozen=True, slots=True)
 class HostTable(Table):
     """Readings of the host, by time."""
 
-    ORDER: ClassVar[str] = "time_s"
-
-    time_s: Floats
-    cpu_percent: Floats
-    rss_bytes: Floats
-    disk_read_bytes: Floats
-    disk_write_bytes: Floats
+    RECORD, ORDER = HostSample, "time_s"
 
 
-@dataclass(frozen=True, slots=True)
 class ShardTable(Table):
     """Committed shards, in the order finished."""
 
-    ORDER: ClassVar[str] = "finished_s"
-
-    device: NDArray[np.int16]
-    shard: Ints
-    rows: Ints
-    protein_tokens: Ints
-    dna_tokens: Ints
-    started_s: Floats
-    finished_s: Floats
-    dnabert_s: Floats
-    esm2_s: Floats
-    head_s: Floats
-    commit_s: Floats
-    merge_s: Floats
-    budget_divisor: Ints
-    skipped: Ints
+    RECORD, ORDER = ShardDone, "finished_s"
 
 
 @dataclass(frozen=True, slots=True)

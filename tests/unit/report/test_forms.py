@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.config import Profile, load_profile
+from virnuc_core.errors import InputError
 from virnuc_core.report.build import build_report
 from virnuc_core.report.formatting import shown
 from virnuc_core.report.model import Report
@@ -132,7 +133,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
 
 def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
     text = markdown(report)
-    assert text.startswith('---\nschema_version: 1\nprofile: "phase10-1m"\n')
+    assert text.startswith('---\nschema_version: 2\nprofile: "phase10-1m"\n')
     assert "criteria_met: 6\ncriteria: 7\n" in text
 
 
@@ -259,3 +260,14 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
     scaling = markdown(report).split("## GPU Scaling")[1].split("##")[0]
     assert "| &gt;=1.6x | [PASS] |" in scaling
     assert "| &gt;=3.9x | [FAIL] |" in scaling
+
+
+def test_a_report_of_another_version_is_written_anew(copied: tuple[Path, Profile]) -> None:
+    out, _ = copied
+    path = out / "report" / "report.json"
+    before = path.read_text(encoding="utf-8")
+    edit_json(path, lambda body: body["run"].pop("telemetry"))
+    with pytest.raises(InputError, match="virnuc report DIR"):
+        read_report(path)
+    rerender(out)
+    assert path.read_text(encoding="utf-8") == before

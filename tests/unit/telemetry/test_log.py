@@ -64,9 +64,9 @@ def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
     assert measured.batches.devices == DEVICES
     assert measured.batches.launched_s.tolist() == sorted([100, 101, 102, 103, 104, 101])
     assert np.isnan(measured.batches.device_ms).sum() == 1
-    assert measured.samples.columns().keys() == samples().columns().keys()
-    for name, column in samples().columns().items():
-        np.testing.assert_array_equal(measured.samples.columns()[name], column)
+    assert measured.samples.data.keys() == samples().data.keys()
+    for name, column in samples().data.items():
+        np.testing.assert_array_equal(measured.samples.data[name], column)
     assert measured.shards.esm2_s.tolist() == [2.0, 2.0]
     assert [(s.name, s.seconds, s.fused_into) for s in measured.stages] == [
         ("ESM-2", 4.0, None),

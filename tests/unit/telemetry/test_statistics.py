@@ -148,7 +148,7 @@ def test_the_busiest_device_and_the_spread() -> None:
 
 def test_tables_tell_what_is_wrong_with_columns() -> None:
     good = BatchTable.of([batch(0)])
-    columns = good.columns()
+    columns = good.data
     with pytest.raises(ValueError, match="no column wait_ms"):
         BatchTable.from_columns(("GPU-a",), {k: v for k, v in columns.items() if k != "wait_ms"})
     with pytest.raises(ValueError, match="different lengths"):

@@ -1,0 +1,84 @@
+"""The files of a run: written and read by one model each; what is wrong is named, and left out where one must go on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from virnuc_core.config import EngineSpec
+from virnuc_core.errors import ConfigError
+from virnuc_core.provenance import differing
+from virnuc_core.runfiles import BaselineSummary, DeviceRecord, RunRecord, RunSummary, read, read_usable, write
+
+SUMMARY = RunSummary(
+    wall_s=2.0,
+    total_s=3.0,
+    n_reads=4,
+    threshold=0.5,
+    shards=1,
+    stages={"ESM-2": 1.25, "Feature Merging": None},
+    devices=(DeviceRecord(id="cpu-core-0", kind="cpu", name="Some Processor", core=0),),
+)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "summary.json", SUMMARY)
+    assert read(path, RunSummary) == SUMMARY
+    assert read_usable(path, RunSummary) == (SUMMARY, ())
+    assert SUMMARY.complete
+    assert not SUMMARY.model_copy(update={"stopped_at_limit": True}).complete
+    assert not RunSummary().complete
+
+
+def test_keys_of_other_versions_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps({**SUMMARY.model_dump(mode="json"), "of_tomorrow": 1}))
+    assert read(path, RunSummary) == SUMMARY
+    assert EngineSpec.model_validate({"compile": False}) == EngineSpec()
+    with pytest.raises(ValueError, match="compile"):
+        EngineSpec.model_validate({"compile": True})
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"wall_s": "fast"}, "wall_s"),
+        ({"wall_s": -1.0}, "wall_s"),
+        ({"wall_s": float("nan")}, "wall_s"),
+        ({"n_reads": True}, "n_reads"),
+        ({"n_reads": 2.5}, "n_reads"),
+        ({"stages": {"ESM-2": 1e300}}, "stages.ESM-2"),
+        ({"devices": [{"id": "GPU-1", "kind": "cuda", "name": "a"}, {"id": 7}]}, "devices.1"),
+    ],
+)
+def test_a_wrong_value_is_named_or_left_out(tmp_path: Path, change: dict[str, Any], key: str) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text(json.dumps(SUMMARY.model_dump(mode="json") | change))
+    with pytest.raises(ConfigError, match=rf"summary\.json: {key}"):
+        read(path, RunSummary)
+    found, said = read_usable(path, RunSummary)
+    assert found is not None
+    assert said[0].startswith(f"holds {key}")
+    assert found.total_s == 3.0, "the rest is used"
+    assert not getattr(found, next(iter(change))), "of a list with one wrong value nothing is"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"stages": {}}'])
+def test_a_file_that_is_none_is_said(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "summary.json"
+    assert read_usable(path, BaselineSummary) == (None, ())
+    path.write_text(text)
+    found, said = read_usable(path, BaselineSummary)
+    assert found is None
+    assert len(said) == 1
+    with pytest.raises(ConfigError, match=r"summary\.json"):
+        read(path, RunRecord)
+
+
+def test_whether_two_jobs_are_the_same() -> None:
+    assert differing({"reads": "a", "head": "b"}, {"reads": "a"}) == {}
+    assert differing({"reads": "a", "head": "b"}, {"reads": "a"}, strict=True) == {"head": ("b", "nothing")}
+    assert differing({"reads": "a"}, {"reads": "c"}) == {"reads": ("a", "c")}
