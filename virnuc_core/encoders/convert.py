@@ -44,6 +44,7 @@ from virnuc_core.errors import ConfigError, WeightsError
 DNABERT_WIDTH: Final = 768
 HEAD_NAME: Final = re.compile(r"(\d+)_model\.pth")
 HEAD_CLASS: Final = "MLPClassifier"
+HEAD_MAX_TENSORS: Final = 100  # it has 9; a pickle of a few lines can name one module within itself many times over
 HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; what claims to be one and is larger than this is not read
 
 ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")
@@ -211,24 +212,18 @@ def _first_line(error: Exception) -> str:
 
 
 class ModuleState:
-    """What stands for a pickled module: its tensors and children, none of its code."""
+    """What stands for a pickled module: its tensors under their dotted names, none of its code."""
 
     tensors: dict[str, Tensor]
-    children: dict[str, ModuleState]
 
     def __setstate__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         found = {**state["_parameters"], **state["_buffers"]}
+        for name, module in state["_modules"].items():  # which have their state already
+            inside = {} if module is None else module.tensors
+            found |= {f"{name}.{inner}": tensor for inner, tensor in inside.items()}
+            if len(found) > HEAD_MAX_TENSORS:
+                raise ValueError("more tensors than any head has")
         self.tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-        self.children = {name: one for name, one in state["_modules"].items() if isinstance(one, ModuleState)}
-
-    def flat(self, prefix: str = "", depth: int = 0) -> dict[str, Tensor]:
-        """All tensors under their dotted names."""
-        if depth > 4:
-            raise ValueError("modules within modules, deeper than any head")
-        found = {prefix + name: tensor for name, tensor in self.tensors.items()}
-        for name, child in self.children.items():
-            found |= child.flat(f"{prefix}{name}.", depth + 1)
-        return found
 
 
 HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each becomes the inert stand-in
@@ -257,7 +252,7 @@ def read_head(path: Path) -> dict[str, Tensor]:
             if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
                 raise ValueError("saved on a big-endian machine")
         content = _load_pickle(path, list(HEAD_MODULES), mmap=False)
-        state = _state(content.flat() if isinstance(content, ModuleState) else content, "model_state_dict")
+        state = _state(content.tensors if isinstance(content, ModuleState) else content, "model_state_dict")
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
     except zipfile.BadZipFile as error:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes
-from virnuc_core.encoders.layers import Affine, Encoder, Placing
+from virnuc_core.encoders.layers import Affine, Encoder, WeightReader
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
 from virnuc_core.encoders.tensor_files import Readable
@@ -42,7 +42,7 @@ class DnabertWeights(NamedTuple):
 
 def place_dnabert(tensors: Readable, shape: DnabertShape, precision: Resolved, device: torch.device) -> DnabertWeights:
     """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    read = Placing(tensors, precision, device)
+    read = WeightReader(tensors, precision, device)
     embed = read.wide("embed.weight") + read.wide("token_type.weight")[0]
     layers = tuple(
         DnabertLayer(

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Backend, Rows, positions, rotary_tables
-from virnuc_core.encoders.layers import Affine, Encoder, Placing
+from virnuc_core.encoders.layers import Affine, Encoder, WeightReader
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
 from virnuc_core.encoders.tensor_files import Readable
@@ -47,7 +47,7 @@ class Esm2Weights(NamedTuple):
 
 def place_esm2(tensors: Readable, shape: Esm2Shape, precision: Resolved, device: torch.device) -> Esm2Weights:
     """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    read = Placing(tensors, precision, device)
+    read = WeightReader(tensors, precision, device)
     embed = read.wide("embed.weight")
     if shape.token_dropout:
         embed = embed * TOKEN_DROPOUT_SCALE

@@ -14,7 +14,7 @@ from virnuc_core.encoders.tokenize import PackedBatch
 Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
 
 
-class Placing:
+class WeightReader:
     """Reads weights to `device`, one tensor at a time, in the form that `precision` runs on."""
 
     def __init__(self, tensors: Readable, precision: Resolved, device: torch.device) -> None:

@@ -191,16 +191,28 @@ def test_a_head_with_one_hostile_part_is_refused_whole(trained: MLPClassifier, t
 def test_a_pickle_cannot_change_the_reader_for_the_next_file(trained: MLPClassifier, tmp_path: Path) -> None:
     """BUILD may set attributes on whatever a pickle names, our stand-ins included."""
     program = (
-        b"c__main__\nMLPClassifier\n(N(S'flat'\nccollections\nOrderedDict\nS'__setstate__'\nc__builtin__\nset\ndtb."
+        b"c__main__\nMLPClassifier\n(N(S'tensors'\nccollections\nOrderedDict\nS'__setstate__'\nc__builtin__\nset\ndtb."
     )
     with pytest.raises(WeightsError):
         read_head(archive(tmp_path / "evil.pth", program))
     program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(S'__defaults__'\n(I1\ntdtb."
     with pytest.raises(WeightsError):
         read_head(archive(tmp_path / "evil.pth", program))
-    assert convert.ModuleState.flat.__qualname__ == "ModuleState.flat"
+    assert convert.ModuleState.__setstate__.__qualname__ == "ModuleState.__setstate__"
     torch.save(trained.state_dict(), tmp_path / "500_model.pth")
     assert read_head(tmp_path / "500_model.pth").keys() == trained.state_dict().keys()
+
+
+@pytest.mark.usefixtures("_in_main")
+def test_modules_within_modules_beyond_measure_are_refused(tmp_path: Path) -> None:
+    module: nn.Module = MLPClassifier(4)
+    for _ in range(40):  # 2 ** 40 tensors under their dotted names
+        outer = MLPClassifier(4)
+        outer.hidden_layer = outer.output_layer = module  # type: ignore[assignment]
+        module = outer
+    torch.save(module, tmp_path / "500_model.pth")
+    with pytest.raises(WeightsError, match="more tensors than any head has"):
+        read_head(tmp_path / "500_model.pth")
 
 
 def spoilt(change: Callable[[dict[str, bytes]], object], tmp_path: Path) -> Path:
