@@ -237,16 +237,8 @@ class Repeats:
         return min(found, key=lambda repeat: int(repeat[0]), default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """One bucket of two columns."""
-
-    one: Bucket
-    other: Bucket
-
-
-def share_a_digest(pair: Pair) -> bool:
-    """Whether a digest stands in both buckets."""
-    one, other = pair.one.records(), pair.other.records()
+def share_a_digest(pair: tuple[Bucket, Bucket]) -> bool:
+    """Whether a digest stands in the same bucket of both columns."""
+    one, other = (bucket.records() for bucket in pair)
     one, other = one[np.isin(one[:, 0], other[:, 0])], other[np.isin(other[:, 0], one[:, 0])]
     return not {*map(tuple, one[:, :2].tolist())}.isdisjoint(map(tuple, other[:, :2].tolist()))

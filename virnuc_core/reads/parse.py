@@ -26,22 +26,12 @@ BLOCK_BYTES: Final = 4_000_000  # of one batch, unpacked: a tenth less processor
 _BLANK: Final = b" \t\r\n\v\f"
 
 
-@dataclass(frozen=True, slots=True)
-class Skipped:
-    """A broken record that was left out because the caller asked to go on."""
-
-    file: str
-    line: int | None
-    read_id: str | None
-    problem: str
-
-
 @dataclass(slots=True)
 class ParseLog:
     """What was met on the way; filled while the batches are drawn."""
 
     on_error: OnError = "stop"
-    report: Callable[[Skipped], None] | None = None
+    report: Callable[[InputError], None] | None = None  # given each broken record that is left out
     reads: int = 0
     left_out: int = 0  # reads with letters that are no nucleotides
     skipped: int = 0  # broken records, those reads among them
@@ -58,7 +48,7 @@ class ParseLog:
         self.skipped += 1
         self.skipped_by_file[str(error.file)] += 1
         if self.report is not None:
-            self.report(Skipped(str(error.file), error.line, error.read_id, str(error)))
+            self.report(error)
 
 
 def parse(

@@ -8,7 +8,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import Field, ValidationError
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
 from virnuc_core.reads.fast_parser import ReadBatch
-from virnuc_core.reads.parse import OnError, ParseLog, Skipped, parse
+from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts
 from virnuc_core.reads.store_writer import StoreWriter, fingerprint_for
@@ -202,7 +202,7 @@ def _write(
                 return
             yield batch.without_text()
 
-    with StoreWriter(folder, spec.model_length) as writer:
+    with closing(StoreWriter(folder, spec.model_length)) as writer:
         for segment in workers.map(partial(process, model_length=spec.model_length), timed(), ReadBatch.nbytes):
             with clock.measure("store_s"):
                 writer.add(segment)
@@ -313,8 +313,8 @@ def _new_log(spec: StageSpec, listing: TextIO | None) -> ParseLog:
     listing.truncate()
     listing.write("file\tline\tread\tproblem\n")
 
-    def note(skipped: Skipped) -> None:
-        fields = (skipped.file, skipped.line, skipped.read_id, skipped.problem)
+    def note(error: InputError) -> None:
+        fields = (error.file, error.line, error.read_id, error)
         cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
         listing.write("\t".join(cells) + "\n")
 

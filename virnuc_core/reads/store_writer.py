@@ -6,14 +6,13 @@ import itertools
 from collections import Counter
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.reads.dedup import STRETCH, Bucket, Column, Pair, Repeats, digest_each, repeats_in, share_a_digest
+from virnuc_core.reads.dedup import STRETCH, Bucket, Column, Repeats, digest_each, repeats_in, share_a_digest
 from virnuc_core.reads.fast_parser import offsets_of
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.store import (
@@ -47,7 +46,7 @@ def fingerprint_for(model_length: int) -> Fingerprint:
 
 
 class StoreWriter:
-    """Takes segments in the order of the reads, then writes the store whole; use it in a `with` statement.
+    """Takes segments in the order of the reads, then writes the store whole; to be closed.
 
     Columns go to files of `folder` as they come. Nothing is held that grows with the number of reads, but two bits for
     each row.
@@ -71,7 +70,7 @@ class StoreWriter:
 
     def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
         """Find what repeats among rows and ids; gives the first read whose id an earlier one has, and that one."""
-        self._opened.close()
+        self.close()
         ids, rows = (Bucket.all_of(self._columns[name]) for name in ("read_id_digest", "row_digest"))
         buckets = ids + rows
         for number, found in enumerate(workers.map(repeats_in, buckets)):
@@ -106,12 +105,8 @@ class StoreWriter:
         name = self._read("read_id_bytes", begin, end).tobytes().decode()
         return name, int(self._read("read_line", read, read + 1)[0])
 
-    def __enter__(self) -> StoreWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the files of columns; nothing can be appended any more."""
         self._opened.close()
 
     def _read(self, name: str, low: int, high: int) -> NDArray[Any]:
@@ -122,7 +117,7 @@ class StoreWriter:
         for mark in map(".".__mul__, itertools.count(1)):
             names = self._digests_of_names(mark)
             ids = Bucket.all_of(self._columns["read_id_digest"])
-            pairs = [Pair(Bucket(names, bucket.number, bucket.buckets), bucket) for bucket in ids]
+            pairs = [(Bucket(names, bucket.number, bucket.buckets), bucket) for bucket in ids]
             if not len(names) or not any([*workers.map(share_a_digest, pairs)]):
                 return mark
         raise AssertionError

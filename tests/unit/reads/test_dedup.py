@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.reads import dedup
-from virnuc_core.reads.dedup import LONGEST, Bucket, Column, Pair, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.dedup import LONGEST, Bucket, Column, Repeats, digests, repeats_in, share_a_digest
 
 MASK = (1 << 64) - 1
 
@@ -139,4 +139,4 @@ def test_shared_digests_are_seen(
 ) -> None:
     folder = tmp_path_factory.mktemp("shared")
     one, other = (Bucket(column(folder, name, some), 0, 1) for name, some in (("a", pairs), ("b", others)))
-    assert share_a_digest(Pair(one, other)) == bool({*pairs} & {*others})
+    assert share_a_digest((one, other)) == bool({*pairs} & {*others})
