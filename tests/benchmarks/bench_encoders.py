@@ -143,6 +143,7 @@ class Bench:
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.device = options, torch.device(options.device)
+        self.device_name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         self.deadline = time.perf_counter() + options.time_limit
         kinds = ("measured", "ceilings", "cosines", "not_run", "profiles")
         self.found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
@@ -223,10 +224,8 @@ class Bench:
             kernels = profile(lambda: encoder.embed(batch), self.device)
             self.note("profiles", variant=variant, slots=slots, row_tokens=length, kernels=kernels)
 
-    def datasheet(self, precision: Resolved) -> float | None:
-        """The device's peak, TFLOP/s, where it is known."""
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
-        peaks = next((peaks for part, peaks in DATASHEET.items() if part in name), (None, None))
+    def datasheet(self, precision: Resolved) -> float | None:  # TFLOP/s, where it is known
+        peaks = next((peaks for part, peaks in DATASHEET.items() if part in self.device_name), (None, None))
         return None if precision == "fp32" else peaks[precision == "fp8"]
 
     def note(self, kind: str, **found: Any) -> None:
@@ -236,12 +235,11 @@ class Bench:
 
     def record(self) -> dict[str, Any]:
         """All of it, for the JSON file."""
-        cuda = self.device.type == "cuda"
         return {
             "schema_version": 2,
             "command": shlex.join([Path(sys.executable).name, *sys.argv]),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "device": torch.cuda.get_device_name(self.device) if cuda else "CPU",
+            "device": self.device_name,
             **{name: getattr(self.options, name) for name in ("esm2", "dnabert_s")},
             **self.found,
         }
