@@ -111,16 +111,10 @@ class Ledger:
 
     @staticmethod
     def _mark_duplicates(rows: list[Row]) -> list[Row]:
-        first: dict[str, str] = {}
-        for row in rows:  # the file a fate was written for comes first, else the oldest
-            if row.sha256 and row.note == "":
-                first.setdefault(row.sha256, row.file)
-        marked = []
-        for row in rows:
-            twin = first.get(row.sha256)
-            same = not row.sha256 or twin is None or twin == row.file
-            marked.append(row if same else row.but("duplicate", f"same content as {twin}"))
-        return marked
+        # the file a fate was written for comes first, else the oldest
+        first = {row.sha256: row.file for row in reversed(rows) if row.sha256 and row.note == ""}
+        twins = ((row, first.get(row.sha256, row.file)) for row in rows)
+        return [row if twin == row.file else row.but("duplicate", f"same content as {twin}") for row, twin in twins]
 
     def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
         """Whether a file waits for its fate."""

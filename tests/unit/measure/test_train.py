@@ -76,7 +76,7 @@ def new_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     return make
 
 
-def test_a_signal_is_learnt_and_the_head_can_be_used(world: World, new_models: Callable[[], Path]) -> None:
+def test_a_signal_is_learnt_and_the_head_has_the_original_names(world: World, new_models: Callable[[], Path]) -> None:
     models = new_models()
     summary = train_head(world.run, world.store, world.truth, models, models=models, spec=QUICK)
     assert summary.test_accuracy > 0.85
@@ -88,6 +88,17 @@ def test_a_signal_is_learnt_and_the_head_can_be_used(world: World, new_models: C
     scores = head.scores(stored_embeddings(world.run, [splits[2].unique])[0])
     found = (scores[:, 1] > 0.5).numpy() == (splits[2].label == 1)
     assert found.mean() == pytest.approx(summary.test_accuracy), "what is written is what was judged"
+    assert set(load_file(models / "head" / "model.safetensors")) == {
+        "hidden_layer.weight",
+        "hidden_layer.bias",
+        "bn1.weight",
+        "bn1.bias",
+        "bn1.running_mean",
+        "bn1.running_var",
+        "output_layer.weight",
+        "output_layer.bias",
+    }
+    assert read_head_shape(models / "head" / "config.json").hidden == 32
 
 
 def test_noise_is_not_learnt(tmp_path: Path, new_models: Callable[[], Path]) -> None:
@@ -119,22 +130,6 @@ def test_the_same_seed_gives_the_same_bytes(world: World, new_models: Callable[[
     heads = [(folder / "head" / "model.safetensors").read_bytes() for folder in folders]
     assert heads[0] == heads[1]
     assert heads[0] != heads[2]
-
-
-def test_the_file_has_the_original_names(world: World, new_models: Callable[[], Path]) -> None:
-    models = new_models()
-    train_head(world.run, world.store, world.truth, models, models=models, spec=QUICK)
-    assert set(load_file(models / "head" / "model.safetensors")) == {
-        "hidden_layer.weight",
-        "hidden_layer.bias",
-        "bn1.weight",
-        "bn1.bias",
-        "bn1.running_mean",
-        "bn1.running_var",
-        "output_layer.weight",
-        "output_layer.bias",
-    }
-    assert read_head_shape(models / "head" / "config.json").hidden == 32
 
 
 def test_splits_are_balanced_and_share_no_genome(world: World) -> None:
