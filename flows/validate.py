@@ -33,8 +33,7 @@ from tasks.validate import BASELINE, baseline, compare, emit_outcome, met_senten
 from virnuc_core.config import Devices, EngineSpec, Profile, load_profile
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
-from virnuc_core.pipeline import ClassifySpec, model_length, read_summary
-from virnuc_core.provenance import record_validation
+from virnuc_core.pipeline import ClassifySpec, model_length, read_summary, record_validation
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import RUN_PREFIX
 from virnuc_core.report.model import Report

@@ -5,20 +5,15 @@ from __future__ import annotations
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
 import virnuc_core
-from virnuc_core.config import Profile
-from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.engine.devices import Device
 from virnuc_core.errors import ConfigError, RunMismatchError
-from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import Attempt, RunRecord, StagingTally, ValidationRecord, device_records, read, write
+from virnuc_core.runfiles import Attempt, RunRecord, device_records, read
 from virnuc_core.telemetry.sampler import driver_versions
 
 MODEL_LENGTH: Final = "model length"
@@ -135,53 +130,3 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
 
 def _short(text: str) -> str:
     return text if len(text) <= 20 else text[:12] + "…"
-
-
-def record_validation(
-    out: Path,
-    *,
-    spec: dict[str, Any],
-    profile: Profile,
-    models: Path,
-    staging: StageSummary,
-    model_length: int,
-    devices: tuple[Device, ...],
-    force: bool,
-) -> None:
-    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
-
-    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
-    """
-    weights = fingerprint(models)
-    fresh = new_record(
-        spec=spec,
-        model_length=model_length,
-        fingerprints={"reads": staging.fingerprint, **asdict(weights)},
-        resolved={},
-        devices=[device.record() for device in devices],
-        store=RunDir(out).store.name,
-    )
-    tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
-    record = ValidationRecord(
-        **dict(fresh) | {"versions": fresh.versions | _cuda_version()},
-        profile=profile,
-        staging=StagingTally.model_validate(tally),
-    )
-    path = RunDir(out).record
-    if path.is_file():
-        before = read(path, ValidationRecord)
-        others = differing(before.fingerprints, record.fingerprints, strict=True)
-        if others and not force:
-            raise RunMismatchError(
-                f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
-            )
-        if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
-            record = record.model_copy(update={"created": before.created})
-    write(path, record)
-
-
-def _cuda_version() -> dict[str, str]:
-    """The CUDA that torch was built for; empty for a torch without."""
-    import torch
-
-    return {} if torch.version.cuda is None else {"cuda": torch.version.cuda}

@@ -288,19 +288,7 @@ class OverheadFile(RunFile):
     pairs: tuple[OverheadPair, ...]
 
 
-# --- beside the store, and beside the report --------------------------------------------------------------------------
-
-
-class StoreTimings(RunFile):
-    """`orfs.made.json`: seconds that making a store took; what several workers did at once is shared out evenly."""
-
-    fingerprint: str  # of the store
-    cut_s: Seconds  # unpacking and cutting the text, which one process does for all; part of the next
-    parse_s: Seconds
-    chunk_s: Seconds
-    translate_s: Seconds
-    store_s: Seconds
-    total_s: Seconds
+# --- beside the report --------------------------------------------------------------------------
 
 
 class ApprovalRecord(RunFile):

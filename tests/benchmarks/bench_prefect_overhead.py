@@ -48,7 +48,7 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
 
     started = time.perf_counter()
     from tasks.validate import comparisons
-    from virnuc_core.provenance import record_validation
+    from virnuc_core.pipeline import record_validation
 
     imported_s = time.perf_counter() - started
     profile, devices, length = load_profile(PROFILE), Devices.parse(devices_text), model_length(models)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -90,6 +90,14 @@ class Verification:
         self.figures += 1
         self.differences.append(what)
 
+    @contextmanager
+    def noting(self, where: str = "") -> Iterator[None]:
+        """Note what the body could not read."""
+        try:
+            yield
+        except VirnucError as error:
+            self.wrong(f"{where}{error}")
+
 
 def _equal(a: object, b: object) -> bool:
     numbers = (int, float)
@@ -115,21 +123,16 @@ def verify_report(out: Path) -> Verification:
     if (out / REGRESSION).is_file() and (entry := entry_of(again)) is not None:
         found.same(f"{REGRESSION}: entry", read(out / REGRESSION, RegressionFile).entry, entry)
     for name in run_names(out):
-        _noting(found, partial(_run, found, raw, name))
-    _noting(found, partial(_store, found, raw))
+        with found.noting():
+            _run(found, raw, name)
+    with found.noting():
+        _store(found, raw)
     _baseline(found, raw, report.profile.baseline.reads)
     _comparisons(found, raw)
     _one_job(found, raw)
     for line in (*contradictions(out), *raw.remarks()):
         found.wrong(line)
     return found
-
-
-def _noting(found: Verification, check: Callable[[], None]) -> None:
-    try:
-        check()
-    except VirnucError as error:
-        found.wrong(str(error))
 
 
 def _as_answered(found: Verification, report: Report, again: Report) -> Report:
@@ -301,10 +304,8 @@ def _comparisons(found: Verification, raw: RawFolder) -> None:
     """Every comparison on record, done again from the results it speaks of."""
     for said in read_comparisons(raw):
         where = f"comparison.json: {said.a} and {said.b}"
-        try:
+        with found.noting(f"{where} cannot be compared again: "):
             found.same(where, said, repeat(raw.root, said))
-        except VirnucError as error:
-            found.wrong(f"{where} cannot be compared again: {error}")
 
 
 def repeat(out: Path, said: Comparison) -> Comparison:
