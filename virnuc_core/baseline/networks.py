@@ -38,7 +38,7 @@ def _real(lengths: Tensor, longest: int) -> Tensor:
 
 
 class Readable(Protocol):
-    """A checkpoint under the names of `encoders.shapes`."""
+    """A checkpoint under the names of `encoders.model_config`."""
 
     def names(self) -> list[str]: ...
 
@@ -60,15 +60,36 @@ class Sizes:
     norm_eps: float
 
 
-class PaddedEsm2:
-    """ESM-2 over padded batches.
+class _Padded:
+    """What both encoders do alike.
 
-    `tensors` bear the names of `encoders.shapes.Esm2Shape`, and their device and precision are those of the run.
+    `tensors` bear the names of `encoders.model_config`, and their device and precision are those of the run.
     """
 
-    def __init__(self, tensors: Tensors, sizes: Sizes, *, token_dropout: bool) -> None:
-        self.w, self.sizes, self.token_dropout = tensors, sizes, token_dropout
+    def __init__(self, tensors: Tensors, sizes: Sizes) -> None:
+        self.w, self.sizes = tensors, sizes
         self.device = tensors["embed.weight"].device
+
+    def _heads(self, p: str, x: Tensor) -> Tensor:
+        """Queries, keys and values: [3, rows, heads, longest, head_dim]."""
+        rows, longest, width = x.shape
+        heads = self.sizes.heads
+        return self._linear(f"{p}.qkv", x).view(rows, longest, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
+
+    def _linear(self, name: str, x: Tensor) -> Tensor:
+        return F.linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
+
+    def _norm(self, name: str, x: Tensor) -> Tensor:
+        weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, self.sizes.norm_eps)
+
+
+class PaddedEsm2(_Padded):
+    """ESM-2 over padded batches."""
+
+    def __init__(self, tensors: Tensors, sizes: Sizes, *, token_dropout: bool) -> None:
+        super().__init__(tensors, sizes)
+        self.token_dropout = token_dropout
 
     def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The last layer's output after the final norm, [rows, longest, width]; padding positions hold no meaning."""
@@ -108,23 +129,13 @@ class PaddedEsm2:
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     def _attention(self, p: str, x: Tensor, real: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        rows, longest, width = x.shape
-        head_dim = width // self.sizes.heads
-        qkv = self._linear(f"{p}.qkv", x).view(rows, longest, 3, self.sizes.heads, head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each [rows, heads, longest, head_dim]
-        q = _rotated(q * head_dim**-0.5, cos, sin)
+        q, k, v = self._heads(p, x)
+        q = _rotated(q * q.shape[-1] ** -0.5, cos, sin)
         k = _rotated(k, cos, sin)
         scores = (q @ k.transpose(-1, -2)).masked_fill(~real[:, None, None, :], -math.inf)
         weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-        joined = (weights @ v).transpose(1, 2).reshape(rows, longest, width)
+        joined = (weights @ v).transpose(1, 2).reshape(x.shape)
         return self._linear(f"{p}.out", joined)
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
-        return F.layer_norm(x, weight.shape, weight, bias, self.sizes.norm_eps)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -133,15 +144,8 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class PaddedDnabertS:
-    """DNABERT-S over padded batches.
-
-    `tensors` bear the names of `encoders.shapes.DnabertShape`, and their device and precision are those of the run.
-    """
-
-    def __init__(self, tensors: Tensors, sizes: Sizes) -> None:
-        self.w, self.sizes = tensors, sizes
-        self.device = tensors["embed.weight"].device
+class PaddedDnabertS(_Padded):
+    """DNABERT-S over padded batches."""
 
     def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The last layer's output, [rows, longest, width]; padding positions hold no meaning."""
@@ -170,20 +174,10 @@ class PaddedDnabertS:
         return bias.to(self.w["embed.weight"].dtype)
 
     def _attention(self, p: str, x: Tensor, bias: Tensor) -> Tensor:
-        rows, longest, width = x.shape
-        head_dim = width // self.sizes.heads
-        qkv = self._linear(f"{p}.qkv", x).view(rows, longest, 3, self.sizes.heads, head_dim)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(head_dim) + bias
-        joined = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(rows, longest, width)
+        q, k, v = self._heads(p, x)
+        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
+        joined = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(x.shape)
         return self._linear(f"{p}.out", joined)
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
-        return F.layer_norm(x, weight.shape, weight, bias, self.sizes.norm_eps)
 
 
 def alibi_slopes(heads: int) -> list[float]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from virnuc_core.config import Devices
 from virnuc_core.encoders.checkpoint import init_random
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 
@@ -20,12 +21,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def reads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """900 reads of 60 to 700 bases, one in nine a copy of an earlier one."""
+    """600 reads of 60 to 700 bases, one in nine a copy of an earlier one."""
     rng = random.Random(5)
     path = tmp_path_factory.mktemp("reads") / "small.fasta"
     lines: list[str] = []
     sequences: list[str] = []
-    for i in range(900):
+    for i in range(600):
         fresh = "".join(rng.choices("ACGT", k=rng.randint(60, 700)))
         sequences.append(rng.choice(sequences) if i % 9 == 8 else fresh)
         lines += [f">read{i}", sequences[-1]]
@@ -37,3 +38,13 @@ def reads_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def staged(tmp_path_factory: pytest.TempPathFactory, reads_file: Path) -> tuple[Path, StageSummary]:
     store = tmp_path_factory.mktemp("store") / "orfs.h5"
     return store, stage(StageSpec(reads=(str(reads_file),), model_length=300), store)
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory, staged: tuple[Path, StageSummary], tiny_models: Path) -> Path:
+    """A finished run on one core."""
+    from .test_runs import go
+
+    root = tmp_path_factory.mktemp("reference") / "run"
+    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    return root
