@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 ROUNDS = 16
 
 
-@pytest.mark.parametrize("kind", ["loader", "everything", "truncate"])
+@pytest.mark.parametrize("kind", ["loader", "everything"])
 def test_a_struck_run_resumes_to_the_same_bytes_and_leaves_no_process(
     harness: ModuleType, scene: Any, tmp_path: Path, kind: str
 ) -> None:
@@ -113,6 +113,7 @@ def test_not_a_number_stops_the_run_and_names_the_row(harness: ModuleType, scene
     assert not (tmp_path / "run" / "summary.json").exists()
 
 
+@pytest.mark.slow
 def test_one_death_by_a_passing_fault_sets_nothing_aside(harness: ModuleType, scene: Any, tmp_path: Path) -> None:
     _, protein = guilty_row(scene)
     fault = {"kind": "poison", "protein": protein, "marker": str(tmp_path / "struck")}

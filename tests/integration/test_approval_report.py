@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flows.validate import validate
+from flows.validate import ask, validate
 from virnuc_core.report.verify import verify_report
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
@@ -23,6 +23,11 @@ def validated(
     given = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:1", "profile": "ci-smoke"}
     validate(**given)
     return given
+
+
+@pytest.fixture(autouse=True)
+def _asked_every_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ask.__kwdefaults__, "poll_s", 1)
 
 
 def test_without_an_answer_the_report_says_pending_and_a_repetition_computes_nothing(validated: dict[str, Any]) -> None:
