@@ -76,11 +76,7 @@ def predict(settings: PredictSettings, debug: bool) -> int:
     """Say which reads are viral."""
     state = _start("flows.predict:predict", settings, debug)
     _say(state.message, f"Results: {settings.out}")
-    from virnuc_core.pipeline import read_summary
-    from virnuc_core.rundir import RunDir
-
-    summary = read_summary(RunDir(settings.out))
-    return PARTIAL if summary is not None and summary.fates["failed"] else 0
+    return PARTIAL if state.result().fates["failed"] else 0
 
 
 @command(InboxSettings)
@@ -105,14 +101,12 @@ def validate(settings: ValidateSettings, debug: bool) -> int:
     """Prove this machine, with these weights, against a profile; exit code 5 when a criterion was missed."""
     state = _start("flows.validate:validate", settings, debug, load_profile(settings.profile).engine)
     from flows.local_run import ui_hint
-    from tasks.step import REJECTED
-    from virnuc_core.report.render import read_report
+    from tasks.step import NOT_MET, REJECTED
 
     folder = settings.out / "report"
     _say((folder / "report.txt").read_text(encoding="utf-8"), state.message, f"Report: {folder / 'report.html'}")
     ui_hint(state.state_details.flow_run_id)
-    missed = state.name == REJECTED or read_report(folder / "report.json").failed
-    return CRITERION_FAILED if missed else 0
+    return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
 
 
 @command(ScaleSettings)

@@ -25,6 +25,10 @@ from virnuc_core.errors import ConfigError
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
 Reads = Annotated[tuple[str, ...], Field(min_length=1)]
+Slots = Annotated[int, Field(ge=64, le=1 << 20)]
+Tokens = Annotated[int, Field(ge=64)]
+Loaders = Annotated[int, Field(ge=0, le=64)]
+Batches = Annotated[int, Field(ge=1, le=64)]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "varlen", "fused", "reference"]
@@ -176,7 +180,8 @@ class ComputeSettings(Spec):
         Errors: `ConfigError` for a file that is not there or holds what is no setting.
         """
         from_file = {} if self.settings is None else read_settings(self.settings)
-        given = {name: getattr(self, name) for name in ENGINE_SETTINGS if getattr(self, name) not in (None, "default")}
+        own = {name: value for name, value in self if name in EngineSpec.model_fields}
+        given = {name: value for name, value in own.items() if value not in (None, "default")}
         return build(EngineSpec, base.model_dump() | from_file | given)
 
 
@@ -192,17 +197,6 @@ def read_settings(path: Path) -> dict[str, Any]:
     if unknown:
         raise ConfigError(f"settings {path}: {', '.join(unknown)} is no engine setting; see docs/operations.md")
     return found
-
-
-ENGINE_SETTINGS = (
-    "precision",
-    "attention",
-    "token_budget",
-    "dna_token_budget",
-    "shard_tokens",
-    "num_workers",
-    "prefetch_factor",
-)
 
 
 class ReadingSettings(Spec):
@@ -246,9 +240,7 @@ class MeasureSettings(RunSettings):
 
     out: Path = Field(description="directory of the runs and the report")
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
-    history: Path | None = Field(
-        None, description="file of past runs (default: virnuc-history.jsonl beside the output)"
-    )
+    history: Path | None = Field(None, description="file of past runs; else virnuc-history.jsonl beside the output")
 
 
 class ValidateSettings(MeasureSettings):
@@ -295,21 +287,13 @@ class TuneSettings(RunSettings):
     search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
     allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
-    token_budgets: tuple[Annotated[int, Field(ge=64, le=1 << 20)], ...] = Field(
-        (8_192, 16_384, 32_768), description="token slots of one ESM-2 batch to try"
-    )
-    dna_token_budgets: tuple[Annotated[int, Field(ge=64, le=1 << 20)], ...] = Field(
-        (), description="token slots of one DNABERT-S batch to try"
-    )
+    token_budgets: tuple[Slots, ...] = Field((8_192, 16_384, 32_768), description="slots of one ESM-2 batch to try")
+    dna_token_budgets: tuple[Slots, ...] = Field((), description="slots of one DNABERT-S batch to try")
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
     precisions: tuple[Precision, ...] = Field((), description="precisions to try")
-    loader_workers: tuple[Annotated[int, Field(ge=0, le=64)], ...] = Field(
-        (0, 2, 4), description="loader processes of one device to try"
-    )
-    prefetch_factors: tuple[Annotated[int, Field(ge=1, le=64)], ...] = Field(
-        (2, 4), description="batches kept ready for each loader to try"
-    )
-    shard_sizes: tuple[Annotated[int, Field(ge=64)], ...] = Field((), description="ESM-2 tokens of one shard to try")
+    loader_workers: tuple[Loaders, ...] = Field((0, 2, 4), description="loader processes of one device to try")
+    prefetch_factors: tuple[Batches, ...] = Field((2, 4), description="batches kept ready for each loader to try")
+    shard_sizes: tuple[Tokens, ...] = Field((), description="ESM-2 tokens of one shard to try")
 
     def swept(self) -> dict[str, tuple[Any, ...]]:
         """Engine settings and the values to try, without those that are not swept."""

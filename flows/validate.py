@@ -204,8 +204,8 @@ def _approval(settings: ValidateSettings, judged: Report) -> Approval:
     folder = RunDir(settings.out).report
     approval = ask(folder, approval_form(judged, settings.out), timeout_s=settings.approval_timeout_s)
     rerender(settings.out)
-    name, text = f"approval-{judged.profile.name}", as_markdown(approval)
-    publish_markdown(name, text, f"{approval.verdict} by {approval.reviewer}", folder)
+    said = f"{approval.verdict} by {approval.reviewer}"
+    publish_markdown(f"approval-{judged.profile.name}", as_markdown(approval), said, folder)
     return approval
 
 
