@@ -148,11 +148,6 @@ class Sampler:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
-    @property
-    def sees_devices(self) -> bool:
-        """Whether device readings can be had at all."""
-        return self._provider is not None
-
     def sample_once(self) -> None:
         """Take one reading of everything now."""
         now = self._clock()
