@@ -65,8 +65,8 @@ gpu = Device("GPU-guarded", "cuda", "a GPU by name")
 def guarded():
     with no_orphans(), device_slots([gpu]), LocalWorkers("guarded_worker") as workers:
         workers.start(EngineWorkerSpec(models=run, device=gpu, engine=EngineSpec()), Path(log + ".errors"))
-        while not isinstance(workers.receive(600)[1], Closed):
-            pass
+        while not isinstance(event := workers.receive(600)[1], Closed):
+            Path(log + ".errors").write_text(event.message)  # Failed is all that it may say
 
 guarded()
 """
@@ -138,7 +138,9 @@ def test_when_the_holder_is_killed_its_worker_dies_and_the_waiting_run_takes_ove
             os.kill(first.pid, signal.SIGKILL)
             killed_at = time.time()
             wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE, "its worker to end")
-            os.close(lock_device(GPU.id, 0.0))  # the lock is free at once; the slot comes back when its lease is over
+            os.close(
+                lock_device(GPU.id, 5.0)
+            )  # free as soon as its last thread is gone; the slot, when its lease is over
             assert second.wait(LEASE_S + PATIENCE_S) == 0, (tmp_path / "second.out").read_text()
     began = lines.of("heir", "begins")
     assert began is not None
