@@ -8,6 +8,7 @@ it, 6 done but rows had to be set aside, 130 interrupted.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import traceback
@@ -69,6 +70,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if words[:1] == ["help"]:
         words[0] = "--help"
     debug = "--debug" in words
+    if not os.environ.get("VIRNUC_MODELS"):
+        os.environ.pop("VIRNUC_MODELS", None)  # an empty one names no directory; to cyclopts it would be this one
     if not debug:  # a machine without a GPU is not a fatal error
         logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)  # it sets its own level on import
     try:

@@ -157,6 +157,12 @@ def test_words_become_settings_and_the_models_may_come_from_the_environment(
     assert {name: getattr(asked[0], name) for name in expected} == expected
 
 
+def test_an_empty_variable_names_no_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("VIRNUC_MODELS", "")
+    assert main(["predict", "a.fq", "-o", "run"]) == 2
+    assert "--models" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words",
     [
