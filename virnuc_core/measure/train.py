@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from pydantic import Field
@@ -38,7 +39,6 @@ log = logging.getLogger(__name__)
 CLASSES: Final = ("others", "virus")
 SPLITS: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
-READ_IDS_AT_ONCE: Final = 65_536
 SHARED_FROM: Final = 100_000_000  # multiplications of one step from which several threads pay
 
 
@@ -60,13 +60,11 @@ class TrainSpec(Spec):
 
 
 @dataclass(frozen=True, slots=True)
-class Truth:
-    """What each read is known to be, in the order of the truth file."""
+class Split:
+    """Rows of one split: where each row's embedding is, and its class."""
 
-    ids: tuple[str, ...]
-    label: NDArray[np.int64]  # [reads] index into CLASSES
-    genome: NDArray[np.int64]  # [reads] index into `genomes`
-    genomes: tuple[str, ...]
+    unique: NDArray[np.int64]
+    label: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,51 +88,27 @@ class TrainSummary:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Rows of one split: where each row's embedding is, and its class."""
+def read_truth(path: Path) -> pd.DataFrame:
+    """What each read is known to be, from a TAB-separated file: columns `read`, `label` (index into CLASSES), `genome`.
 
-    unique: NDArray[np.int64]
-    label: NDArray[np.int64]
-
-
-def _network(shape: HeadShape, dropout: float) -> nn.Sequential:
-    """The head while it learns; its tensors bear the names of the head file."""
-    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
-    for layer in (hidden, output):
-        nn.init.xavier_uniform_(layer.weight)
-        nn.init.zeros_(layer.bias)
-    norm = nn.BatchNorm1d(shape.hidden, eps=shape.norm_eps)
-    parts = {"hidden_layer": hidden, "bn1": norm, "relu": nn.ReLU(), "dropout": nn.Dropout(dropout)}
-    return nn.Sequential(OrderedDict({**parts, "output_layer": output}))
-
-
-def read_truth(path: Path) -> Truth:
-    """Read a TAB-separated truth file with the columns `read`, `label` (virus or others) and `genome`.
-
-    Errors: `InputError` names the line and what is wrong with it.
+    In the file a label is `virus` or `others`. Errors: `InputError` names the line and what is wrong with it.
     """
-    ids: list[str] = []
-    labels: list[int] = []
-    genomes: dict[str, int] = {}
-    genome: list[int] = []
+    rows = []
     try:
         with path.open(encoding="utf-8", newline="") as handle:
-            table = csv.reader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
-            header = next(table, [])
-            missing = [name for name in TRUTH_COLUMNS if name not in header]
+            lines = csv.DictReader(handle, delimiter="\t", quoting=csv.QUOTE_NONE)
+            missing = [name for name in TRUTH_COLUMNS if name not in (lines.fieldnames or ())]
             if missing:
                 raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
-            at = [header.index(name) for name in TRUTH_COLUMNS]
-            for number, line in enumerate(table, start=2):
-                if len(line) <= max(at) or line[at[1]] not in CLASSES:
-                    raise InputError("wanted read, label (virus or others) and genome", file=path, line=number)
-                ids.append(line[at[0]])
-                labels.append(CLASSES.index(line[at[1]]))
-                genome.append(genomes.setdefault(line[at[2]], len(genomes)))
+            for line in lines:
+                read, label, genome = (line[name] for name in TRUTH_COLUMNS)
+                if read is None or label not in CLASSES or genome is None:
+                    wanted = "wanted read, label (virus or others) and genome"
+                    raise InputError(wanted, file=path, line=lines.line_num)
+                rows.append((read, CLASSES.index(label), genome))
     except OSError as error:
         raise InputError(f"cannot be read ({error.strerror})", file=path) from error
-    return Truth(tuple(ids), np.array(labels, dtype=np.int64), np.array(genome, dtype=np.int64), tuple(genomes))
+    return pd.DataFrame(rows, columns=TRUTH_COLUMNS)
 
 
 def split_genomes(
@@ -179,14 +153,24 @@ def _deal(
 
 
 def choose_rows(
-    store: OrfStore, truth: Truth, spec: TrainSpec, rng: np.random.Generator
+    store: OrfStore, truth: pd.DataFrame, spec: TrainSpec, rng: np.random.Generator
 ) -> tuple[tuple[Split, ...], dict[str, int]]:
     """The rows of each split, balanced, in random order; and the number of genomes of each split.
 
-    Errors: `InputError` names reads of the store that the truth file does not know.
+    Errors: `InputError` names reads of the store that the truth file does not know, and one that it names twice.
     """
-    line = _truth_lines(store, truth)[np.asarray(store.row_read)]
-    label, genome, unique = truth.label[line], truth.genome[line], np.asarray(store.row_unique)
+    names = pd.Index(truth["read"])
+    if not names.is_unique:
+        raise InputError("the truth file names a read twice; ids must be unique")
+    reads = store.read_ids(0, store.n_reads)
+    line = names.get_indexer(reads)
+    unknown = np.flatnonzero(line < 0)
+    if len(unknown):
+        said = ", ".join(reads[place] for place in unknown[:3])
+        raise InputError(f"{len(unknown)} reads have no line in the truth file, among them {said}")
+    row = line[np.asarray(store.row_read)]
+    label, genome = truth["label"].to_numpy()[row], pd.factorize(truth["genome"])[0][row]
+    unique = np.asarray(store.row_unique)
     split = split_genomes(genome, label, spec, rng)
     found, genomes = [], {}
     for number, name in enumerate(SPLITS):
@@ -197,22 +181,6 @@ def choose_rows(
         found.append(Split(unique[chosen], label[chosen]))
         genomes[name] = len(np.unique(genome[split == number]))
     return tuple(found), genomes
-
-
-def _truth_lines(store: OrfStore, truth: Truth) -> NDArray[np.int64]:
-    """For each read of the store its line of the truth file, [n_reads]."""
-    place = {name: number for number, name in enumerate(truth.ids)}
-    if len(place) != len(truth.ids):
-        raise InputError("the truth file names a read twice; ids must be unique")
-    found = np.empty(store.n_reads, dtype=np.int64)
-    for low in range(0, store.n_reads, READ_IDS_AT_ONCE):
-        names = store.read_ids(low, min(low + READ_IDS_AT_ONCE, store.n_reads))
-        found[low : low + len(names)] = [place.get(name, -1) for name in names]
-    unknown = np.flatnonzero(found < 0)
-    if len(unknown):
-        names = [store.read_ids(int(i), int(i) + 1)[0] for i in unknown[:3]]
-        raise InputError(f"{len(unknown)} reads have no line in the truth file, among them {', '.join(names)}")
-    return found
 
 
 def stored_embeddings(run: RunDir, wanted: Sequence[NDArray[np.int64]]) -> list[Tensor]:
@@ -286,6 +254,17 @@ def _few_threads(products: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def _network(shape: HeadShape, dropout: float) -> nn.Sequential:
+    """The head while it learns; its tensors bear the names of the head file."""
+    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
+    for layer in (hidden, output):
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    norm = nn.BatchNorm1d(shape.hidden, eps=shape.norm_eps)
+    parts = {"hidden_layer": hidden, "bn1": norm, "relu": nn.ReLU(), "dropout": nn.Dropout(dropout)}
+    return nn.Sequential(OrderedDict({**parts, "output_layer": output}))
+
+
 def _fit(
     network: nn.Module, train: tuple[Tensor, Tensor], validation: tuple[Tensor, Tensor], spec: TrainSpec
 ) -> tuple[int, int, float]:
@@ -295,8 +274,7 @@ def _fit(
     """
     optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, spec.step_epochs, spec.step_decay)
-    best_loss, best_epoch, best = float("inf"), 0, copy.deepcopy(network.state_dict())
-    epoch = 0
+    epoch, best_loss, best_epoch, best = 0, float("inf"), 0, copy.deepcopy(network.state_dict())
     for epoch in range(1, spec.max_epochs + 1):
         _epoch(network, optimiser, *train, spec.batch_rows)
         schedule.step()
@@ -308,18 +286,16 @@ def _fit(
         elif epoch - best_epoch >= spec.patience:
             break
     network.load_state_dict(best)
-    network.eval()
     return epoch, best_epoch, best_loss
 
 
 def _epoch(network: nn.Module, optimiser: torch.optim.SGD, features: Tensor, labels: Tensor, batch_rows: int) -> None:
     network.train()
     for batch in torch.randperm(len(features)).split(batch_rows):
-        if len(batch) < 2:
-            continue  # batch norm cannot learn from one row
-        optimiser.zero_grad()
-        nn.functional.cross_entropy(network(features[batch]), labels[batch]).backward()
-        optimiser.step()
+        if len(batch) > 1:  # batch norm cannot learn from one row
+            optimiser.zero_grad()
+            nn.functional.cross_entropy(network(features[batch]), labels[batch]).backward()
+            optimiser.step()
 
 
 def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
