@@ -286,7 +286,7 @@ def overhead(
         shards: shards of each run, for each device
         force: measure again what was measured before
     """
-    from virnuc_core.measure.overhead import measure_again
+    from virnuc_core.measure.bench import measure_again
     from virnuc_core.report.formatting import overhead_text
     from virnuc_core.report.render import write_report
 

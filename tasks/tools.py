@@ -14,9 +14,7 @@ from tasks.step import done, first_attempt, step
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.messages import TraceSpec
-from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.ceiling import measure_ceilings
-from virnuc_core.measure.overhead import measure_overhead
+from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead
 from virnuc_core.measure.trace import WAIT, Operation, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head

@@ -35,7 +35,7 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Dnabert
 from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure.ceiling import AHEAD, linear_pass
+from virnuc_core.measure.bench import AHEAD, linear_pass
 
 # dense tensor-core peaks of the datasheets, TFLOP/s with float32 accumulation: 16-bit, 8-bit
 DATASHEET = {"H200": (989.0, 1979.0), "H100": (989.0, 1979.0), "A100": (312.0, None), "RTX 4090": (165.2, 330.3)}

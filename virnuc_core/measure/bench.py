@@ -1,28 +1,58 @@
-"""One way to measure the engine: a job over a staged store, embedded with given settings, and what its telemetry says.
+"""Rates of the engine, the same in every tool: of a job, of the same job with commits and without, of its layers alone.
 
-Every tool stands on it, so that a rate means the same in all of them.
+The ceiling is what the linear layers sustain on each device, measured just before a run by a process of its own on
+each. Messages in: an EngineWorkerSpec. Out: Measured, or Failed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import shutil
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import fingerprint
+import torch
+
+from virnuc_core.config import Devices, EngineSpec, Profile
+from virnuc_core.encoders.checkpoint import fingerprint, load_all
+from virnuc_core.encoders.dnabert_s import DnabertLayer
+from virnuc_core.encoders.esm2 import Esm2Layer
+from virnuc_core.encoders.precision import product, quantise_rows
 from virnuc_core.engine.devices import Device, resolve, resolve_engine
-from virnuc_core.engine.embedding import Job, Watch, measure_embedding
-from virnuc_core.pipeline import ClassifySpec, prepare
+from virnuc_core.engine.embedding import Job, Watch, measure_embedding, worker_specs
+from virnuc_core.engine.messages import EngineWorkerSpec, Measured
+from virnuc_core.engine.process import LocalWorkers, Parent
+from virnuc_core.engine.runner import Runner
+from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.pipeline import ClassifySpec, model_flops, prepare
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunFile
+from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.runfiles import (
+    MIN_PAIRS,
+    OVERHEAD,
+    ModelFlops,
+    OverheadFile,
+    OverheadPair,
+    RunFile,
+    ValidationRecord,
+    read_usable,
+    write,
+)
 from virnuc_core.telemetry.log import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
+
+log = logging.getLogger(__name__)
+
+SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
+AHEAD: Final = 4  # passes launched before the oldest is waited for
+SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
+SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,3 +145,162 @@ def spread(values: Sequence[float]) -> float:
     """
     middle = median(values)
     return (max(values) - min(values)) / middle if middle else 0.0
+
+
+def measure_overhead(
+    out: Path,
+    bench: Bench,
+    engine: EngineSpec,
+    *,
+    pairs: int = MIN_PAIRS,
+    shards_a_device: int = SHARDS_A_DEVICE,
+    force: bool = False,
+    on_run: Callable[[float], None] = lambda share: None,
+) -> OverheadFile:
+    """Run the pairs, leave their telemetry in `out/overhead/` and write `out/checkpoint_overhead.json`.
+
+    What was measured before of the same reads, weights, settings and devices is used as it is, unless `force`.
+    `on_run` hears the share of runs done. Errors: those of `prepare` and of the pool; `VirnucError` when nothing was
+    launched.
+    """
+    job, ids = bench.fingerprint(engine), tuple(device.id for device in bench.resolved())
+    before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
+    if before is not None and (before.job, before.devices) == (job, ids) and len(before.pairs) >= pairs:
+        return before
+    shutil.rmtree(out / "overhead", ignore_errors=True)
+    found, shards = [], 0
+    for number in range(1, pairs + 1):
+        pair, shards = _pair(out, bench, engine, number, shards_a_device * len(ids))
+        found.append(pair)
+        on_run(number / pairs)
+    measured = OverheadFile(job=job, devices=ids, shards=shards, shard_tokens=engine.shard_tokens, pairs=tuple(found))
+    write(out / OVERHEAD, measured)
+    return measured
+
+
+def measure_again(
+    out: Path, *, models: Path | None, devices: str | None, pairs: int, shards_a_device: int, force: bool = False
+) -> Profile:
+    """Measure in the directory of a finished validation, with its own settings; returns the profile to judge it by.
+
+    Errors: `ConfigError` when `out` is no validation; those of `measure_overhead`.
+    """
+    record = read_usable(RunDir(out).record, ValidationRecord)[0]
+    if record is None or record.profile is None:
+        raise ConfigError(f"{out}: no validation (its run.json names no profile); run virnuc validate first")
+    settings, store = record.spec, RunDir(out).store
+    bench = Bench(store, models or Path(settings.get("models", "")), Devices.parse(devices or settings["devices"]))
+    engine = EngineSpec.model_validate(record.profile.engine.model_dump() | dict(settings.get("engine", {})))
+    measure_overhead(out, bench, engine, pairs=pairs, shards_a_device=shards_a_device, force=force)
+    return record.profile
+
+
+def _pair(out: Path, bench: Bench, engine: EngineSpec, number: int, shards: int) -> tuple[OverheadPair, int]:
+    """One pair; every other begins without commits, so that a drift of clocks and caches favours neither side.
+
+    Its shards are removed, as nobody asks for them.
+    """
+    names = {commit: f"overhead/{number}-{'on' if commit else 'off'}" for commit in (True, False)}
+    made = {}
+    for commit in (True, False) if number % 2 else (False, True):
+        run = RunDir(out / names[commit])
+        with run_lock(run.root):
+            job = bench.job(run, engine.model_copy(update={"commit": commit}))
+            made[commit] = measure(job, shards=shards, sample_s=bench.sample_s)
+            shutil.rmtree(run.shards)
+    rates = {commit: one.committed_tokens_per_s for commit, one in made.items()}
+    if not all(rates.values()):
+        raise VirnucError(f"{out}: no batch was launched, so commits cannot be timed")
+    log.info("pair %d: %.0f tokens/s with commits, %.0f without", number, rates[True], rates[False])
+    pair = OverheadPair(
+        with_run=names[True],
+        without_run=names[False],
+        with_tokens_per_s=rates[True],
+        without_tokens_per_s=rates[False],
+        seconds=min(one.committed_s for one in made.values()),
+        restarts=sum(one.restarts for one in made.values()),
+    )
+    return pair, made[True].shards
+
+
+def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
+    """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none.
+
+    Errors: those that a worker would raise; `WorkerError` for others, and when a process ends without an answer.
+    """
+    found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
+    with LocalWorkers(__name__) as workers:
+        gpus = worker_specs(models, [device for device in devices if device.kind == "cuda"], engine)
+        measuring = {workers.start(gpu, logs / f"ceiling-{gpu.device.id}.log") for gpu in gpus}
+        while measuring:
+            worker, event = workers.expect(measuring, SILENCE_S)
+            assert isinstance(event, Measured)
+            measuring.discard(worker)
+            if not event.tokens_per_s:
+                log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", worker.device)
+            for encoder, rate in event.tokens_per_s.items():
+                found[encoder][worker.device] = rate
+    ceilings = {f"{encoder}_ceiling_tokens_s": rates for encoder, rates in found.items()}
+    return model_flops(models).model_copy(update=ceilings)
+
+
+def _measure(spec: EngineWorkerSpec) -> dict[str, float]:
+    """Tokens/s of each encoder's linear layers on this process's GPU.
+
+    Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
+    """
+    device, engine = torch.device("cuda:0"), spec.engine
+    esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
+    budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
+    Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.model_length // 3 + 2)
+    found: dict[str, float] = {}
+    for name, weights in (("esm2", esm2.weights), ("dnabert_s", dnabert_s.weights)):
+        step = linear_pass(weights.layers, budgets[name], device)
+        passes, elapsed_s = sustained_passes(step, SECONDS[name])
+        found[name] = budgets[name] * passes / elapsed_s
+    return found
+
+
+def linear_pass(
+    layers: Sequence[Esm2Layer] | Sequence[DnabertLayer], slots: int, device: torch.device
+) -> Callable[[], None]:
+    """A call that runs `slots` tokens through every linear layer; inputs of float8 layers are already quantised."""
+    inputs = []
+    for one in layers[0].products:
+        x = torch.randn(slots, one.weight.shape[1], device=device)
+        inputs.append(quantise_rows(x) if one.scale is not None else (x.to(one.weight.dtype), None))
+
+    def step() -> None:
+        for layer in layers:
+            for one, (x, scale) in zip(layer.products, inputs, strict=True):
+                product(x, scale, one)
+
+    return step
+
+
+def sustained_passes(step: Callable[[], object], seconds: float) -> tuple[int, float]:
+    """Run `step` on the current CUDA device for at least `seconds`, after a warm-up: passes, and the seconds taken."""
+    events: list[torch.cuda.Event] = []
+    with torch.inference_mode():
+        step()
+        torch.cuda.synchronize()
+        passes, start = 0, time.perf_counter()
+        while time.perf_counter() - start < seconds:
+            step()
+            passes += 1
+            events.append(torch.cuda.Event())
+            events[-1].record()
+            if len(events) > AHEAD:
+                events.pop(0).synchronize()
+        torch.cuda.synchronize()
+    return passes, time.perf_counter() - start
+
+
+def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+    """Measure on one device, tell the parent, and stay until it ends this process."""
+    try:
+        found = _measure(spec)
+    except torch.OutOfMemoryError:
+        found = {}  # the runs will halve the budgets
+    parent.send(Measured(tokens_per_s=found))
+    parent.receive()

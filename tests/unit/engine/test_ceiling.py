@@ -10,7 +10,7 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.errors import WorkerError
-from virnuc_core.measure.ceiling import measure_ceilings
+from virnuc_core.measure.bench import measure_ceilings
 
 from .test_runs import no_children
 

@@ -8,8 +8,7 @@ import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.overhead import measure_again, measure_overhead
+from virnuc_core.measure.bench import Bench, measure_again, measure_overhead
 from virnuc_core.report.overhead import contradictions
 
 
