@@ -31,7 +31,7 @@ Loaders = Annotated[int, Field(ge=0, le=64)]
 Batches = Annotated[int, Field(ge=1, le=64)]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
-AttentionChoice = Literal["default", "auto", "varlen", "fused", "reference"]
+AttentionChoice = Literal["default", "auto", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 PROFILE_HELP = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 READS_HELP = "FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from virnuc_core.errors import ConfigError
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
-Attention = Literal["auto", "varlen", "fused", "reference"]
+Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 Relation = Literal["<", "<=", ">", ">="]
 RELATIONS: dict[Relation, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}

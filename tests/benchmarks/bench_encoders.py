@@ -1,10 +1,10 @@
 """How fast the encoders are, beside what their matrix products alone can sustain on the same device in the same run.
 
     python tests/benchmarks/bench_encoders.py                         # ESM-2 3B and DNABERT-S on the GPU
-    python tests/benchmarks/bench_encoders.py --variants kernels+fused,plain+varlen --lengths 52 --budgets 16384
+    python tests/benchmarks/bench_encoders.py --variants fused,reference --lengths 52 --budgets 16384
     python tests/benchmarks/bench_encoders.py --device cpu --seconds 0.2   # tiny models: a smoke test
 
-A variant is how the layers run (kernels or plain) and the attention (fused, varlen or reference), joined by `+`.
+A variant is what runs the layers: our kernels (fused) or plain torch (reference).
 Weights are random; nothing is written but the JSON file.
 """
 
@@ -116,12 +116,9 @@ def build(
     shape: Esm2Shape | DnabertShape, weights: Any, precision: Resolved, variant: str, device: torch.device
 ) -> Esm2 | DnabertS:
     """The encoder of a variant; `VirnucError` when it cannot run on the device."""
-    how, _, asked = variant.partition("+")
-    if how not in ("kernels", "plain") or asked not in ("fused", "varlen", "reference"):
-        raise SystemExit(f"variant '{variant}': wanted kernels or plain, +, fused, varlen or reference")
-    bias: Literal["rotary", "alibi"] = "rotary" if isinstance(shape, Esm2Shape) else "alibi"
-    backend = choose_backend(asked, bias=bias, head_dim=shape.head_dim, precision=precision, device=device)
-    way: Any = {"precision": precision, "attention": backend, "kernels": how == "kernels"}
+    if variant not in ("fused", "reference"):
+        raise SystemExit(f"variant '{variant}': wanted fused or reference")
+    way: Any = {"precision": precision, "attention": choose_backend(variant, shape.head_dim, device)}
     if isinstance(shape, Esm2Shape):
         return Esm2(shape, weights, **way)
     return DnabertS(shape, weights, pad_id=PAD["dnabert_s"], **way)
@@ -154,7 +151,7 @@ class Bench:
             shape = ESM2_SIZES[self.options.esm2] if name == "esm2" else DNABERT_SIZES[self.options.dnabert_s]
             expected = None
             if self.options.accuracy:
-                plain = build(shape, place(shape, "fp32", self.device), "fp32", "plain+reference", self.device)
+                plain = build(shape, place(shape, "fp32", self.device), "fp32", "reference", self.device)
                 expected = plain.embed(mixed_batch(name, shape.vocab, self.device)).cpu()
                 del plain
             for asked in self.options.precisions:
@@ -260,7 +257,7 @@ def options_from(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--esm2", choices=list(ESM2_SIZES), help="t36_3B on CUDA, else tiny")
     parser.add_argument("--dnabert-s", choices=list(DNABERT_SIZES), help="base on CUDA, else tiny")
     parser.add_argument("--precisions", type=words, help="fp16,bf16,fp8 on CUDA, else fp32")
-    parser.add_argument("--variants", type=words, help="kernels+fused on CUDA, else plain+reference")
+    parser.add_argument("--variants", type=words, help="fused on CUDA, else reference")
     parser.add_argument("--lengths", type=numbers, default=[52, 102, 168], help="tokens of a row of ESM-2")
     parser.add_argument("--dna-lengths", type=numbers, default=[35], help="tokens of a row of DNABERT-S")
     parser.add_argument(
@@ -276,7 +273,7 @@ def options_from(arguments: list[str]) -> argparse.Namespace:
     options.esm2 = options.esm2 or ("t36_3B" if cuda else "tiny")
     options.dnabert_s = options.dnabert_s or ("base" if cuda else "tiny")
     options.precisions = options.precisions or (["fp16", "bf16", "fp8"] if cuda else ["fp32"])
-    options.variants = dict.fromkeys(NAMES, options.variants or ["kernels+fused" if cuda else "plain+reference"])
+    options.variants = dict.fromkeys(NAMES, options.variants or ["fused" if cuda else "reference"])
     options.lengths = {"esm2": options.lengths, "dnabert_s": options.dna_lengths}
     return options
 

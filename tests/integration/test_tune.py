@@ -31,11 +31,11 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
         raise ConfigError("far enough")
 
     monkeypatch.setattr(flow_commands, "_start", start)
-    words = ["tune", "a", "-o", "x", "--models", "m", "--attentions", "varlen", "fused", "--loader-workers"]
+    words = ["tune", "a", "-o", "x", "--models", "m", "--attentions", "reference", "fused", "--loader-workers"]
     assert main(words) == 2
     settings = asked[0]
     assert isinstance(settings, TuneSettings)
-    assert (settings.loader_workers, settings.attentions) == ((), ("varlen", "fused"))
+    assert (settings.loader_workers, settings.attentions) == ((), ("reference", "fused"))
     assert set(settings.swept()) == {"token_budget", "attention", "prefetch_factor"}
     assert main([*words, "0", "--attentions=fast"]) == 2
     assert 'Invalid value "fast"' in capsys.readouterr().err

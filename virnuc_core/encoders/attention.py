@@ -1,7 +1,6 @@
-"""Attention within each row of a packed batch, behind one call with named backends.
+"""Attention within each row of a packed batch by plain torch operations, and the choice between them and our kernels.
 
-`varlen`     torch's flash attention over packed rows; CUDA, fp16 or bf16, rotary positions only (it takes no bias)
-`fused`      one Triton kernel that turns the fused QKV output into the attention output; CUDA, rotary or ALiBi
+`fused`      our own Triton kernels, attention's among them (`attention_kernels`); CUDA
 `reference`  plain torch operations; runs anywhere
 
 What is asked for runs or raises. `auto` decides once, when the encoder is loaded.
@@ -9,25 +8,22 @@ What is asked for runs or raises. `auto` decides once, when the encoder is loade
 
 from __future__ import annotations
 
-import functools
 import importlib.util
-import inspect
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.config import Attention
-from virnuc_core.encoders.precision import Resolved
 from virnuc_core.errors import ConfigError, DeviceError
 
-Backend = Literal["varlen", "fused", "reference"]
-Bias = Literal["rotary", "alibi"]
+Backend = Literal["fused", "reference"]
 
+FUSED_HEADS: Final = (32, 64, 128)  # head sizes that the attention kernel is written for
 REFERENCE_STEP = 16  # rows are padded to the next multiple of this, a function of the row alone
 REFERENCE_SCORES = 1 << 24  # scores held at once: 64 MiB of float32
 
@@ -49,42 +45,19 @@ class Rows(NamedTuple):
 Attend = Callable[[Tensor, Rows], Tensor]  # [slots, 3 * width] (all q heads, all k, all v) to [slots, width]
 
 
-def choose_backend(
-    asked: Attention, *, bias: Bias, head_dim: int, precision: Resolved, device: torch.device
-) -> Backend:
-    """The backend that runs. Raises `ConfigError` or `DeviceError`, in one line, when the one asked for cannot."""
-
-    def obstacle(backend: Backend) -> ConfigError | DeviceError | None:
-        """Why `backend` cannot run here, if it cannot."""
-        name = f"attention '{backend}'"
-        if backend == "reference":
-            return None
-        if device.type != "cuda":
-            return DeviceError(f"{name} needs a CUDA device, this is {device}; use reference or auto")
-        if backend == "fused" and head_dim not in (32, 64, 128):
-            return ConfigError(f"{name} wants heads of 32, 64 or 128, not {head_dim}; use reference or auto")
-        if backend == "fused" and not has_triton():
-            return DeviceError(f"{name} needs triton, which is not installed; use varlen, reference or auto")
-        if backend == "varlen" and bias == "alibi":
-            return ConfigError(f"{name} takes no ALiBi bias, which DNABERT-S needs; use fused or auto")
-        if backend == "varlen" and precision == "fp32":
-            return ConfigError(f"{name} computes in fp16 or bf16 only, precision is fp32; use fused or auto")
-        if backend == "varlen" and (head_dim % 8 or head_dim > 256):
-            return ConfigError(f"{name} wants heads of a multiple of 8 up to 256, not {head_dim}; use auto")
-        return None
-
-    if asked == "auto":
-        candidates: tuple[Backend, ...] = ("fused", "varlen", "reference")
-        return next(backend for backend in candidates if obstacle(backend) is None)
-    found = obstacle(asked)
-    if found is not None:
-        raise found
-    return asked
-
-
-def has_triton() -> bool:
-    """Whether our own kernels can be compiled here."""
-    return importlib.util.find_spec("triton") is not None
+def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Backend:
+    """What runs the layers. Raises `ConfigError` or `DeviceError`, in one line, when what is asked for cannot."""
+    obstacle: ConfigError | DeviceError | None = None
+    if device.type != "cuda":
+        obstacle = DeviceError(f"attention 'fused' needs a CUDA device, this is {device}; use reference or auto")
+    elif head_dim not in FUSED_HEADS:
+        sizes = "32, 64 or 128"
+        obstacle = ConfigError(f"attention 'fused' wants heads of {sizes}, not {head_dim}; use reference or auto")
+    elif importlib.util.find_spec("triton") is None:
+        obstacle = DeviceError("attention 'fused' needs triton, which is not installed; use reference or auto")
+    if asked == "fused" and obstacle is not None:
+        raise obstacle
+    return "reference" if asked == "reference" or obstacle is not None else "fused"
 
 
 def positions(cu_seqlens: Tensor, slots: int) -> Tensor:
@@ -116,37 +89,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((low * cos - high * sin, high * cos + low * sin), dim=-1)
 
 
-def _split_and_rotate(qkv: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values [slots, heads, head_dim]; scaled, then rotated, as the model was trained."""
-    q, k, v = qkv.unflatten(1, (3, rows.heads, -1)).unbind(1)
-    q = q * (1 / math.sqrt(q.shape[-1]))
-    if rows.cos is not None and rows.sin is not None:
-        q, k = rotate(q, rows.cos, rows.sin).to(qkv.dtype), rotate(k, rows.cos, rows.sin).to(qkv.dtype)
-    return q, k, v
-
-
-def varlen(qkv: Tensor, rows: Rows) -> Tensor:
-    """torch's packed flash attention, with rotary positions applied before it."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    q, k, v = _split_and_rotate(qkv, rows)
-    longest = rows.max_seqlen
-    out = varlen_attn(q, k, v, rows.cu_seqlens, rows.cu_seqlens, longest, longest, scale=1.0, **_unsplit())
-    assert isinstance(out, Tensor)  # a pair is returned only when asked for
-    return out.flatten(1)
-
-
-@functools.cache
-def _unsplit() -> dict[str, Any]:
-    """Newer torch may split a row's keys by what else is in the batch, unless told not to; older torch never does."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return {"num_splits": 1} if "num_splits" in inspect.signature(varlen_attn).parameters else {}
-
-
 def reference(qkv: Tensor, rows: Rows) -> Tensor:
     """Attention by plain torch operations, scores and softmax in float32; zero in dead slots."""
-    q, k, v = _split_and_rotate(qkv, rows)
+    q, k, v = qkv.unflatten(1, (3, rows.heads, -1)).unbind(1)
+    q = q * (1 / math.sqrt(q.shape[-1]))  # scaled, then rotated, as the model was trained
+    if rows.cos is not None and rows.sin is not None:
+        q, k = rotate(q, rows.cos, rows.sin).to(qkv.dtype), rotate(k, rows.cos, rows.sin).to(qkv.dtype)
     return (_by_runs if qkv.device.type == "cpu" else _by_padding)(q, k, v, rows).flatten(1)
 
 

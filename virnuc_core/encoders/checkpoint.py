@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Attention, EngineSpec, Precision
-from virnuc_core.encoders.attention import choose_backend, has_triton
+from virnuc_core.encoders.attention import choose_backend
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.head import Head, place_head
@@ -173,36 +173,27 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
 
 
 def load_esm2(models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto") -> Esm2:
-    """The ESM-2 of a models directory on `device`, through our own kernels where they can run.
+    """The ESM-2 of a models directory on `device`, run by our own kernels where they can.
 
     Raises `WeightsError` when a file is missing or wrong, `DeviceError` or `ConfigError` when the device cannot run
     what is asked for.
     """
     shape, tensors = open_esm2(models)
     ready = resolve_precision(precision, device)
-    backend = choose_backend(attention, bias="rotary", head_dim=shape.head_dim, precision=ready, device=device)
-    weights = place_esm2(tensors, shape, ready, device)
-    return Esm2(shape, weights, precision=ready, attention=backend, kernels=_runs_kernels(device))
+    backend = choose_backend(attention, shape.head_dim, device)
+    return Esm2(shape, place_esm2(tensors, shape, ready, device), precision=ready, attention=backend)
 
 
 def load_dnabert_s(
     models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
 ) -> DnabertS:
-    """The DNABERT-S of a models directory on `device`; raises as `load_esm2` does.
-
-    `attention="varlen"` is meant for ESM-2: flash attention takes no ALiBi bias, so it raises `ConfigError` here.
-    """
+    """The DNABERT-S of a models directory on `device`; raises as `load_esm2` does."""
     shape, tensors = open_dnabert(models)
     pad_id = _open_tokenizer(models, shape).pad_id
     ready = resolve_precision(precision, device)
-    backend = choose_backend(attention, bias="alibi", head_dim=shape.head_dim, precision=ready, device=device)
+    backend = choose_backend(attention, shape.head_dim, device)
     weights = place_dnabert(tensors, shape, ready, device)
-    kernels = _runs_kernels(device)
-    return DnabertS(shape, weights, pad_id=pad_id, precision=ready, attention=backend, kernels=kernels)
-
-
-def _runs_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and has_triton()
+    return DnabertS(shape, weights, pad_id=pad_id, precision=ready, attention=backend)
 
 
 def load_head(models: Path, device: torch.device) -> Head:
@@ -221,12 +212,11 @@ class Encoders(NamedTuple):
 
 def load_all(models: Path, device: torch.device, engine: EngineSpec) -> Encoders:
     """The models as an engine's settings want them; raises as the three loaders do."""
-    biased: Attention = "auto" if engine.attention == "varlen" else engine.attention  # varlen takes no ALiBi bias
     # fp8 turns DNABERT-S's vectors (cosine 0.89), and it is a thirtieth of the time: it keeps fp16
     dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
     return Encoders(
         load_esm2(models, device, engine.precision, engine.attention),
-        load_dnabert_s(models, device, dna_precision, biased),
+        load_dnabert_s(models, device, dna_precision, engine.attention),
         load_head(models, device),
     )
 

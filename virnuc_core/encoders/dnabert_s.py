@@ -62,17 +62,10 @@ class DnabertS(Encoder):
     """The encoder: mean over all tokens of each row, first and last included."""
 
     def __init__(
-        self,
-        shape: DnabertShape,
-        weights: DnabertWeights,
-        *,
-        pad_id: int,
-        precision: Resolved,
-        attention: Backend,
-        kernels: bool = False,
+        self, shape: DnabertShape, weights: DnabertWeights, *, pad_id: int, precision: Resolved, attention: Backend
     ) -> None:
         device = weights.embed.device
-        super().__init__(shape, device, pad_id=pad_id, precision=precision, attention=attention, kernels=kernels)
+        super().__init__(shape, device, pad_id=pad_id, precision=precision, attention=attention)
         self.shape, self.weights = shape, weights
         # there are no positions to add, so the norm behind the embedding is a property of each token
         self._embed = F.layer_norm(weights.embed, (shape.width,), *weights.embed_norm, shape.norm_eps)
@@ -92,7 +85,7 @@ class DnabertS(Encoder):
         with torch.inference_mode():
             x = F.embedding(batch.tokens, self._embed)
             rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
-            return self._by_kernels(x, rows) if self.kernels else self._by_torch(x, rows)
+            return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Whole rows."""

@@ -69,11 +69,8 @@ def place_esm2(tensors: Readable, shape: Esm2Shape, precision: Resolved, device:
 class Esm2(Encoder):
     """The encoder: mean over each row's first 1,024 residues, start and end tokens left out."""
 
-    def __init__(
-        self, shape: Esm2Shape, weights: Esm2Weights, *, precision: Resolved, attention: Backend, kernels: bool = False
-    ) -> None:
-        device = weights.embed.device
-        super().__init__(shape, device, pad_id=ESM2_PAD, precision=precision, attention=attention, kernels=kernels)
+    def __init__(self, shape: Esm2Shape, weights: Esm2Weights, *, precision: Resolved, attention: Backend) -> None:
+        super().__init__(shape, weights.embed.device, pad_id=ESM2_PAD, precision=precision, attention=attention)
         self.shape, self.weights = shape, weights
         self._tables = rotary_tables(weights.inv_freq, POOLED_RESIDUES + 2)
         self._shifts = _running_biases(weights) if self._adds_in_product else [None] * (2 * shape.layers + 1)
@@ -82,7 +79,7 @@ class Esm2(Encoder):
         """Output of the last layer, after the final norm: [slots, width]."""
         with torch.inference_mode():
             x, rows = F.embedding(batch.tokens, self.weights.embed), self._rows(batch)
-            return self._by_kernels(x, rows) if self.kernels else self._by_torch(x, rows)
+            return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """The residues, as far as they are averaged; a row without any has an empty span."""

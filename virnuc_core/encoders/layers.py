@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Attend, Backend, reference, varlen
+from virnuc_core.encoders.attention import Attend, Backend, reference
 from virnuc_core.encoders.model_config import EncoderShape
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, make_dense
 from virnuc_core.encoders.tensor_files import Readable
@@ -36,29 +36,18 @@ class WeightReader:
 
 
 class Encoder:
-    """Packed tokens to one vector a row, on one device.
-
-    `kernels` runs the layers through our own Triton kernels, else by plain torch operations, the reference.
-    """
+    """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations."""
 
     def __init__(
-        self,
-        shape: EncoderShape,
-        device: torch.device,
-        *,
-        pad_id: int,
-        precision: Resolved,
-        attention: Backend,
-        kernels: bool,
+        self, shape: EncoderShape, device: torch.device, *, pad_id: int, precision: Resolved, attention: Backend
     ) -> None:
         self.width, self.pad_id, self.device = shape.width, pad_id, device
         self.precision: Resolved = precision
         self.attention: Backend = attention
-        self.kernels = kernels
         self._quantises = precision == "fp8"
         # a product can add its result onto the stream, but not one of float8 rows; in float32 nothing is gained
-        self._adds_in_product = kernels and precision in ("fp16", "bf16")
-        self._attend = attend_by(attention)
+        self._adds_in_product = attention == "fused" and precision in ("fp16", "bf16")
+        self._attend = _attend_by(attention)
         self._flops = 2.0 * shape.linear_weights, 4.0 * shape.width * shape.layers
 
     def flops_per_token(self, seq_len: float) -> float:
@@ -84,17 +73,16 @@ class Encoder:
         raise NotImplementedError
 
     def _mean(self, hidden: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        if not self.kernels:
+        if self.attention == "reference":
             return segment_mean(hidden, starts, ends)
         from virnuc_core.encoders.kernels import span_means  # the same without a float32 copy
 
         return span_means(hidden, starts, ends)
 
 
-def attend_by(backend: Backend) -> Attend:
-    """The call of one attention backend."""
-    if backend != "fused":
-        return varlen if backend == "varlen" else reference
+def _attend_by(backend: Backend) -> Attend:
+    if backend == "reference":
+        return reference
     from virnuc_core.encoders.attention_kernels import fused_attention  # triton is needed here only
 
     return fused_attention

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from virnuc_core.encoders.attention import Backend
 from virnuc_core.encoders.checkpoint import RandomTensors, load_dnabert_s, load_esm2
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
@@ -19,7 +19,6 @@ from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
-from virnuc_core.errors import ConfigError
 
 from .encoder_batches import dnas, packed, proteins
 
@@ -35,37 +34,26 @@ HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9
 WIDE = Esm2Shape(layers=2, width=2560, heads=40, ffn_width=10240)  # two layers of the 3B
 DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
 
-WAYS: dict[str, dict[str, Any]] = {
-    "plain reference": {"attention": "reference"},
-    "plain varlen": {"attention": "varlen"},
-    "plain fused": {"attention": "fused"},
-    "kernels varlen": {"attention": "varlen", "kernels": True},
-    "kernels": {"attention": "fused", "kernels": True},
-}
+BACKENDS: tuple[Backend, ...] = ("reference", "fused")
 THRESHOLD: dict[Resolved, float] = {"fp32": 0.9999999, "fp16": 0.99999, "bf16": 0.9995, "fp8": 0.99}
 # post-norm layers carry rounding on: an H200 gave 0.99998 at least in fp16
 DNABERT_THRESHOLD = {"fp16": 0.9999, "bf16": 0.999}
 
 
-def _combinations(*, biased: bool) -> Iterator[Any]:
-    for precision in THRESHOLD:
-        for way in WAYS:
-            if "varlen" in way and (precision == "fp32" or biased):
-                continue
-            marks = [] if precision != "fp8" or HAS_FP8 else [pytest.mark.skip("fp8 needs compute capability 9.0")]
-            yield pytest.param(precision, way, marks=marks, id=f"{precision} {way}")
+WITH_FP8 = pytest.mark.skipif(not HAS_FP8, reason="fp8 needs compute capability 9.0")
+COMBINATIONS = tuple(
+    pytest.param(precision, way, marks=[WITH_FP8] if precision == "fp8" else [], id=f"{precision} {way}")
+    for precision in THRESHOLD
+    for way in BACKENDS
+)
 
 
-COMBINATIONS = tuple(_combinations(biased=False))
-WITH_BIAS = tuple(_combinations(biased=True))
+def esm2(shape: Esm2Shape, precision: Resolved, way: Backend) -> Esm2:
+    return Esm2(shape, esm2_weights(shape, precision), precision=precision, attention=way)
 
 
-def esm2(shape: Esm2Shape, precision: Resolved, way: str) -> Esm2:
-    return Esm2(shape, esm2_weights(shape, precision), precision=precision, **WAYS[way])
-
-
-def dnabert(precision: Resolved, way: str) -> DnabertS:
-    return DnabertS(DNA, dnabert_weights(precision), pad_id=3, precision=precision, **WAYS[way])
+def dnabert(precision: Resolved, way: Backend) -> DnabertS:
+    return DnabertS(DNA, dnabert_weights(precision), pad_id=3, precision=precision, attention=way)
 
 
 @cache
@@ -143,21 +131,21 @@ def test_attention_of_the_real_head_sizes(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
-def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
+def test_esm2_equals_the_cpu_in_float32(precision: Resolved, way: Backend) -> None:
     order = list(range(40))
     got = esm2(WIDE, precision, way).embed(protein_batch(order))
-    plain = esm2(WIDE, "fp32", "plain reference").embed(protein_batch(order))
+    plain = esm2(WIDE, "fp32", "reference").embed(protein_batch(order))
     each = cosine(got[:40], plain[:40])
     print(f"esm2, two wide layers, {precision} {way}: min {each.min():.8f} mean {each.mean():.8f}")
     assert each.min() >= THRESHOLD[precision]
     assert torch.equal(got[40:], torch.zeros_like(got[40:]))
 
 
-@pytest.mark.parametrize(("precision", "way"), WITH_BIAS)
-def test_dnabert_s_equals_the_cpu_in_float32(precision: Resolved, way: str) -> None:
+@pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
+def test_dnabert_s_equals_the_cpu_in_float32(precision: Resolved, way: Backend) -> None:
     order = list(range(40))
     got = dnabert(precision, way).embed(dna_tokens(order))
-    plain = dnabert("fp32", "plain reference").embed(dna_tokens(order))
+    plain = dnabert("fp32", "reference").embed(dna_tokens(order))
     each = cosine(got[:40], plain[:40])
     print(f"dnabert_s, two layers, {precision} {way}: min {each.min():.8f} mean {each.mean():.8f}")
     assert each.min() >= THRESHOLD[precision]
@@ -173,13 +161,13 @@ def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
 
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
-def test_a_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: str) -> None:
+def test_a_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: Backend) -> None:
     one = esm2(WIDE, precision, way)
     _same_bits(one, protein_batch, list(range(48)))
 
 
-@pytest.mark.parametrize(("precision", "way"), WITH_BIAS)
-def test_a_dna_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: str) -> None:
+@pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
+def test_a_dna_row_is_the_same_bits_with_any_neighbours(precision: Resolved, way: Backend) -> None:
     _same_bits(dnabert(precision, way), dna_tokens, list(range(48)))
 
 
@@ -194,14 +182,10 @@ def _same_bits(one: Encoder, batch: Any, order: list[int]) -> None:
         assert torch.equal(few[place], whole[row])
 
 
-WITHOUT_WAITING = [("esm2", way) for way in WAYS if "reference" not in way]
-WITHOUT_WAITING += [("dnabert_s", way) for way in ("plain fused", "kernels")]
-
-
-@pytest.mark.parametrize(("name", "way"), WITHOUT_WAITING)
-def test_embedding_never_waits_for_the_device(name: str, way: str) -> None:
+@pytest.mark.parametrize("name", ["esm2", "dnabert_s"])
+def test_embedding_never_waits_for_the_device(name: str) -> None:
     order = list(range(30))
-    one = esm2(WIDE, "fp16", way) if name == "esm2" else dnabert("fp16", way)
+    one = esm2(WIDE, "fp16", "fused") if name == "esm2" else dnabert("fp16", "fused")
     batch = protein_batch(order) if name == "esm2" else dna_tokens(order)
     one.embed(batch)
     torch.cuda.set_sync_debug_mode("error")
@@ -211,44 +195,36 @@ def test_embedding_never_waits_for_the_device(name: str, way: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("way", ["plain fused", "kernels", "plain varlen"])
-def test_long_rows_run_too(way: str) -> None:
+def test_long_rows_run_too() -> None:
     rows = proteins([1500, 40], seed=3)
     batch = packed(Esm2Tokenizer(), rows, slots=2048, capacity=4).to(GPU)
-    got = esm2(WIDE, "fp16", way).embed(batch)
-    plain = esm2(WIDE, "fp32", "plain reference").embed(batch)
+    got = esm2(WIDE, "fp16", "fused").embed(batch)
+    plain = esm2(WIDE, "fp32", "reference").embed(batch)
     assert cosine(got[:2], plain[:2]).min() >= THRESHOLD["fp16"]
 
 
 def test_auto_picks_our_kernels_and_says_so(models: Path) -> None:
     one = load_esm2(models, GPU)
-    assert (one.attention, one.precision, one.kernels) == ("fused", "fp16", True)
-    with pytest.raises(ConfigError, match="ALiBi"):
-        load_dnabert_s(models, GPU, "fp16", "varlen")
-    with pytest.raises(ConfigError, match="fp32"):
-        load_esm2(models, GPU, "fp32", "varlen")
+    assert (one.attention, one.precision) == ("fused", "fp16")
 
 
 # -- real size ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp16", "bf16", "fp8"])
-@pytest.mark.parametrize("way", ["plain fused", "kernels"])
-def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved, way: str) -> None:
-    if precision == "fp8" and not HAS_FP8:
-        pytest.skip("fp8 needs compute capability 9.0")
-    each = cosine(_big(precision, way), _big("fp32", "plain reference"))
+@pytest.mark.parametrize("precision", ["fp16", "bf16", pytest.param("fp8", marks=WITH_FP8)])
+def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved) -> None:
+    each = cosine(_big(precision, "fused"), _big("fp32", "reference"))
     p1 = each.quantile(0.01)
-    print(f"esm2 3B shape, random weights, {precision} {way}: min {each.min():.7f} p1 {p1:.7f} mean {each.mean():.7f}")
+    print(f"esm2 3B shape, random weights, {precision}: min {each.min():.7f} p1 {p1:.7f} mean {each.mean():.7f}")
     assert each.min() >= THRESHOLD[precision]
 
 
 @cache
-def _big(precision: Resolved, way: str) -> Tensor:
+def _big(precision: Resolved, way: Backend) -> Tensor:
     shape = ESM2_SIZES["t36_3B"]
     weights = place_esm2(RandomTensors(shape), shape, precision, GPU)
-    encoder = Esm2(shape, weights, precision=precision, **WAYS[way])
+    encoder = Esm2(shape, weights, precision=precision, attention=way)
     rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
     batch = packed(Esm2Tokenizer(), rows, slots=9216, capacity=128, max_seqlen=256).to(GPU)
     pooled = encoder.embed(batch)[:96].cpu()
@@ -260,9 +236,10 @@ def _big(precision: Resolved, way: str) -> Tensor:
 def test_base_dnabert_s_keeps_its_direction() -> None:
     shape = DNABERT_SIZES["base"]
     results = {}
-    for precision, way in (("fp32", "plain reference"), ("fp16", "kernels"), ("bf16", "kernels")):
+    runs: tuple[tuple[Resolved, Backend], ...] = (("fp32", "reference"), ("fp16", "fused"), ("bf16", "fused"))
+    for precision, way in runs:
         weights = place_dnabert(RandomTensors(shape), shape, precision, GPU)
-        encoder = DnabertS(shape, weights, pad_id=3, precision=precision, **WAYS[way])
+        encoder = DnabertS(shape, weights, pad_id=3, precision=precision, attention=way)
         results[precision] = encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
     for precision in ("fp16", "bf16"):
         each = cosine(results[precision], results["fp32"])
