@@ -359,7 +359,7 @@ def write_viral(
             if batch.form not in out:
                 out[batch.form] = _open_gzip(stack, viral_path(run, batch.form))
             for i in np.flatnonzero(wanted[read:last]).tolist():
-                out[batch.form].write(batch.record(i))
+                out[batch.form].write(batch.text[i])
             read = last
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")

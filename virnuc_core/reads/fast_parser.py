@@ -6,8 +6,8 @@ bytes; anything unusual is flagged `irregular` and left to `biopython_parser`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -27,60 +27,72 @@ _SPLITS: Final = np.isin(np.arange(33), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])
 
 
 @dataclass(frozen=True, slots=True)
+class Strings:
+    """Byte strings, end to end."""
+
+    data: bytes
+    offsets: NDArray[np.int64]  # [n + 1]
+
+    @classmethod
+    def of(cls, strings: Sequence[bytes]) -> Strings:
+        """Those given."""
+        return cls(b"".join(strings), offsets_of(np.fromiter(map(len, strings), np.int64, len(strings))))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> bytes:
+        return self.data[self.offsets[index] : self.offsets[index + 1]]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[n]"""
+        return np.diff(self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
 class ReadBatch:
     """Consecutive reads of one file, as columns. Ids are printable UTF-8 without blanks; bases keep their case."""
 
     file: int  # place of the file among the inputs
     form: Format
-    ids: bytes  # end to end
-    id_offsets: NDArray[np.int64]  # [n + 1]
-    bases: bytes  # end to end
-    base_offsets: NDArray[np.int64]  # [n + 1]
+    ids: Strings
+    bases: Strings
     lines: NDArray[np.int64]  # [n] line of each header in its file, from 1
-    text: bytes  # the records as they stand in the file, end to end; wrapped FASTQ may be unwrapped
-    text_offsets: NDArray[np.int64]  # [n + 1]
+    text: Strings  # the records as they stand in the file; wrapped FASTQ may be unwrapped
 
     def __len__(self) -> int:
-        return len(self.id_offsets) - 1
+        return len(self.ids)
 
     def id(self, index: int) -> str:
         """Id of one read."""
-        return self.ids[self.id_offsets[index] : self.id_offsets[index + 1]].decode()
-
-    def record(self, index: int) -> bytes:
-        """One read as it stands in the file, header, quality and all."""
-        return self.text[self.text_offsets[index] : self.text_offsets[index + 1]]
+        return self.ids[index].decode()
 
     def nbytes(self) -> int:
         """Bytes of ids and bases."""
-        return len(self.ids) + len(self.bases)
+        return len(self.ids.data) + len(self.bases.data)
 
     def without_text(self) -> ReadBatch:
         """The same for whoever needs ids and bases only."""
-        return replace(self, text=b"", text_offsets=np.zeros(1, np.int64))
+        return replace(self, text=Strings.of([]))
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     """Records cut from the front of a block of bytes, as they stand in the file."""
 
-    ids: bytes  # end to end; some may be missing or unprintable
-    id_lengths: NDArray[np.int64]  # [n]
-    bases: bytes  # end to end
-    base_lengths: NDArray[np.int64]  # [n]
+    ids: Strings  # some may be missing or unprintable
+    bases: Strings
     lines: NDArray[np.int64]  # [n] line of each header
-    text: bytes  # end to end
-    text_lengths: NDArray[np.int64]  # [n]
+    text: Strings
     consumed: int = 0  # bytes of the block that are dealt with
     next_line: int = 0  # line on which the rest begins
     irregular: bool = False  # the rest begins with something the cutter does not handle
 
     def batch(self, file: int, form: Format, reads_before: int) -> tuple[ReadBatch, int]:
         """The reads, and how many had no id: those are named by their number, counted from `reads_before`."""
-        ids, id_lengths, unnamed = _clean_ids(self, reads_before)
-        offsets = (offsets_of(lengths) for lengths in (id_lengths, self.base_lengths, self.text_lengths))
-        id_at, base_at, text_at = offsets
-        return ReadBatch(file, form, ids, id_at, self.bases, base_at, self.lines, self.text, text_at), unnamed
+        ids, unnamed = _clean_ids(self.ids, reads_before)
+        return ReadBatch(file, form, ids, self.bases, self.lines, self.text), unnamed
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -99,27 +111,28 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _clean_ids(block: Block, reads_before: int) -> tuple[bytes, NDArray[np.int64], int]:
+def _clean_ids(ids: Strings, reads_before: int) -> tuple[Strings, int]:
     """Ids as printable UTF-8 words, and how many were missing; nearly always they are just that already."""
-    raw = np.frombuffer(block.ids, np.uint8)
-    if block.id_lengths.all() and not ((raw < 33) | (raw > 126)).any():
-        return block.ids, block.id_lengths, 0
-    texts = (block.ids[a:b].decode("utf-8", "backslashreplace") for a, b in pairwise(offsets_of(block.id_lengths)))
+    raw = np.frombuffer(ids.data, np.uint8)
+    if ids.lengths.all() and not ((raw < 33) | (raw > 126)).any():
+        return ids, 0
+    texts = (ids[i].decode("utf-8", "backslashreplace") for i in range(len(ids)))
     words = [_printable("".join(text.split(None, 1)[:1])).encode() for text in texts]
     named = [word or f"unnamed_{reads_before + i + 1}".encode() for i, word in enumerate(words)]
-    return b"".join(named), np.fromiter(map(len, named), np.int64, len(named)), words.count(b"")
+    return Strings.of(named), words.count(b"")
 
 
 def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputError]]:
     """The batch without reads that hold other letters than nucleotides, and what is to be said of those."""
-    if not batch.bases.translate(None, _LEGAL):
+    bases = batch.bases
+    if not bases.data.translate(None, _LEGAL):
         return batch, []
     legal = np.isin(np.arange(256), list(_LEGAL))
-    bad_at = np.flatnonzero(~legal[np.frombuffer(batch.bases, np.uint8)])
-    owners, first = np.unique(np.searchsorted(batch.base_offsets, bad_at, side="right") - 1, return_index=True)
+    bad_at = np.flatnonzero(~legal[np.frombuffer(bases.data, np.uint8)])
+    owners, first = np.unique(np.searchsorted(bases.offsets, bad_at, side="right") - 1, return_index=True)
     errors = [
         InputError(
-            f"{batch.bases[place : place + 1].decode('latin-1')!r} at base {place - batch.base_offsets[owner] + 1}"
+            f"{bases.data[place : place + 1].decode('latin-1')!r} at base {place - bases.offsets[owner] + 1}"
             " is no nucleotide letter",
             file=name,
             line=int(batch.lines[owner]),
@@ -128,17 +141,9 @@ def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputE
         )
         for owner, place in zip(owners.tolist(), bad_at[first].tolist(), strict=True)
     ]
-    kept = np.setdiff1d(np.arange(len(batch)), owners)
-    ids, id_offsets = _pick(batch.ids, batch.id_offsets, kept)
-    bases, base_offsets = _pick(batch.bases, batch.base_offsets, kept)
-    text, text_offsets = _pick(batch.text, batch.text_offsets, kept)
-    lines = batch.lines[kept]
-    return ReadBatch(batch.file, batch.form, ids, id_offsets, bases, base_offsets, lines, text, text_offsets), errors
-
-
-def _pick(data: bytes, offsets: NDArray[np.int64], kept: NDArray[np.intp]) -> tuple[bytes, NDArray[np.int64]]:
-    pieces = [data[offsets[i] : offsets[i + 1]] for i in kept]
-    return b"".join(pieces), offsets_of(np.fromiter(map(len, pieces), np.int64, len(pieces)))
+    kept = np.setdiff1d(np.arange(len(batch)), owners).tolist()
+    ids, bases, text = (Strings.of([column[i] for i in kept]) for column in (batch.ids, bases, batch.text))
+    return ReadBatch(batch.file, batch.form, ids, bases, batch.lines[kept], text), errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,17 +178,18 @@ class _Lines:
             stray = bool((letters[low] == _RETURN).any()) or before == len(low)
         return cls(data, letters, starts, ends, newlines + 1, low, stray)
 
-    def pick(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> bytes:
-        """The bytes of the given stretches, end to end."""
-        lengths = ends - starts
-        longest = int(lengths.max(initial=0))
-        if longest * len(lengths) > 2 * int(lengths.sum()) or longest == 0 or starts[-1] + longest > len(self.data):
+    def pick(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
+        """The bytes of the given stretches."""
+        offsets = offsets_of(ends - starts)
+        longest, total = int((ends - starts).max(initial=0)), int(offsets[-1])
+        even = longest * len(starts)
+        if even > 2 * total or longest == 0 or starts[-1] + longest > len(self.data):
             data = self.data
-            return b"".join([data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)])
+            return Strings(b"".join([data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]), offsets)
         table = sliding_window_view(self.letters, longest)[starts]  # much faster where the lengths are much alike
-        if longest * len(lengths) == int(lengths.sum()):
-            return table.tobytes()
-        return table[np.arange(longest, dtype=np.int32) < lengths.astype(np.int32)[:, None]].tobytes()
+        if even > total:
+            table = table[np.arange(longest, dtype=np.int32) < (ends - starts).astype(np.int32)[:, None]]
+        return Strings(table.tobytes(), offsets)
 
     def id_ends(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where the first word after `starts` ends."""
@@ -194,8 +200,8 @@ class _Lines:
 
 
 def _nothing(line: int, *, consumed: int = 0, irregular: bool = False) -> Block:
-    none = np.zeros(0, np.int64)
-    return Block(b"", none, b"", none, none, b"", none, consumed, line, irregular)
+    none = Strings.of([])
+    return Block(none, none, np.zeros(0, np.int64), none, consumed, line, irregular)
 
 
 def cut_fastq(data: bytes, line: int, final: bool) -> Block:
@@ -218,18 +224,14 @@ def cut_fastq(data: bytes, line: int, final: bool) -> Block:
     id_ends = lines.id_ends(id_starts, ends[:, 0])
     fits &= id_ends > id_starts
     whole = n if fits.all() else int(np.argmin(fits))
-    base_starts, base_ends = starts[:whole, 1], ends[:whole, 1]
     consumed = int(lines.nexts[4 * whole - 1]) if whole else 0
     rest = data[consumed:]
     blank = final and not rest.strip()
     return Block(
         ids=lines.pick(id_starts[:whole], id_ends[:whole]),
-        id_lengths=id_ends[:whole] - id_starts[:whole],
-        bases=lines.pick(base_starts, base_ends),
-        base_lengths=base_ends - base_starts,
+        bases=lines.pick(starts[:whole, 1], ends[:whole, 1]),
         lines=line + 4 * np.arange(whole, dtype=np.int64),
-        text=data[:consumed],
-        text_lengths=np.diff(lines.nexts[3 : 4 * whole : 4], prepend=0),
+        text=Strings(data[:consumed], np.append(0, lines.nexts[3 : 4 * whole : 4])),
         consumed=size if blank else min(consumed, size),
         next_line=line + 4 * whole,
         irregular=not blank and (whole < n or final),
@@ -283,15 +285,12 @@ def cut_fasta(data: bytes, line: int, final: bool) -> Block:
     if not regular:
         return _nothing(line, irregular=True)
     starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], record_of[is_sequence]
+    base_lengths = np.bincount(owners, weights=ends - starts, minlength=n).astype(np.int64)
     return Block(
         ids=lines.pick(id_starts, id_ends),
-        id_lengths=id_ends - id_starts,
-        bases=lines.pick(starts, ends),
-        base_lengths=np.bincount(owners, weights=ends - starts, minlength=n).astype(np.int64),
+        bases=Strings(lines.pick(starts, ends).data, offsets_of(base_lengths)),
         lines=line + np.flatnonzero(is_header),
-        text=data,
-        text_lengths=np.diff(np.append(lines.starts[is_header][1:], len(data)), prepend=0),
+        text=Strings(data, np.concatenate([[0], lines.starts[is_header][1:], [len(data)]])),
         consumed=min(len(data), size),
         next_line=line + len(lines.starts),
-        irregular=False,
     )

@@ -1,24 +1,130 @@
-"""The fingerprint of reads: SHA-256 over ids and bases in their order, worked out in parts.
+"""Digests of many byte strings at once, and the fingerprint of reads: SHA-256 over ids and bases in their order.
 
-Reads are hashed in leaves, and the fingerprint is the hash over the leaves' hashes. A leaf ends with a read whose id
-has a digest divisible by 64, so that where leaves end depends on the reads alone: however they are cut into batches,
-whoever hashes a batch alone knows every leaf within it, and only what sticks out on both sides is left to its
+The digest is MurmurHash3 (x64, 128 bit), worked out for all strings side by side: step by step along the strings, in
+arrays across them. It is no defence against someone who makes strings collide on purpose; by chance two do in 1 of 2¹²⁸
+cases. Strings over a kilobyte, which are rare, get BLAKE2b, so that one of them does not widen the table of all.
+
+For the fingerprint reads are hashed in leaves, and it is the hash over the leaves' hashes. A leaf ends with a read
+whose id has a digest divisible by 64, so that where leaves end depends on the reads alone: however they are cut into
+batches, whoever hashes a batch alone knows every leaf within it, and only what sticks out on both sides is left to its
 neighbours.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from virnuc_core.reads.fast_parser import ReadBatch
 
+Words = NDArray[np.uint64]
+
+LONGEST: Final = 1024  # bytes; longer strings are digested one by one
 _LEAF_READS: Final = np.uint64(64)  # on average
+_BLOCK: Final = 16
+_C1: Final = np.uint64(0x87C37B91114253D5)
+_C2: Final = np.uint64(0x4CF5AD432745937F)
+_ADD1: Final = np.uint64(0x52DCE729)
+_ADD2: Final = np.uint64(0x38495AB5)
+_FINAL1: Final = np.uint64(0xFF51AFD7ED558CCD)
+_FINAL2: Final = np.uint64(0xC4CEB9FE1A85EC53)
+_FIVE: Final = np.uint64(5)
+
+
+def digests(strings: bytes | NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
+    """The digest of each `strings[offsets[i]:offsets[i + 1]]`: uint64 [n, 2]."""
+    letters, lengths = np.frombuffer(strings, np.uint8), np.diff(offsets)
+    if lengths.max(initial=0) <= LONGEST:
+        return _murmur(letters, offsets[:-1], lengths)
+    out = np.empty((len(lengths), 2), np.uint64)
+    short = lengths <= LONGEST
+    out[short] = _murmur(letters, offsets[:-1][short], lengths[short])
+    for i in np.flatnonzero(~short).tolist():
+        made = blake2b(letters[offsets[i] : offsets[i + 1]].tobytes(), digest_size=16).digest()
+        out[i] = np.frombuffer(made, "<u8")
+    return out
+
+
+def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
+    n, blocks = len(starts), -(-int(lengths.max(initial=0)) // _BLOCK)
+    h1, h2 = np.zeros(n, np.uint64), np.zeros(n, np.uint64)
+    if blocks:
+        words = _words(letters, starts, lengths, blocks)
+        whole = lengths // _BLOCK  # blocks that are full; the one after is the tail, if anything is left
+        everywhere = int(whole.min())
+        for block in range(blocks):
+            _mix_in(words[2 * block], words[2 * block + 1], h1, h2, None if block < everywhere else whole > block)
+    length = lengths.astype(np.uint64)
+    h1 ^= length
+    h2 ^= length
+    h1 += h2
+    h2 += h1
+    _finalise(h1)
+    _finalise(h2)
+    h1 += h2
+    h2 += h1
+    return np.stack([h1, h2], axis=1)
+
+
+def _words(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], blocks: int) -> Words:
+    """The strings as words, filled up with zeros: uint64 [words, n], so that one step reads one row."""
+    width = blocks * _BLOCK
+    room = np.concatenate([letters, np.zeros(width, np.uint8)])
+    table = sliding_window_view(room, width)[starts]
+    table *= np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
+    return np.ascontiguousarray(table.view("<u8").T)
+
+
+def _mix_in(k1: Words, k2: Words, h1: Words, h2: Words, full: NDArray[np.bool_] | None) -> None:
+    """Take one block into the state; where it is not `full` it is a tail, or zeros, which change nothing."""
+    k1 *= _C1
+    _rotate(k1, 31)
+    k1 *= _C2
+    k2 *= _C2
+    _rotate(k2, 33)
+    k2 *= _C1
+    h1 ^= k1
+    if full is None:
+        _rotate(h1, 27)
+        h1 += h2
+        h1 *= _FIVE
+        h1 += _ADD1
+        h2 ^= k2
+        _rotate(h2, 31)
+        h2 += h1
+        h2 *= _FIVE
+        h2 += _ADD2
+        return
+    h2 ^= k2
+    before = h2 ^ k2  # of a full block, h1 is mixed before h2 takes its word
+    mixed1 = h1.copy()
+    _rotate(mixed1, 27)
+    mixed1 = (mixed1 + before) * _FIVE + _ADD1
+    mixed2 = h2.copy()
+    _rotate(mixed2, 31)
+    mixed2 = (mixed2 + mixed1) * _FIVE + _ADD2
+    np.copyto(h1, mixed1, where=full)
+    np.copyto(h2, mixed2, where=full)
+
+
+def _rotate(values: Words, bits: int) -> None:
+    low = values >> np.uint64(64 - bits)
+    values <<= np.uint64(bits)
+    values |= low
+
+
+def _finalise(values: Words) -> None:
+    values ^= values >> np.uint64(33)
+    values *= _FINAL1
+    values ^= values >> np.uint64(33)
+    values *= _FINAL2
+    values ^= values >> np.uint64(33)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +147,9 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
 
 def _content(batch: ReadBatch, low: int, high: int) -> tuple[bytes, ...]:
     """What is hashed of reads `low` to `high`: ids, bases, and their lengths."""
-    ids, bases = batch.id_offsets[low : high + 1], batch.base_offsets[low : high + 1]
+    ids, bases = batch.ids.offsets[low : high + 1], batch.bases.offsets[low : high + 1]
     lengths = (np.diff(offsets).astype("<i8").tobytes() for offsets in (ids, bases))
-    return (batch.ids[ids[0] : ids[-1]], batch.bases[bases[0] : bases[-1]], *lengths)
+    return (batch.ids.data[ids[0] : ids[-1]], batch.bases.data[bases[0] : bases[-1]], *lengths)
 
 
 class _Leaf:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Literal
 import numpy as np
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.fast_parser import Block, Format, ReadBatch, cut_fasta, cut_fastq, without_illegal
+from virnuc_core.reads.fast_parser import Block, Format, ReadBatch, Strings, cut_fasta, cut_fastq, without_illegal
 from virnuc_core.reads.sources import DamagedInput, Source
 
 if TYPE_CHECKING:
@@ -157,12 +157,8 @@ class _File:
 
 
 def _block_of(records: list[Record]) -> Block:
-    ids, bases, texts = ([getattr(record, name) for record in records] for name in ("id", "bases", "text"))
-    id_lengths, base_lengths, text_lengths = (
-        np.fromiter(map(len, column), np.int64, len(records)) for column in (ids, bases, texts)
-    )
-    lines = np.array([record.line for record in records], np.int64)
-    return Block(b"".join(ids), id_lengths, b"".join(bases), base_lengths, lines, b"".join(texts), text_lengths)
+    ids, bases, text = (Strings.of([getattr(one, name) for one in records]) for name in ("id", "bases", "text"))
+    return Block(ids, bases, np.array([record.line for record in records], np.int64), text)
 
 
 def _format(data: bytes, name: str) -> Format:

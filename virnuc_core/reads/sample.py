@@ -106,7 +106,7 @@ def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
         if form not in (None, batch.form):
             raise InputError("FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one")
         form = batch.form
-        values, counts = np.unique(np.diff(batch.base_offsets), return_counts=True)
+        values, counts = np.unique(batch.bases.lengths, return_counts=True)
         lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     named = out.name.removesuffix(".gz").rpartition(".")[2].lower()
     claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(named)
@@ -153,7 +153,7 @@ def _draw(
     drawn: Counter[int] = Counter()
     with whole_file(out) as aside, _opened(aside, out) as target:
         for batch in parse(files, ParseLog()):
-            lengths = np.diff(batch.base_offsets)
+            lengths = batch.bases.lengths
             bin_of = np.searchsorted(upper, lengths)
             picked = np.zeros(len(batch), bool)
             for number in np.unique(bin_of).tolist():
@@ -162,7 +162,7 @@ def _draw(
                 picked[members[chosen[number][first:last] - seen[number]]] = True
                 seen[number] += len(members)
             for i in np.flatnonzero(picked).tolist():
-                target.write(batch.record(i))
+                target.write(batch.text[i])
                 drawn[int(lengths[i])] += 1
     return drawn
 

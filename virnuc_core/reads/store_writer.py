@@ -1,10 +1,15 @@
-"""Writing an ORF store: segments are appended to columns on disk, repeats are found, columns become one file."""
+"""Writing an ORF store: segments are appended to columns on disk, repeats are found, columns become one file.
+
+Repeats of ids and sequences are looked for in one bucket of their digests after the other: memory is bounded.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,9 +17,8 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.reads.dedup import STRETCH, Bucket, Column, Repeats, digest_each, repeats_in, share_a_digest
-from virnuc_core.reads.fast_parser import offsets_of
-from virnuc_core.reads.fingerprint import Fingerprint
+from virnuc_core.reads.fast_parser import Strings, offsets_of
+from virnuc_core.reads.fingerprint import Fingerprint, digests
 from virnuc_core.reads.store import (
     AMBIGUOUS,
     COLUMNS,
@@ -29,6 +33,8 @@ from virnuc_core.reads.translate import SEGMENT_COLUMNS, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
 
+STRETCH: Final = 1 << 17  # entries of a column treated together
+BUCKET: Final = 1 << 21  # digests looked for repeats at a time, about
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 _ENTRIES: Final = {  # how many entries a column has that has not one for each read, row or unique
     "read_id_offsets": "reads_and_end",
@@ -38,6 +44,119 @@ _ENTRIES: Final = {  # how many entries a column has that has not one for each r
     "protein_bytes": "protein_bytes",
     "dna_bytes": "dna_bytes",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Values in a file, read by stretches: none are held."""
+
+    path: Path
+    kind: type[np.generic]
+    width: int = 1  # values of one entry
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // (np.dtype(self.kind).itemsize * self.width)
+
+    def read(self, low: int, high: int) -> NDArray[Any]:
+        """The entries `low` to `high`, fewer at the end: [n], or [n, width] where an entry has several values."""
+        offset = low * self.width * np.dtype(self.kind).itemsize
+        values: NDArray[Any] = np.fromfile(self.path, self.kind, max(high - low, 0) * self.width, offset=offset)
+        return values if self.width == 1 else values.reshape(-1, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Those of a column of digests that equal ones can be among."""
+
+    digests: Column  # [n, 2]
+    number: int
+    buckets: int  # a power of two
+
+    @classmethod
+    def all_of(cls, digests: Column) -> list[Bucket]:
+        """All buckets of a column; every digest is in one."""
+        buckets = 1 << max(0, -(-len(digests) // BUCKET) - 1).bit_length()
+        return [cls(digests, number, buckets) for number in range(buckets)]
+
+    def records(self) -> NDArray[np.uint64]:
+        """Both halves of the digests and their places in the column: uint64 [n, 3]."""
+        return np.concatenate([np.empty((0, 3), np.uint64), *self._records()])
+
+    def _records(self) -> Iterator[NDArray[np.uint64]]:
+        for low in range(0, len(self.digests), STRETCH):
+            found = self.digests.read(low, low + STRETCH)
+            own = np.flatnonzero(found[:, 0] & np.uint64(self.buckets - 1) == self.number)
+            yield np.column_stack([found[own], (low + own).astype(np.uint64)])
+
+
+def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
+    """The entries of a bucket that equal an earlier one, in order: int64 [n, 3].
+
+    Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
+    """
+    again, first, number = _repeats(bucket.records())
+    order = np.argsort(again)
+    return np.column_stack([again, first, number])[order]
+
+
+def _repeats(records: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Which records repeat an earlier one: their index, the index of the first of the kind, and how many-th they are.
+
+    `records` [n, 3]: two halves of a digest and an index, in any order; earlier is what has the smaller index. The
+    first of a kind is number 1, and not listed.
+    """
+    # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
+    order = np.argsort(records[:, 0])
+    low = records[order, 0]
+    alike = low[1:] == low[:-1]
+    in_company = np.zeros(len(order), bool)
+    in_company[1:] |= alike
+    in_company[:-1] |= alike
+    records = records[order[in_company]]
+    order = np.lexsort((records[:, 2], records[:, 1], records[:, 0]))
+    low, high, index = (records[order, column] for column in range(3))
+    begins = np.ones(len(order), bool)
+    begins[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    start_of = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    again = np.flatnonzero(~begins)
+    index = index.astype(np.int64)
+    return index[again], index[start_of[again]], again - start_of[again] + 1
+
+
+class Repeats:
+    """What repeats in a whole column, kept in a file by stretches of the column."""
+
+    def __init__(self, path: Path) -> None:
+        self._column = Column(path, np.int64, 3)
+        self._bounds: list[NDArray[np.int64]] = []  # of each bucket: where its repeats of each stretch begin
+        path.touch()
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def add(self, bucket: Bucket, found: NDArray[np.int64]) -> None:
+        """Keep the repeats of one more bucket."""
+        edges = np.arange(0, len(bucket.digests) + STRETCH, STRETCH)
+        self._bounds.append(len(self) + np.searchsorted(found[:, 0], edges))
+        with self._column.path.open("ab") as file:
+            file.write(found.data)
+
+    def of(self, stretch: int) -> NDArray[np.int64]:
+        """The repeats within the stretch of this number: [n, 3] as of `repeats_in`, in order of their buckets."""
+        read = self._column.read
+        return np.concatenate([read(at[stretch], at[stretch + 1]) for at in self._bounds])
+
+    def first(self) -> NDArray[np.int64] | None:
+        """The first of all repeats: [3]; none where nothing repeats."""
+        found = [self._column.read(at[0], at[0] + 1)[0] for at in self._bounds if at[-1] > at[0]]
+        return min(found, key=lambda repeat: int(repeat[0]), default=None)
+
+
+def share_a_digest(pair: tuple[Bucket, Bucket]) -> bool:
+    """Whether a digest stands in the same bucket of both columns."""
+    one, other = (bucket.records() for bucket in pair)
+    one, other = one[np.isin(one[:, 0], other[:, 0])], other[np.isin(other[:, 0], one[:, 0])]
+    return not {*map(tuple, one[:, :2].tolist())}.isdisjoint(map(tuple, other[:, :2].tolist()))
 
 
 def fingerprint_for(model_length: int) -> Fingerprint:
@@ -137,7 +256,8 @@ class StoreWriter:
                     letters[a:b] + f"{mark}{number}".encode()
                     for a, b, number in zip(begins.tolist(), ends.tolist(), numbers.tolist(), strict=True)
                 ]
-                file.write(digest_each(made).data)
+                named = Strings.of(made)
+                file.write(digests(named.data, named.offsets).data)
                 begin = int(at[-1])
         return names
 

@@ -19,9 +19,8 @@ from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.dedup import digest_each, digests
-from virnuc_core.reads.fast_parser import ReadBatch, offsets_of
-from virnuc_core.reads.fingerprint import Leaves, leaves_of
+from virnuc_core.reads.fast_parser import ReadBatch, Strings, offsets_of
+from virnuc_core.reads.fingerprint import Leaves, digests, leaves_of
 
 EMPTY: Final = 1  # bits of read_flags: no bases
 SHORT_FOR_MODEL: Final = 2  # less than half of the model's length, but not empty
@@ -238,27 +237,26 @@ class Segment:
 def process(batch: ReadBatch, model_length: int) -> Segment:
     """Cut the reads of a batch, translate the chunks in six frames, digest ids and open frames."""
     started = time.perf_counter()
-    offsets = batch.base_offsets
-    lengths = np.diff(offsets)
+    bases, offsets, lengths = batch.bases.data, batch.bases.offsets, batch.bases.lengths
     chunks = chunk(lengths, model_length)
     chunked = time.perf_counter()
     begin = offsets[chunks.read]
-    orfs = translate(batch.bases, begin + chunks.start, begin + chunks.end)
+    orfs = translate(bases, begin + chunks.start, begin + chunks.end)
     translated = time.perf_counter()
     row_read = chunks.read[orfs.chunk]
     ambiguous = np.zeros(len(batch), bool)
-    odd = np.flatnonzero(np.frombuffer(batch.bases.translate(_ODD), np.bool_))
+    odd = np.flatnonzero(np.frombuffer(bases.translate(_ODD), np.bool_))
     ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
     short = (lengths > 0) & (2 * lengths < model_length)
-    id_digests = digest_ids(batch)
+    id_digests = digests(batch.ids.data, batch.ids.offsets)
     columns = {
         "read_length": lengths,
         "read_chunks": np.bincount(chunks.read, minlength=len(batch)),
         "read_rows": np.bincount(row_read, minlength=len(batch)),
         "read_flags": (lengths == 0) * EMPTY + short * SHORT_FOR_MODEL + ambiguous * AMBIGUOUS,
         "read_line": batch.lines,
-        "read_id_length": np.diff(batch.id_offsets),
-        "read_id_bytes": np.frombuffer(batch.ids, np.uint8),
+        "read_id_length": batch.ids.lengths,
+        "read_id_bytes": np.frombuffer(batch.ids.data, np.uint8),
         "read_id_digest": id_digests.reshape(-1),
         "row_chunk": chunks.number[orfs.chunk],
         "row_frame": orfs.frame,
@@ -281,12 +279,7 @@ def process(batch: ReadBatch, model_length: int) -> Segment:
 
 def fingerprint_batch(batch: ReadBatch) -> Leaves:
     """What a batch adds to the fingerprint of all reads."""
-    return leaves_of(batch, digest_ids(batch))
-
-
-def digest_ids(batch: ReadBatch) -> NDArray[np.uint64]:
-    """Digest of each id: uint64 [reads, 2]."""
-    return digests(np.frombuffer(batch.ids, np.uint8), batch.id_offsets)
+    return leaves_of(batch, digests(batch.ids.data, batch.ids.offsets))
 
 
 def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]:
@@ -305,5 +298,6 @@ def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]
             sequence = orfs.dna[dna_at[i] : dna_at[i + 1]].tobytes()
             if sequence.translate(None, b"ACGT"):
                 both[i] = sequence + b"|" + orfs.proteins[protein_at[i] : protein_at[i + 1]].tobytes()
-        made[list(both)] = digest_each(list(both.values()))
+        named = Strings.of(list(both.values()))
+        made[list(both)] = digests(named.data, named.offsets)
     return made

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.reads import dedup, store_writer
+from virnuc_core.reads import store_writer
 from virnuc_core.reads.parse import parse
 
 WriteReads = Callable[..., str]
@@ -28,9 +28,8 @@ def write(tmp_path: Path) -> WriteReads:
 
 def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 64) -> None:
     """Sizes so small that every carry between blocks, stretches and buckets happens in a small test."""
-    for module in (dedup, store_writer):
-        patch.setattr(module, "STRETCH", stretch)
-    patch.setattr(dedup, "BUCKET", stretch - 1)
+    patch.setattr(store_writer, "STRETCH", stretch)
+    patch.setattr(store_writer, "BUCKET", stretch - 1)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
     patch.setitem(parse.__kwdefaults__, "block_bytes", block_bytes)
 

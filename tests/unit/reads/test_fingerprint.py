@@ -8,18 +8,15 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.reads.dedup import digests
-from virnuc_core.reads.fast_parser import ReadBatch, offsets_of
-from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
+from virnuc_core.reads.fast_parser import ReadBatch, Strings, offsets_of
+from virnuc_core.reads.fingerprint import Fingerprint, digests, leaves_of
 
 Pairs = list[tuple[bytes, bytes]]
 
 
 def batch_of(reads: Pairs) -> ReadBatch:
-    ids, bases = [name for name, _ in reads], [letters for _, letters in reads]
-    at = [offsets_of(np.array([len(word) for word in words], np.int64)) for words in (ids, bases)]
-    none = np.zeros(len(reads), np.int64)
-    return ReadBatch(0, "fasta", b"".join(ids), at[0], b"".join(bases), at[1], none, b"", none)
+    ids, bases = (Strings.of([read[column] for read in reads]) for column in (0, 1))
+    return ReadBatch(0, "fasta", ids, bases, np.zeros(len(reads), np.int64), Strings.of([]))
 
 
 def fingerprint(reads: Pairs, cuts: list[int]) -> str:
@@ -27,7 +24,7 @@ def fingerprint(reads: Pairs, cuts: list[int]) -> str:
     edges = [0, *sorted(cut % (len(reads) + 1) for cut in cuts), len(reads)]
     for low, high in pairwise(edges):
         batch = batch_of(reads[low:high])
-        made.add(leaves_of(batch, digests(np.frombuffer(batch.ids, np.uint8), batch.id_offsets)))
+        made.add(leaves_of(batch, digests(batch.ids.data, batch.ids.offsets)))
     return made.hexdigest()
 
 

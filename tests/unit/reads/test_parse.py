@@ -35,15 +35,13 @@ def reads_of(*files: str, log: ParseLog | None = None, block_bytes: int = 1 << 2
     """(id, bases) of all reads; checks on the way that the columns of each batch fit together."""
     found: Pairs = []
     for batch in parse(files, log, block_bytes=block_bytes):
-        assert len(batch) == len(batch.lines) == len(batch.base_offsets) - 1 == len(batch.text_offsets) - 1
-        assert batch.id_offsets[-1] == len(batch.ids)
-        assert batch.base_offsets[-1] == len(batch.bases)
-        assert batch.text_offsets[-1] == len(batch.text)
+        assert len(batch) == len(batch.lines) == len(batch.bases) == len(batch.text)
+        assert all(column.offsets[-1] == len(column.data) for column in (batch.ids, batch.bases, batch.text))
         for i in range(len(batch)):
-            bases = batch.bases[batch.base_offsets[i] : batch.base_offsets[i + 1]].decode()
+            bases = batch.bases[i].decode()
             found.append((batch.id(i), bases))
-            assert batch.record(i)[:1] == (b"@" if batch.form == "fastq" else b">")
-            assert bases in re.sub(r"\s", "", batch.record(i).decode("utf-8", "replace"))
+            assert batch.text[i][:1] == (b"@" if batch.form == "fastq" else b">")
+            assert bases in re.sub(r"\s", "", batch.text[i].decode("utf-8", "replace"))
     return found
 
 
@@ -328,7 +326,7 @@ def test_blocks_make_no_difference_to_lines_and_records(
             for i in range(len(batch)):
                 header = lines[int(batch.lines[i]) - 1]
                 assert header.split()[0][1:] == batch.id(i)
-                assert batch.record(i).decode().split("\n")[0].rstrip() == header.rstrip()
+                assert batch.text[i].decode().split("\n")[0].rstrip() == header.rstrip()
     except InputError:
         return  # the text is broken; what is said of it is tested elsewhere
 
@@ -497,7 +495,7 @@ def test_counts_of_the_real_files(real_data: Path, folder: str) -> None:
             continue
         batches = list(parse((str(real_data / entry["file"]),)))
         assert sum(len(batch) for batch in batches) == int(entry["records"]), entry["file"]
-        assert sum(len(batch.bases) for batch in batches) == int(entry["bases"]), entry["file"]
+        assert sum(len(batch.bases.data) for batch in batches) == int(entry["bases"]), entry["file"]
 
 
 @pytest.mark.parametrize("before", ["", "@w\nACGT\nACGT\n+\nIIII\nIIII\n"])

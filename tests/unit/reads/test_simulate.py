@@ -26,11 +26,7 @@ Pairs = list[tuple[str, str]]
 
 
 def reads_of(path: Path) -> Pairs:
-    return [
-        (batch.id(i), batch.bases[batch.base_offsets[i] : batch.base_offsets[i + 1]].decode())
-        for batch in parse((str(path),))
-        for i in range(len(batch))
-    ]
+    return [(batch.id(i), batch.bases[i].decode()) for batch in parse((str(path),)) for i in range(len(batch))]
 
 
 def truth_of(summary: SimulateSummary) -> dict[str, dict[str, str]]:

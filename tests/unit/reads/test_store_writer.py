@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.reads import dedup
-from virnuc_core.reads.dedup import LONGEST, Bucket, Column, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads import store_writer
+from virnuc_core.reads.fingerprint import LONGEST, digests
+from virnuc_core.reads.store_writer import Bucket, Column, Repeats, repeats_in, share_a_digest
 
 MASK = (1 << 64) - 1
 
@@ -116,8 +117,8 @@ def test_repeats_are_found_whatever_the_stretches_and_buckets(
 ) -> None:
     folder = tmp_path_factory.mktemp("repeats")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dedup, "BUCKET", bucket)
-        patch.setattr(dedup, "STRETCH", stretch)
+        patch.setattr(store_writer, "BUCKET", bucket)
+        patch.setattr(store_writer, "STRETCH", stretch)
         repeats = Repeats(folder / "repeats")
         for one in Bucket.all_of(column(folder, "digests", pairs)):
             repeats.add(one, repeats_in(one))
