@@ -25,7 +25,7 @@ from flows.parameters import (
     ValidateSettings,
     command,
 )
-from virnuc_core.config import EngineSpec, Spec, load_profile
+from virnuc_core.config import EngineSpec, Spec
 from virnuc_core.errors import ConfigError, VirnucError
 
 if TYPE_CHECKING:
@@ -54,12 +54,17 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(name, value)
 
 
-def _start(flow: str, settings: RunSettings | InboxSettings, debug: bool, base: EngineSpec | None = None) -> State[Any]:
-    """The final state of `module:flow` on these settings. `base`: engine settings of its profile."""
+def _start(flow: str, settings: RunSettings | InboxSettings, debug: bool) -> State[Any]:
+    """The final state of `module:flow` on these settings."""
+    base = EngineSpec()
+    if profile := getattr(settings, "profile", None):
+        from virnuc_core.profiles import load_profile
+
+        base = load_profile(profile).engine
     prepare_prefect()
     from flows import preflight
 
-    preflight.check(settings, base or EngineSpec())
+    preflight.check(settings, base)
     from flows.local_run import run_flow
 
     module, _, name = flow.partition(":")
@@ -99,7 +104,7 @@ def train(settings: TrainSettings, debug: bool) -> int:
 @command(ValidateSettings)
 def validate(settings: ValidateSettings, debug: bool) -> int:
     """Prove this machine, with these weights, against a profile; exit code 5 when a criterion was missed."""
-    state = _start("flows.validate:validate", settings, debug, load_profile(settings.profile).engine)
+    state = _start("flows.validate:validate", settings, debug)
     from flows.local_run import ui_hint
     from tasks.step import NOT_MET, REJECTED
 
@@ -112,7 +117,7 @@ def validate(settings: ValidateSettings, debug: bool) -> int:
 @command(ScaleSettings)
 def scale(settings: ScaleSettings, debug: bool) -> int:
     """Run the same reads on one, two, four, … devices and measure how the time falls."""
-    state = _start("flows.scale:scale", settings, debug, load_profile(settings.profile).engine)
+    state = _start("flows.scale:scale", settings, debug)
     _say(state.message, f"Report: {settings.out / 'report' / 'report.html'}")
     return 0
 
@@ -120,7 +125,7 @@ def scale(settings: ScaleSettings, debug: bool) -> int:
 @command(TuneSettings, "reads")
 def tune(settings: TuneSettings, debug: bool) -> int:
     """Measure engine settings on this machine and these reads, and write the fastest that leave results alone."""
-    state = _start("flows.tune:tune", settings, debug, load_profile(settings.profile).engine)
+    state = _start("flows.tune:tune", settings, debug)
     out = settings.out
     _say(state.message, f"Use it: --settings {out / 'settings.toml'}", f"All figures: {out / 'tune.json'}")
     return 0

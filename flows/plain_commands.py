@@ -16,16 +16,17 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.parameters import command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, Target, load_profile, profile_names
+from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
+from virnuc_core.profiles import Target, load_profile, profile_names
 from virnuc_core.reads.simulate import PRESETS, SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, write_text_whole
 
 if TYPE_CHECKING:
     from virnuc_core.report.formatting import Table as View
-    from virnuc_core.runfiles import LabelAgreement
+    from virnuc_core.validation import LabelAgreement
 
 CODON: Final = 3
 DISAGREE: Final = 5

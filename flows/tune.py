@@ -14,10 +14,11 @@ from flows.parameters import SWEPT, TuneSettings
 from tasks.artifacts import publish_table
 from tasks.step import done
 from tasks.tune import measure, trial_rows
-from virnuc_core.config import EngineSpec, load_profile
+from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.tune import Sweep, candidates, recommend, rounds, write_settings
+from virnuc_core.profiles import load_profile
 from virnuc_core.rundir import RunDir
 
 SETTINGS = "settings.toml"

@@ -30,16 +30,18 @@ from tasks.predict import embed
 from tasks.step import REJECTED, done, not_met
 from tasks.tools import ceiling, overhead
 from tasks.validate import BASELINE, baseline, compare, emit_outcome, met_sentence, publish, report
-from virnuc_core.config import Devices, EngineSpec, Profile, load_profile
+from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
-from virnuc_core.pipeline import ClassifySpec, model_length, read_summary, record_validation
+from virnuc_core.pipeline import ClassifySpec, model_length, read_summary
+from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import RUN_PREFIX
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import rerender
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops
+from virnuc_core.validation import record_validation
 
 HISTORY: Final = "virnuc-history.jsonl"
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken

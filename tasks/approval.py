@@ -15,7 +15,8 @@ from tasks.validate import met_sentence, rows_of
 from virnuc_core.report.model import Report
 from virnuc_core.report.views import criteria
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ApprovalRecord, write
+from virnuc_core.runfiles import write
+from virnuc_core.validation import ApprovalRecord
 
 Answer = Literal["yes", "no", "not answered"]
 Verdict = Literal["approved", "rejected", "pending"]

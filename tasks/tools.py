@@ -20,7 +20,8 @@ from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import ModelFlops, OverheadFile
+from virnuc_core.runfiles import ModelFlops
+from virnuc_core.validation import OverheadFile
 
 NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
 STAGE_OF: Final = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2", "head": "Model Prediction", WAIT: "(waiting for a batch)"}

@@ -23,8 +23,9 @@ from tasks.artifacts import (
 from tasks.guard import device_slots
 from tasks.step import done, first_attempt, step
 from virnuc_core.baseline.run import BaselineProgress, run_baseline
-from virnuc_core.config import BaselineSpec, Devices, Profile
+from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
+from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, cosines
 from virnuc_core.report.compare import compare as hold
@@ -34,7 +35,7 @@ from virnuc_core.report.render import write_report
 from virnuc_core.report.verify import dna_width
 from virnuc_core.report.views import accounts, agreements, criteria, scaling
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import BaselineSummary, Comparison
+from virnuc_core.validation import BaselineSummary, Comparison
 
 BASELINE = "baseline"
 

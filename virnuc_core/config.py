@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
-from collections.abc import Callable
-from importlib import resources
-from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +13,6 @@ from virnuc_core.errors import ConfigError
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
-Relation = Literal["<", "<=", ">", ">="]
-RELATIONS: dict[Relation, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
 DEFAULT_MODEL_LENGTH = 500
 
@@ -122,94 +116,6 @@ class RunSpec(Spec):
     def _devices_readable(cls, value: str) -> str:
         Devices.parse(value)
         return value
-
-
-class Target(Spec):
-    """A threshold: the measured value must stand in this relation to `value`."""
-
-    op: Relation
-    value: float
-
-    def met(self, measured: float) -> bool:
-        """Whether `measured op value` holds."""
-        return bool(RELATIONS[self.op](measured, self.value))
-
-
-class BaselineSpec(Spec):
-    """What the run is compared with, and how its time is known."""
-
-    name: BaselineName = "v1"
-    source: Literal["measured", "recorded"] = "measured"
-    reads: int | None = Field(None, ge=1, description="measure on this many reads and scale by tokens; unset: all")
-    recorded_seconds: float | None = Field(None, gt=0)
-    recorded_device: str | None = Field(None, description="device name the recorded time belongs to")
-    recorded_devices: int | None = Field(None, ge=1)
-
-
-class ProfileTargets(Spec):
-    """Thresholds of the seven criteria and of the further checks. Unset means: this profile does not ask."""
-
-    one_device_seconds: Target | None = None
-    two_device_seconds: Target | None = None
-    scaling: Target | None = None
-    speedup: Target | None = None
-    consensus_agreement: Target | None = None
-    gpu_utilisation: Target | None = None
-    packing_efficiency: Target | None = None
-    starved_share: Target | None = None
-    checkpoint_overhead: Target | None = None
-    device_time_spread: Target | None = None
-
-
-class Profile(Spec):
-    """Sizes and thresholds of a validation, read from `profiles/*.toml` or a user's own file."""
-
-    name: str
-    title: str
-    device_names: tuple[str, ...] = Field((), description="substrings of device names the thresholds are meant for")
-    min_reads: int = Field(1, ge=1, description="fewer reads than this: no evidence")
-    target_reads: int | None = Field(
-        None, ge=1, description="reads the time targets speak of; a time from fewer is projected, which never passes"
-    )
-    min_compared_chunks: int = Field(1, ge=1, description="agreement over fewer chunks than this: no evidence")
-    price_per_device_hour: float | None = Field(None, gt=0, description="for the cost line; in any currency")
-    time_limit_s: float | None = Field(None, gt=0, description="a run over this is ended and reported as failed")
-    score_tolerance: float = Field(0.01, gt=0)
-    window_s: float = Field(30.0, gt=0, description="length of a telemetry window")
-    sample_s: float = Field(0.5, gt=0, description="interval of GPU and CPU samples")
-    projection_reads: int = Field(6_000_000, ge=1)
-    baseline: BaselineSpec = Field(default_factory=BaselineSpec)
-    engine: EngineSpec = Field(default_factory=EngineSpec)
-    targets: ProfileTargets = Field(default_factory=ProfileTargets)
-    scaling_bands: dict[str, tuple[float, float]] = Field(
-        default_factory=dict, description="devices -> expected low, high"
-    )
-
-
-def profile_names() -> list[str]:
-    """Names of the profiles that come with virnuc."""
-    folder = resources.files("virnuc_core.profiles")
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
-
-
-def load_profile(name_or_path: str) -> Profile:
-    """A shipped profile by name, or a user's `.toml` file by path; `ConfigError` names the key that is wrong."""
-    if name_or_path.endswith(".toml"):
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise ConfigError(f"profile {path}: no such file")
-        text = path.read_text(encoding="utf-8")
-    elif name_or_path in profile_names():
-        text = (resources.files("virnuc_core.profiles") / f"{name_or_path}.toml").read_text(encoding="utf-8")
-    else:
-        raise ConfigError(f"profile '{name_or_path}' is not known; choose {', '.join(profile_names())} or a .toml file")
-    try:
-        raw: dict[str, Any] = tomllib.loads(text)
-        return Profile.model_validate(raw)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"profile {name_or_path}: not valid TOML: {error}") from error
-    except ValidationError as error:
-        raise ConfigError(f"profile {name_or_path}: {explain(error)}") from error
 
 
 def explain(error: ValidationError, most: int | None = None) -> str:

@@ -17,19 +17,19 @@ from typing import Any
 
 from pydantic import Field
 
-from virnuc_core import provenance
-from virnuc_core.config import Devices, EngineSpec, Profile, RunSpec, Spec
+from virnuc_core import runfiles
+from virnuc_core.config import Devices, EngineSpec, RunSpec, Spec
 from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import Device, resolve, resolve_engine
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import PrewarmedWorkers
-from virnuc_core.errors import ConfigError, RunMismatchError, VirnucError
+from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import ModelFlops, RunSummary, StagingTally, ValidationRecord, device_records, read, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
 
@@ -164,7 +164,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     resolved = resolve_engine(spec.engine, found[0].kind)
     weights = fingerprint(models)
     prints = shards.Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
-    fresh = provenance.new_record(
+    fresh = runfiles.new_record(
         spec=spec.asked,
         model_length=length,
         widths={"dna": dnabert_s.width, "protein": esm2.width},
@@ -175,7 +175,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     )
     if spec.force:
         _start_over(run)
-    record = provenance.resume_or_refuse(run, fresh)
+    record = runfiles.resume_or_refuse(run, fresh)
     plan = shards.make_plan(
         orfs.protein_offsets,
         resolved.shard_tokens,
@@ -280,53 +280,3 @@ def _write_results(job: Job, clock: StageClock) -> ResultSummary:
     if total != job.store.n_reads:
         raise VirnucError(f"{total} reads have a fate, but {job.store.n_reads} came in; nothing may get lost")
     return results
-
-
-def record_validation(
-    out: Path,
-    *,
-    spec: dict[str, Any],
-    profile: Profile,
-    models: Path,
-    staging: StageSummary,
-    model_length: int,
-    devices: tuple[Device, ...],
-    force: bool,
-) -> None:
-    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
-
-    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
-    """
-    weights = fingerprint(models)
-    fresh = provenance.new_record(
-        spec=spec,
-        model_length=model_length,
-        fingerprints={"reads": staging.fingerprint, **asdict(weights)},
-        resolved={},
-        devices=[device.record() for device in devices],
-        store=RunDir(out).store.name,
-    )
-    tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
-    record = ValidationRecord(
-        **dict(fresh) | {"versions": fresh.versions | _cuda_version()},
-        profile=profile,
-        staging=StagingTally.model_validate(tally),
-    )
-    path = RunDir(out).record
-    if path.is_file():
-        before = read(path, ValidationRecord)
-        others = provenance.differing(before.fingerprints, record.fingerprints, strict=True)
-        if others and not force:
-            raise RunMismatchError(
-                f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
-            )
-        if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
-            record = record.model_copy(update={"created": before.created})
-    write(path, record)
-
-
-def _cuda_version() -> dict[str, str]:
-    """The CUDA that torch was built for; empty for a torch without."""
-    import torch
-
-    return {} if torch.version.cuda is None else {"cuda": torch.version.cuda}

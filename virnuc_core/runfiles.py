@@ -1,4 +1,4 @@
-"""The JSON files that a run writes and reads again: one model each, and one pair of functions that write and read them.
+"""The JSON files of a run: one model each, one pair of functions that write and read them, and what run.json says.
 
 A file of an older run may lack keys or hold others: what is absent is `None` or empty, what is unknown is passed over.
 `read` refuses a file with a value of the wrong kind; `read_usable`, for whoever must go on, leaves such values out.
@@ -7,16 +7,26 @@ A file of an older run may lack keys or hold others: what is absent is `None` or
 from __future__ import annotations
 
 import json
+import logging
+import platform
+import subprocess
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from virnuc_core.config import BaselineName, Profile, explain
-from virnuc_core.errors import ConfigError
-from virnuc_core.rundir import write_text_whole
+import virnuc_core
+from virnuc_core.config import explain
+from virnuc_core.errors import ConfigError, RunMismatchError
+from virnuc_core.rundir import RunDir, write_text_whole
 
+log = logging.getLogger(__name__)
+
+MODEL_LENGTH: Final = "model length"
+PACKAGES: Final = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
 LARGEST: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
 
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -135,26 +145,131 @@ class RunRecord(RunFile):
     attempts: tuple[Attempt, ...] = ()
 
 
-class StagingTally(RunFile):
-    """What staging counted of the input."""
-
-    reads: Count | None = None
-    empty: Count | None = None
-    skipped: Count | None = None  # broken records left out
-    duplicate_ids: Count | None = None
-    duplicates: Count | None = None  # rows whose sequences an earlier row has
-    ambiguous: Count | None = None
-    short_for_model: Count | None = None
-    no_open_frame: Count | None = None
-    ignored_files: tuple[str, ...] | None = None
-    warnings: tuple[str, ...] = ()
+def now() -> str:
+    """The time, UTC, to the second."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-class ValidationRecord(RunRecord):
-    """`run.json` of a validation."""
+def git_commit() -> str | None:
+    """Commit of the checkout virnuc runs from, with `+` when files differ from it; None outside a checkout."""
+    here = Path(virnuc_core.__file__).resolve().parents[1]
+    if not (here / ".git").exists():
+        return None
+    try:
+        head = subprocess.run(
+            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout.strip()
+        changed = subprocess.run(
+            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return head + ("+" if changed else "")
 
-    profile: Profile | None = None
-    staging: StagingTally | None = None
+
+def versions() -> dict[str, str]:
+    """Versions of what computes, without importing it, and of the driver where there is one."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "absent"
+    return found | driver_versions()
+
+
+def driver_versions() -> dict[str, str]:
+    """`driver` and `cuda_driver` (the newest CUDA it runs) of this machine; empty where there is no NVIDIA driver."""
+    import nvitop
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()  # asked first: nvitop prints several lines of its own where there is no driver
+        pynvml.nvmlShutdown()
+        found = {"driver": nvitop.Device.driver_version(), "cuda_driver": nvitop.Device.cuda_driver_version()}
+    except (pynvml.NVMLError, RuntimeError, OSError) as error:
+        log.debug("no driver version: %s", error)
+        return {}
+    return {name: version for name, version in found.items() if version and version != nvitop.NA}
+
+
+def new_record(
+    *,
+    spec: dict[str, Any],
+    model_length: int,
+    fingerprints: dict[str, str],
+    resolved: dict[str, Any],
+    devices: Iterable[Mapping[str, Any]],
+    store: str,
+    widths: dict[str, int] | None = None,
+) -> RunRecord:
+    """A record of a run that starts now."""
+    started, found = now(), device_records(devices)
+    return RunRecord(
+        virnuc_version=virnuc_core.__version__,
+        git_commit=git_commit(),
+        versions=versions(),
+        created=started,
+        host=platform.node(),
+        spec=spec,
+        model_length=model_length,
+        widths=widths or {},
+        fingerprints=fingerprints,
+        resolved=resolved,
+        devices=found,
+        store=store,
+        attempts=(Attempt(started=started, devices=found),),
+    )
+
+
+def read_record(run: RunDir) -> RunRecord:
+    """The record of a run; `ConfigError` when it is absent or not readable."""
+    if not run.record.is_file():
+        raise ConfigError(f"{run.root}: not a run directory (no readable run.json)")
+    return read(run.record, RunRecord)
+
+
+def made_from(record: RunRecord) -> dict[str, str]:
+    """What can be told of any run or baseline: the fingerprints of reads and weights, and the model's length."""
+    length = {} if record.model_length is None else {MODEL_LENGTH: str(record.model_length)}
+    return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
+
+
+def decided_by(record: RunRecord) -> dict[str, str]:
+    """All that decides the bytes of a run's results: what it was made from, and its settings."""
+    return made_from(record) | {name: str(record.resolved[name]) for name in sorted(record.resolved)}
+
+
+def differing(a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False) -> dict[str, tuple[str, str]]:
+    """Whether two jobs are the same: the names of what differs, with what each side says; empty for the same job.
+
+    What only one side tells differs when `strict`, else it says nothing.
+    """
+    names = [name for name in dict.fromkeys((*a, *b)) if strict or (name in a and name in b)]
+    return {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names if a.get(name) != b.get(name)}
+
+
+def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
+    """The record to go on with: `fresh` for a new directory, the old one plus an attempt for the same run.
+
+    Errors: `RunMismatchError` names every field that differs.
+    """
+    if not run.record.exists():
+        return fresh
+    before = read_record(run)
+    others = differing(decided_by(before), decided_by(fresh), strict=True)
+    if others:
+        said = "; ".join(f"{name} {_short(old)} → {_short(new)}" for name, (old, new) in others.items())
+        raise RunMismatchError(f"{run.root} holds another run ({said}); choose another directory or --force")
+    return before.model_copy(update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)})
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 20 else text[:12] + "…"
 
 
 # --- summary.json -----------------------------------------------------------------------------------------------------
@@ -216,164 +331,3 @@ class RunSummary(RunFile):
     def complete(self) -> bool:
         """Whether the run came to its end."""
         return not self.stopped_at_limit and None not in (self.total_s, self.n_reads, self.threshold, self.shards)
-
-
-class BaselineSubset(RunFile):
-    """The part of the input that a baseline was measured on."""
-
-    reads: Count
-    tokens: Count  # ESM-2 tokens of its rows, start and end tokens included
-    total_tokens: Count  # of all rows
-    seed: int = 0  # its reads were drawn by
-
-
-class BaselineSummary(RunFile):
-    """`summary.json` of a baseline: its time and what that stands on.
-
-    `stages` are seconds on the whole input, scaled where a subset was measured, and empty for a recorded baseline.
-    Chunking and translation are not among them: the rows are taken from the store, which favours the baseline.
-    """
-
-    schema_version: int = 1
-    name: BaselineName
-    source: Literal["measured", "recorded"] = "measured"
-    wall_s: Seconds | None = None  # seconds for the whole input: what a run is compared with
-    stages: dict[str, Seconds] = {}
-    subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
-    measured_s: Seconds | None = None  # seconds that really passed; None when recorded
-    measured_stages: dict[str, Seconds] = {}
-    scaled_s: Seconds | None = None  # `measured_s` scaled to the whole input; None unless a subset was measured
-    n_reads: Count | None = None  # of the whole input
-    n_rows: Count | None = None
-    measured_rows: Count | None = None
-    file_rows: Count | None = None  # rows of the files that were measured
-    devices: tuple[DeviceRecord, ...] = ()
-    fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
-    reused: bool = Field(False, exclude=True)
-
-
-# --- checkpoint_overhead.json -----------------------------------------------------------------------------------------
-
-OVERHEAD: Final = "checkpoint_overhead.json"
-MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
-
-
-class OverheadPair(RunFile):
-    """Two runs over the same shards, one after the other."""
-
-    with_run: str  # run directory, relative to the validation's
-    without_run: str
-    with_tokens_per_s: float  # from the first batch launched to the last shard committed
-    without_tokens_per_s: float
-    seconds: float  # of the shorter run
-    restarts: int  # of workers in either run; more than none spoils the pair
-
-    @property
-    def overhead(self) -> float | None:
-        """1 − tokens/s with commits ÷ tokens/s without; `None` for a pair that says nothing."""
-        if self.without_tokens_per_s <= 0 or self.restarts:
-            return None
-        return 1.0 - self.with_tokens_per_s / self.without_tokens_per_s
-
-
-class OverheadFile(RunFile):
-    """`checkpoint_overhead.json`: pairs of runs with commits and without. Their telemetry stays, so that every rate can
-    be computed again."""
-
-    schema_version: int = 1
-    job: str  # digest of reads, weights and settings
-    devices: tuple[str, ...]
-    shards: int  # computed in each run
-    shard_tokens: int
-    pairs: tuple[OverheadPair, ...]
-
-
-# --- beside the report --------------------------------------------------------------------------
-
-
-class ApprovalRecord(RunFile):
-    """`report/approval.json`: what the reviewer of a validation said."""
-
-    schema_version: int = 1
-    when: str | None = None
-    flow_run: str = ""
-    all_criteria_met: str = "not answered"
-    target_realistic: str = "not answered"
-    tuning_could_help: str = "not answered"
-    code_fix_needed: str = "not answered"
-    esm2_still_bottleneck: str = "not answered"
-    verdict: Literal["approved", "rejected", "pending"]
-    reviewer: str | None = None
-    note: str = ""
-
-
-# --- comparison.json --------------------------------------------------------------------------------------------------
-
-
-class ScoreDifference(RunFile):
-    """Absolute differences of a score over the ids both sides have."""
-
-    n: int
-    mean: float
-    median: float
-    p99: float
-    max: float
-    tolerance: float
-    share_within_tolerance: float  # 0 to 1
-    allclose: bool  # both scores, rtol = atol = 1e-3
-
-
-class LabelAgreement(RunFile):
-    """Labels of two results joined by id. Ids of one side only count as disagreements."""
-
-    in_both: int
-    only_in_a: int
-    only_in_b: int
-    agreeing: int
-    agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
-    score: ScoreDifference | None  # None when a side has no scores, or no id is in both
-    examples: tuple[str, ...]  # a few ids that disagree, with what each side says
-
-    @property
-    def total(self) -> int:
-        """Ids of either side."""
-        return self.in_both + self.only_in_a + self.only_in_b
-
-
-class CosineStats(RunFile):
-    """Cosine of pooled embeddings, row by row."""
-
-    part: str  # "joined", "DNABERT-S" or "ESM-2"
-    n: int
-    minimum: float
-    p1: float
-    mean: float
-
-
-class BitwiseEquality(RunFile):
-    """Whether two run directories hold the same bytes."""
-
-    identical: bool  # true only when something was compared and nothing differs
-    files_compared: int
-    shards_compared: int
-    differing: tuple[str, ...]  # a few names of what differs, or why nothing could be compared
-
-
-class Comparison(RunFile):
-    """One result held against another."""
-
-    a: str
-    b: str
-    tolerance: float
-    subset_reads: int | None = None  # side a covers this many reads only; b was cut to them
-    frames: LabelAgreement | None = None
-    consensus: LabelAgreement | None = None
-    cosines: tuple[CosineStats, ...] = ()
-    bitwise: BitwiseEquality | None = None
-
-
-class ComparisonFile(RunFile):
-    """`comparison.json`."""
-
-    schema_version: int = 1
-    comparisons: tuple[Comparison, ...]

@@ -38,9 +38,10 @@ WAYS: Final = ("bare", "server", "embedded")
 def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     """Every step of a validation, called as a function; prints the seconds that importing Prefect took."""
     from virnuc_core.baseline.run import run_baseline
-    from virnuc_core.config import Devices, load_profile
+    from virnuc_core.config import Devices
     from virnuc_core.engine.devices import resolve
     from virnuc_core.pipeline import ClassifySpec, classify, model_length, stage_reads
+    from virnuc_core.profiles import load_profile
     from virnuc_core.reads.stage import StageSpec
     from virnuc_core.report.build import write_comparisons
     from virnuc_core.report.render import write_report
@@ -48,7 +49,7 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
 
     started = time.perf_counter()
     from tasks.validate import comparisons
-    from virnuc_core.pipeline import record_validation
+    from virnuc_core.validation import record_validation
 
     imported_s = time.perf_counter() - started
     profile, devices, length = load_profile(PROFILE), Devices.parse(devices_text), model_length(models)

@@ -10,8 +10,8 @@ import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.provenance import differing
-from virnuc_core.runfiles import BaselineSummary, DeviceRecord, RunRecord, RunSummary, read, read_usable, write
+from virnuc_core.runfiles import DeviceRecord, RunRecord, RunSummary, differing, read, read_usable, write
+from virnuc_core.validation import BaselineSummary
 
 SUMMARY = RunSummary(
     wall_s=2.0,

@@ -16,19 +16,21 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core import provenance
+from virnuc_core import runfiles
 from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, cut, write_fasta
-from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.config import Devices
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.engine.messages import BaselineWorkerSpec, FileDone, FileTask, Operation, RowsDone, Started
 from virnuc_core.engine.process import Child, LocalWorkers
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import BaselineSubset, BaselineSummary, DeviceRecord, device_records, read, write
+from virnuc_core.runfiles import DeviceRecord, device_records, read, write
 from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import BaselineSubset, BaselineSummary
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 _CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
@@ -114,7 +116,7 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
 
 def _write_record(run: RunDir, orfs: OrfStore, models: Path, devices: Sequence[Device], spec: BaselineSpec) -> None:
     """`run.json`: of which reads, weights and model length the baseline is."""
-    record = provenance.new_record(
+    record = runfiles.new_record(
         spec=spec.model_dump(mode="json"),
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **asdict(fingerprint(models))},

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from virnuc_core.config import Devices, EngineSpec, Profile
+from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.dnabert_s import DnabertLayer
 from virnuc_core.encoders.esm2 import Esm2Layer
@@ -31,21 +31,13 @@ from virnuc_core.engine.process import LocalWorkers, Parent
 from virnuc_core.engine.runner import Runner
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.pipeline import ClassifySpec, model_flops, prepare
+from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import (
-    MIN_PAIRS,
-    OVERHEAD,
-    ModelFlops,
-    OverheadFile,
-    OverheadPair,
-    RunFile,
-    ValidationRecord,
-    read_usable,
-    write,
-)
+from virnuc_core.runfiles import ModelFlops, RunFile, read_usable, write
 from virnuc_core.telemetry.log import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import Final, Literal
 
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.provenance import now
 from virnuc_core.rundir import write_text_whole
-from virnuc_core.runfiles import RunFile, RunSummary, read_usable, write
+from virnuc_core.runfiles import RunFile, RunSummary, now, read_usable, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")

@@ -15,11 +15,10 @@ from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
 from virnuc_core.encoders.head import Head, place_head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
-from virnuc_core.provenance import read_record
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import THRESHOLD, ResultSummary, write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunFile, write
+from virnuc_core.runfiles import RunFile, read_record, write
 
 SCHEMA_VERSION: Final = 1
 

@@ -18,7 +18,7 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core import provenance
+from virnuc_core import runfiles
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve_engine
@@ -242,13 +242,13 @@ class Sweep:
         """`tune.json`: every trial, what they were made on, and how they were judged."""
         body = {
             "schema_version": SCHEMA_VERSION,
-            "created": provenance.now(),
+            "created": runfiles.now(),
             "profile": profile,
             "score_tolerance": tolerance,
             "search": search,
             "devices": [device.record() for device in self.bench.resolved()],
             "cores": len(os.sched_getaffinity(0)),
-            "versions": provenance.versions(),
+            "versions": runfiles.versions(),
             "base": self.base.model_dump(mode="json"),
             "candidates": [_record(candidate, tolerance) for candidate in found],
             "recommended": {

@@ -9,7 +9,7 @@ from typing import Any, Final
 from virnuc_core.report.files import RECORD, RawFolder
 from virnuc_core.report.model import ApprovalAnswer, ApprovalState, Report, RunMetrics
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ApprovalRecord, ValidationRecord
+from virnuc_core.validation import ApprovalRecord, ValidationRecord
 
 APPROVAL: Final = "approval.json"
 QUESTIONS: Final = {

@@ -10,8 +10,7 @@ from typing import Final
 
 import pandas as pd
 
-from virnuc_core.config import Profile
-from virnuc_core.provenance import MODEL_LENGTH, differing, made_from
+from virnuc_core.profiles import Profile
 from virnuc_core.report.approval import approval_state
 from virnuc_core.report.bottleneck import bottleneck, findings
 from virnuc_core.report.caveats import notes, warnings_of
@@ -24,7 +23,8 @@ from virnuc_core.report.model import Accounting, Criterion, HistoryPoint, Proven
 from virnuc_core.report.overhead import overhead_metrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import Comparison, ComparisonFile, RunRecord, RunSummary, ValidationRecord, write
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, RunSummary, differing, made_from, write
+from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
 
 COMPARISON: Final = "comparison.json"
 REGRESSION: Final = "regression.json"

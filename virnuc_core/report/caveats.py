@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.measured import Measured, baseline_note
 from virnuc_core.report.model import Accounting, Charts, Regression, RunMetrics
 

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import Bar, Charts, Histogram, Line, RunMetrics
 from virnuc_core.rundir import RunDir

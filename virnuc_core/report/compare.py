@@ -19,10 +19,10 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
-from virnuc_core.provenance import MODEL_LENGTH, differing, made_from
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import BitwiseEquality, Comparison, CosineStats, LabelAgreement, RunRecord, ScoreDifference
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
 from virnuc_core.runfiles import read as read_file
+from virnuc_core.validation import BitwiseEquality, Comparison, CosineStats, LabelAgreement, ScoreDifference
 
 Mode = Literal["both", "frame", "consensus"]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
 
-from virnuc_core.config import Profile, Target
+from virnuc_core.profiles import Profile, Target
 from virnuc_core.report import measured
 from virnuc_core.report.measured import Finding, Measured
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name

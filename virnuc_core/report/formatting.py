@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from virnuc_core.config import Target
+from virnuc_core.profiles import Target
 from virnuc_core.telemetry.live import clock_text
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.files import BASELINE
 from virnuc_core.report.metrics import short_name
 from virnuc_core.report.model import BaselineMetrics, OverheadMetrics, RunMetrics, ScalingMetrics, TelemetryMetrics
-from virnuc_core.runfiles import Comparison
+from virnuc_core.validation import Comparison
 
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 

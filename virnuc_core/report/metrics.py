@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, Literal
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder
 from virnuc_core.report.model import (
     BaselineMetrics,
@@ -16,7 +16,7 @@ from virnuc_core.report.model import (
     StageMetrics,
     TelemetryMetrics,
 )
-from virnuc_core.runfiles import BaselineSummary, DeviceRecord, ModelFlops, RunRecord, RunSummary
+from virnuc_core.runfiles import DeviceRecord, ModelFlops, RunRecord, RunSummary
 from virnuc_core.telemetry.flops import EncoderWork, mean_ceiling, mfu_of_ceiling, mfu_of_datasheet
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import (
@@ -32,6 +32,7 @@ from virnuc_core.telemetry.statistics import (
     windows,
 )
 from virnuc_core.telemetry.tables import STAGES, BatchTable, Encoder
+from virnuc_core.validation import BaselineSummary
 
 VENDOR_WORDS: Final = ("NVIDIA", "GeForce", "Tesla", "Graphics Device")
 RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")

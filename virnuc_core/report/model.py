@@ -9,10 +9,11 @@ from typing import Literal
 
 from pydantic import ConfigDict
 
-from virnuc_core.config import Profile, Target
-from virnuc_core.runfiles import Comparison, DeviceRecord, RunFile
+from virnuc_core.profiles import Profile, Target
+from virnuc_core.runfiles import DeviceRecord, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
+from virnuc_core.validation import Comparison
 
 SCHEMA_VERSION = 2
 

@@ -14,8 +14,9 @@ from typing import Final
 
 from virnuc_core.report.files import RECORD, RawFolder
 from virnuc_core.report.model import OverheadMetrics
-from virnuc_core.runfiles import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, RunRecord
+from virnuc_core.runfiles import RunRecord
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair
 
 MIN_SECONDS: Final = 10.0  # of each run; the rate of a shorter one is the luck of its scheduling
 RELATIVE: Final = 1e-9

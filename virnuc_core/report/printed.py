@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from virnuc_core.config import Target
+from virnuc_core.profiles import Target
 from virnuc_core.report.files import BASELINE
 from virnuc_core.report.formatting import NOT_RUN, approval_text, cell, fill, near
 from virnuc_core.report.model import Report

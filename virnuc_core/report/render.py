@@ -11,8 +11,8 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
+from virnuc_core.profiles import Profile
 from virnuc_core.report.approval import with_answer
 from virnuc_core.report.build import REGRESSION, build_report
 from virnuc_core.report.charts import all_charts, generator
@@ -30,8 +30,9 @@ from virnuc_core.report.views import (
     warnings_of,
 )
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.runfiles import ValidationRecord, read_usable
+from virnuc_core.runfiles import read_usable
 from virnuc_core.telemetry.live import clock_text
+from virnuc_core.validation import ValidationRecord
 
 REPORT_JSON = "report.json"
 KEPT_HISTORY = 100  # entries of a series that a report carries

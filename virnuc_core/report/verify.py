@@ -17,9 +17,8 @@ from typing import Any, Final
 
 import pandas as pd
 
-from virnuc_core.config import Profile, load_profile, profile_names
 from virnuc_core.errors import VirnucError
-from virnuc_core.provenance import differing, made_from
+from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.report.approval import answered, without_answer
 from virnuc_core.report.build import REGRESSION, build_report, read_comparisons
 from virnuc_core.report.charts import generator
@@ -40,9 +39,10 @@ from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
 from virnuc_core.report.stored import baseline_tokens, count_store, open_beside, staging_tally
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import BaselineSummary, Comparison, RunFile, RunRecord, RunSummary, ValidationRecord, read
+from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, differing, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import BaselineSummary, Comparison, ValidationRecord
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
-from virnuc_core.config import Target
+from virnuc_core.profiles import Target
 from virnuc_core.report.formatting import (
     NOT_RUN,
     Mark,
@@ -34,8 +34,8 @@ from virnuc_core.report.model import (
     TelemetryMetrics,
     Verdict,
 )
-from virnuc_core.runfiles import Comparison, LabelAgreement
 from virnuc_core.telemetry.tables import Encoder
+from virnuc_core.validation import Comparison, LabelAgreement
 
 GIB: Final = 1 << 30
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}

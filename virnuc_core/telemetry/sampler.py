@@ -74,21 +74,6 @@ def open_nvml(devices: Sequence[str]) -> NvmlProvider | None:
         return None
 
 
-def driver_versions() -> dict[str, str]:
-    """`driver` and `cuda_driver` (the newest CUDA it runs) of this machine; empty where there is no NVIDIA driver."""
-    import nvitop
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()  # asked first: nvitop prints several lines of its own where there is no driver
-        pynvml.nvmlShutdown()
-        found = {"driver": nvitop.Device.driver_version(), "cuda_driver": nvitop.Device.cuda_driver_version()}
-    except (pynvml.NVMLError, RuntimeError, OSError) as error:
-        log.debug("no driver version: %s", error)
-        return {}
-    return {name: version for name, version in found.items() if version and version != nvitop.NA}
-
-
 class HostProbe:
     """Reads CPU, memory and disk of this process's machine."""
 

@@ -21,16 +21,17 @@ import torch
 from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.run import BaselineProgress, fetch, run_baseline
 from virnuc_core.baseline.worker import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
-from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.config import Devices
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
-from virnuc_core.provenance import read_record
+from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import BaselineSummary, read
+from virnuc_core.runfiles import read, read_record
 from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import BaselineSummary
 
 CPU = torch.device("cpu")
 

@@ -8,11 +8,12 @@ from typing import Any
 from tasks.approval import shares_of_time
 from tasks.predict import fate_rows, stage_rows
 from tasks.validate import met_sentence, rows_of
-from virnuc_core.config import Target
+from virnuc_core.profiles import Target
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics, StageMetrics
 from virnuc_core.report.views import agreements, criteria, scaling
-from virnuc_core.runfiles import BitwiseEquality, Comparison, LabelAgreement, RunSummary
+from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import BitwiseEquality, Comparison, LabelAgreement
 
 
 def summary(**changes: Any) -> RunSummary:

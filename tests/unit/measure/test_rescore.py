@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from virnuc_core import provenance
+from virnuc_core import runfiles
 from virnuc_core.encoders.checkpoint import fingerprint, init_random, load_head, write_random
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
@@ -44,7 +44,7 @@ def run(tmp_path: Path, models: Path) -> RunDir:
     stage(StageSpec(reads=(str(made.reads_file),)), run.store)
     store = OrfStore.open(run.store)
     prints = fingerprint(models)
-    record = provenance.new_record(
+    record = runfiles.new_record(
         spec={},
         model_length=500,
         fingerprints={"reads": store.fingerprint, "head": prints.head},

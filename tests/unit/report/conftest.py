@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.render import write_report
 
 from .validate_directory import build

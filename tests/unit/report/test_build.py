@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Criterion, Report
 

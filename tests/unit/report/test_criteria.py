@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import Profile, Target, load_profile, profile_names
+from virnuc_core.profiles import Profile, Target, load_profile, profile_names
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import Criterion, Report
 

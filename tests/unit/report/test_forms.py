@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import Profile, load_profile
 from virnuc_core.errors import InputError
+from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.formatting import shown
 from virnuc_core.report.model import Report

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from virnuc_core.config import Profile
+from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.printed import benchmark_json, benchmark_markdown, printed
 from virnuc_core.report.render import markdown

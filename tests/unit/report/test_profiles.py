@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import Profile, load_profile, profile_names
 from virnuc_core.errors import ConfigError
+from virnuc_core.profiles import Profile, load_profile, profile_names
 
 
 def test_the_shipped_profiles() -> None:

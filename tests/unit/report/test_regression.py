@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
-from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
+from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.charts import history as history_chart
 from virnuc_core.report.regression import (

@@ -10,7 +10,7 @@ import pytest
 from tasks.predict import fate_rows
 from tasks.tools import overhead_rows, overhead_sentence
 from tasks.validate import rows_of
-from virnuc_core.config import Profile, load_profile
+from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.overhead import contradictions
@@ -19,9 +19,10 @@ from virnuc_core.report.render import render, rerender, write_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import OVERHEAD, OverheadFile, OverheadPair, RunSummary, read, write
+from virnuc_core.runfiles import RunSummary, read, write
 from virnuc_core.telemetry.log import TelemetryLog, read_telemetry
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
+from virnuc_core.validation import OVERHEAD, OverheadFile, OverheadPair
 
 from .validate_directory import (
     ORIGIN_S,

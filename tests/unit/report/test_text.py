@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.config import Target, load_profile
+from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report, write_comparisons
 from virnuc_core.report.formatting import duration, near
 from virnuc_core.report.model import Report
 from virnuc_core.report.printed import printed_block
-from virnuc_core.runfiles import Comparison, LabelAgreement
 from virnuc_core.telemetry.log import TelemetryLog
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostTable, SampleTable, ShardDone
+from virnuc_core.validation import Comparison, LabelAgreement
 
 from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import h5py
 import pytest
 
-from virnuc_core.config import Profile
 from virnuc_core.errors import InputError
+from virnuc_core.profiles import Profile
 from virnuc_core.report.render import rerender, write_report
 from virnuc_core.report.verify import report_lines, verify_report
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import Profile, Target
+from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.formatting import Mark, Number, cell, fill, markdown_cell, number, table
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import read_report, render

@@ -13,7 +13,7 @@ from typing import Any
 import h5py
 import numpy as np
 
-from virnuc_core.config import Profile, load_profile
+from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, compare, cosines
 from virnuc_core.rundir import RunDir, write_text_whole

@@ -9,8 +9,9 @@ import time
 
 import pytest
 
+from virnuc_core.runfiles import driver_versions
 from virnuc_core.telemetry import sampler as module
-from virnuc_core.telemetry.sampler import HostProbe, Sampler, driver_versions, open_nvml
+from virnuc_core.telemetry.sampler import HostProbe, Sampler, open_nvml
 from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")

@@ -1,0 +1,266 @@
+"""What a validation leaves beside its runs: one model for each file, and how it is begun."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from pydantic import Field
+
+from virnuc_core.config import BaselineName
+from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.engine.devices import Device
+from virnuc_core.errors import RunMismatchError
+from virnuc_core.profiles import Profile
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import (
+    Count,
+    DeviceRecord,
+    RunFile,
+    RunRecord,
+    Seconds,
+    differing,
+    new_record,
+    read,
+    write,
+)
+
+# --- run.json ---------------------------------------------------------------------------------------------------------
+
+
+class StagingTally(RunFile):
+    """What staging counted of the input."""
+
+    reads: Count | None = None
+    empty: Count | None = None
+    skipped: Count | None = None  # broken records left out
+    duplicate_ids: Count | None = None
+    duplicates: Count | None = None  # rows whose sequences an earlier row has
+    ambiguous: Count | None = None
+    short_for_model: Count | None = None
+    no_open_frame: Count | None = None
+    ignored_files: tuple[str, ...] | None = None
+    warnings: tuple[str, ...] = ()
+
+
+class ValidationRecord(RunRecord):
+    """`run.json` of a validation."""
+
+    profile: Profile | None = None
+    staging: StagingTally | None = None
+
+
+def record_validation(
+    out: Path,
+    *,
+    spec: dict[str, Any],
+    profile: Profile,
+    models: Path,
+    staging: StageSummary,
+    model_length: int,
+    devices: tuple[Device, ...],
+    force: bool,
+) -> None:
+    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
+
+    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
+    """
+    weights = fingerprint(models)
+    fresh = new_record(
+        spec=spec,
+        model_length=model_length,
+        fingerprints={"reads": staging.fingerprint, **asdict(weights)},
+        resolved={},
+        devices=[device.record() for device in devices],
+        store=RunDir(out).store.name,
+    )
+    tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
+    record = ValidationRecord(
+        **dict(fresh) | {"versions": fresh.versions | _cuda_version()},
+        profile=profile,
+        staging=StagingTally.model_validate(tally),
+    )
+    path = RunDir(out).record
+    if path.is_file():
+        before = read(path, ValidationRecord)
+        others = differing(before.fingerprints, record.fingerprints, strict=True)
+        if others and not force:
+            raise RunMismatchError(
+                f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
+            )
+        if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
+            record = record.model_copy(update={"created": before.created})
+    write(path, record)
+
+
+def _cuda_version() -> dict[str, str]:
+    """The CUDA that torch was built for; empty for a torch without."""
+    import torch
+
+    return {} if torch.version.cuda is None else {"cuda": torch.version.cuda}
+
+
+# --- baseline/summary.json --------------------------------------------------------------------------------------------
+
+
+class BaselineSubset(RunFile):
+    """The part of the input that a baseline was measured on."""
+
+    reads: Count
+    tokens: Count  # ESM-2 tokens of its rows, start and end tokens included
+    total_tokens: Count  # of all rows
+    seed: int = 0  # its reads were drawn by
+
+
+class BaselineSummary(RunFile):
+    """`summary.json` of a baseline: its time and what that stands on.
+
+    `stages` are seconds on the whole input, scaled where a subset was measured, and empty for a recorded baseline.
+    Chunking and translation are not among them: the rows are taken from the store, which favours the baseline.
+    """
+
+    schema_version: int = 1
+    name: BaselineName
+    source: Literal["measured", "recorded"] = "measured"
+    wall_s: Seconds | None = None  # seconds for the whole input: what a run is compared with
+    stages: dict[str, Seconds] = Field(default_factory=dict)
+    subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
+    measured_s: Seconds | None = None  # seconds that really passed; None when recorded
+    measured_stages: dict[str, Seconds] = Field(default_factory=dict)
+    scaled_s: Seconds | None = None  # `measured_s` scaled to the whole input; None unless a subset was measured
+    n_reads: Count | None = None  # of the whole input
+    n_rows: Count | None = None
+    measured_rows: Count | None = None
+    file_rows: Count | None = None  # rows of the files that were measured
+    devices: tuple[DeviceRecord, ...] = ()
+    fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
+    reused: bool = Field(False, exclude=True)
+
+
+# --- checkpoint_overhead.json -----------------------------------------------------------------------------------------
+
+OVERHEAD: Final = "checkpoint_overhead.json"
+MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
+
+
+class OverheadPair(RunFile):
+    """Two runs over the same shards, one after the other."""
+
+    with_run: str  # run directory, relative to the validation's
+    without_run: str
+    with_tokens_per_s: float  # from the first batch launched to the last shard committed
+    without_tokens_per_s: float
+    seconds: float  # of the shorter run
+    restarts: int  # of workers in either run; more than none spoils the pair
+
+    @property
+    def overhead(self) -> float | None:
+        """1 − tokens/s with commits ÷ tokens/s without; `None` for a pair that says nothing."""
+        if self.without_tokens_per_s <= 0 or self.restarts:
+            return None
+        return 1.0 - self.with_tokens_per_s / self.without_tokens_per_s
+
+
+class OverheadFile(RunFile):
+    """`checkpoint_overhead.json`: pairs of runs with commits and without. Their telemetry stays, so that every rate can
+    be computed again."""
+
+    schema_version: int = 1
+    job: str  # digest of reads, weights and settings
+    devices: tuple[str, ...]
+    shards: int  # computed in each run
+    shard_tokens: int
+    pairs: tuple[OverheadPair, ...]
+
+
+# --- beside the report --------------------------------------------------------------------------
+
+
+class ApprovalRecord(RunFile):
+    """`report/approval.json`: what the reviewer of a validation said."""
+
+    schema_version: int = 1
+    when: str | None = None
+    flow_run: str = ""
+    all_criteria_met: str = "not answered"
+    target_realistic: str = "not answered"
+    tuning_could_help: str = "not answered"
+    code_fix_needed: str = "not answered"
+    esm2_still_bottleneck: str = "not answered"
+    verdict: Literal["approved", "rejected", "pending"]
+    reviewer: str | None = None
+    note: str = ""
+
+
+# --- comparison.json --------------------------------------------------------------------------------------------------
+
+
+class ScoreDifference(RunFile):
+    """Absolute differences of a score over the ids both sides have."""
+
+    n: int
+    mean: float
+    median: float
+    p99: float
+    max: float
+    tolerance: float
+    share_within_tolerance: float  # 0 to 1
+    allclose: bool  # both scores, rtol = atol = 1e-3
+
+
+class LabelAgreement(RunFile):
+    """Labels of two results joined by id. Ids of one side only count as disagreements."""
+
+    in_both: int
+    only_in_a: int
+    only_in_b: int
+    agreeing: int
+    agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
+    score: ScoreDifference | None  # None when a side has no scores, or no id is in both
+    examples: tuple[str, ...]  # a few ids that disagree, with what each side says
+
+    @property
+    def total(self) -> int:
+        """Ids of either side."""
+        return self.in_both + self.only_in_a + self.only_in_b
+
+
+class CosineStats(RunFile):
+    """Cosine of pooled embeddings, row by row."""
+
+    part: str  # "joined", "DNABERT-S" or "ESM-2"
+    n: int
+    minimum: float
+    p1: float
+    mean: float
+
+
+class BitwiseEquality(RunFile):
+    """Whether two run directories hold the same bytes."""
+
+    identical: bool  # true only when something was compared and nothing differs
+    files_compared: int
+    shards_compared: int
+    differing: tuple[str, ...]  # a few names of what differs, or why nothing could be compared
+
+
+class Comparison(RunFile):
+    """One result held against another."""
+
+    a: str
+    b: str
+    tolerance: float
+    subset_reads: int | None = None  # side a covers this many reads only; b was cut to them
+    frames: LabelAgreement | None = None
+    consensus: LabelAgreement | None = None
+    cosines: tuple[CosineStats, ...] = ()
+    bitwise: BitwiseEquality | None = None
+
+
+class ComparisonFile(RunFile):
+    """`comparison.json`."""
+
+    schema_version: int = 1
+    comparisons: tuple[Comparison, ...]
