@@ -8,8 +8,8 @@ different heads, model lengths or reads are refused when the run records say so.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import filecmp
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -25,6 +25,7 @@ from virnuc_core.runfiles import read as read_file
 from virnuc_core.validation import BitwiseEquality, Comparison, CosineStats, LabelAgreement, ScoreDifference
 
 Mode = Literal["both", "frame", "consensus"]
+Part = Literal["frames", "consensus"]
 
 CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
 EXAMPLES: Final = 5
@@ -32,71 +33,34 @@ MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
 RESULT_FILES: Final = ("predictions", "consensus", "reads_table", "failed_rows")
 NAMED: Final = 8  # things that differ; of more, their number is said
 BLOCK_ROWS: Final = 8_192
-BLOCK_BYTES: Final = 1 << 20
+COLUMNS: Final[dict[Part, tuple[str, ...]]] = {
+    "frames": ("Sequence_ID", "Prediction", "score1", "score2"),
+    "consensus": ("Modified_ID", "Is_Virus", "max_score_0", "max_score_1"),
+}
+LABELS: Final[dict[Part, dict[str, bool]]] = {
+    "frames": {"virus": True, "others": False},
+    "consensus": {"True": True, "False": False},
+}
 
 
 # --- reading results -------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ResultSide:
-    """One side of a comparison: the files it has, and the run directory it is or lies in."""
+def load_results(path: Path) -> pd.DataFrame:
+    """Rows of one of the two result files: `id`, `virus` (bool), `score1`, `score2` (float64; NaN where no number).
 
-    name: str
-    frames: Path | None
-    consensus: Path | None
-    run: Path | None
-
-
-def open_side(path: Path, name: str | None = None) -> ResultSide:
-    """Find the result files of `path`: a run directory, a folder with the two files, or one of the files.
-
-    Raises `InputError` when there is nothing to compare.
+    A consensus file of two columns has no scores. `InputError` names the first line with another label.
     """
-    folder = RunDir(path if path.is_dir() else path.parent)
-    run = folder.root if folder.record.is_file() else None
-    if path.is_dir():
-        frames, consensus = (file if file.is_file() else None for file in (folder.predictions, folder.consensus))
-        if frames is None and consensus is None:
-            names = f"neither {folder.predictions.name} nor {folder.consensus.name}"
-            raise InputError(f"{names} is in this folder", file=path)
-        return ResultSide(name or path.name, frames, consensus, run)
-    header = _header(path)
-    if "Sequence_ID" in header:
-        return ResultSide(name or path.name, path, None, run)
-    if "Modified_ID" in header:
-        return ResultSide(name or path.name, None, path, run)
-    raise InputError("not a result file: its first line has neither Sequence_ID nor Modified_ID", file=path, line=1)
-
-
-def _header(path: Path) -> list[str]:
-    try:
-        with path.open(encoding="utf-8", errors="surrogateescape") as handle:
-            return handle.readline().rstrip("\r\n").split("\t")
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", file=path) from error
-
-
-def load_frames(path: Path) -> pd.DataFrame:
-    """Rows of `prediction_results.txt`: `id`, `virus` (bool), `score1`, `score2` (float64; NaN where not a number)."""
-    found = _load(path, ("Sequence_ID", "Prediction"), ("score1", "score2"))
-    return _labelled(path, found, {"virus": True, "others": False}, "label '{}' is neither virus nor others")
-
-
-def load_consensus(path: Path) -> pd.DataFrame:
-    """Chunks of the consensus file: `id`, `virus`, and `score1`, `score2` where the file has four columns."""
-    scores = ("max_score_0", "max_score_1")
-    found = _load(path, ("Modified_ID", "Is_Virus"), scores if set(scores) <= set(_header(path)) else ())
-    return _labelled(path, found, {"True": True, "False": False}, "Is_Virus is '{}', neither True nor False")
-
-
-def _labelled(path: Path, found: pd.DataFrame, labels: Mapping[str, bool], problem: str) -> pd.DataFrame:
-    """The table under common names; `InputError` names the first line with another label."""
+    part = _part_of(path)
+    columns, labels = COLUMNS[part], LABELS[part]
+    scored = part == "frames" or set(columns) <= set(_header(path))
+    found = _load(path, columns[:2], columns[2:] if scored else ())
     found.columns = pd.Index(("id", "virus", "score1", "score2")[: found.shape[1]])
     virus = found["virus"].map(labels)
     if virus.isna().any():
         place = int(np.flatnonzero(virus.isna().to_numpy())[0])
-        raise InputError(problem.format(found["virus"].iloc[place]), file=path, line=place + 2)
+        problem = f"{columns[1]} is '{found['virus'].iloc[place]}', neither {' nor '.join(labels)}"
+        raise InputError(problem, file=path, line=place + 2)
     return found.assign(virus=virus.astype(np.bool_))
 
 
@@ -107,6 +71,22 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     """
     best = frames.groupby(frames["id"].str.slice(stop=-2), sort=False)[["score1", "score2"]].max().reset_index()
     return best.assign(virus=best["score2"] >= best["score1"])
+
+
+def _part_of(path: Path) -> Part:
+    header = _header(path)
+    for part, columns in COLUMNS.items():
+        if columns[0] in header:
+            return part
+    raise InputError("not a result file: its first line has neither Sequence_ID nor Modified_ID", file=path, line=1)
+
+
+def _header(path: Path) -> list[str]:
+    try:
+        with path.open(encoding="utf-8", errors="surrogateescape") as handle:
+            return handle.readline().rstrip("\r\n").split("\t")
+    except OSError as error:
+        raise InputError(f"cannot be read ({error.strerror})", file=path) from error
 
 
 def _load(path: Path, texts: Sequence[str], scores: Sequence[str] = ()) -> pd.DataFrame:
@@ -143,20 +123,21 @@ def compare(
     subset_of_a: bool = False,
     names: tuple[str, str] | None = None,
 ) -> Comparison:
-    """Hold result `b` against result `a`.
+    """Hold result `b` against result `a`: run directories, folders with the two files, or one of the files each.
 
     `subset_of_a`: side a covers a subset of the reads; b is cut to those reads first. Consensus is derived from the
     frames where a side has no consensus file. Raises `InputError` for files that cannot be read or have nothing in
     common to compare, `RunMismatchError` for results of unlike runs.
     """
-    side_a, side_b = open_side(a, names and names[0]), open_side(b, names and names[1])
-    refuse_unlike(side_a, side_b)
-    subset = _reads_of(side_a) if subset_of_a else None
+    files_a, files_b = _files(a), _files(b)
+    names = names or (a.name, b.name)
+    refuse_unlike(a, b, names)
+    subset = _reads_of(a, files_a) if subset_of_a else None
     parts: dict[str, LabelAgreement] = {}
-    for part, load in (("frames", _frames_of), ("consensus", _consensus_of)):
+    for part in COLUMNS:
         if mode != "both" and not part.startswith(mode):
             continue
-        left, right = load(side_a), load(side_b)
+        left, right = _rows(files_a, part), _rows(files_b, part)
         if left is None or right is None:
             continue
         if subset is not None:
@@ -165,34 +146,40 @@ def compare(
     if not parts:
         raise InputError(f"{a} and {b} have no kind of result in common; mode is '{mode}'")
     covered = None if subset is None else len(subset)
-    return Comparison(a=side_a.name, b=side_b.name, tolerance=tolerance, subset_reads=covered, **parts)
+    return Comparison(a=names[0], b=names[1], tolerance=tolerance, subset_reads=covered, **parts)
 
 
-def _frames_of(side: ResultSide) -> pd.DataFrame | None:
-    return None if side.frames is None else load_frames(side.frames)
+def _files(path: Path) -> dict[Part, Path]:
+    """The result files of `path` by what they hold; `InputError` when there is none."""
+    if not path.is_dir():
+        return {_part_of(path): path}
+    run = RunDir(path)
+    both: dict[Part, Path] = {"frames": run.predictions, "consensus": run.consensus}
+    if not any(file.is_file() for file in both.values()):
+        raise InputError(f"neither {run.predictions.name} nor {run.consensus.name} is in this folder", file=path)
+    return {part: file for part, file in both.items() if file.is_file()}
 
 
-def _consensus_of(side: ResultSide) -> pd.DataFrame | None:
-    """A side's consensus: its file, else derived from its frames."""
-    if side.consensus is not None:
-        return load_consensus(side.consensus)
-    return None if side.frames is None else derive_consensus(load_frames(side.frames))
+def _rows(files: dict[Part, Path], part: Part) -> pd.DataFrame | None:
+    """A side's rows; its consensus is derived from its frames where it has no file of it."""
+    if part in files:
+        return load_results(files[part])
+    return derive_consensus(load_results(files["frames"])) if "frames" in files else None
 
 
-def _read_ids(ids: pd.Series[str], part: str) -> pd.Series[str]:
+def _read_ids(ids: pd.Series[str], part: Part) -> pd.Series[str]:
     """Reads of rows: ids end in `_chunk_<n>`, and those of frames in two more letters."""
     chunks = ids.str.slice(stop=-2) if part == "frames" else ids
     return chunks.str.replace(r"_chunk_\d+$", "", regex=True)
 
 
-def _reads_of(side: ResultSide) -> set[str]:
+def _reads_of(path: Path, files: dict[Part, Path]) -> set[str]:
     """The reads a side covers: those of its reads.tsv, else those with a row in its files."""
-    beside = RunDir((side.frames or side.consensus or Path()).parent).reads_table
+    beside = _folder(path).reads_table
     if beside.is_file():
         return set(_load(beside, ("id",))["id"])
-    if side.frames is not None:
-        return set(_read_ids(load_frames(side.frames)["id"], "frames"))
-    return set() if side.consensus is None else set(_read_ids(load_consensus(side.consensus)["id"], "consensus"))
+    part, file = next(iter(files.items()))
+    return set(_read_ids(load_results(file)["id"], part))
 
 
 def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreement:
@@ -261,26 +248,30 @@ def meets(comparison: Comparison, minimum: float) -> bool:
 # --- the same job? ---------------------------------------------------------------------------------------------------
 
 
-def refuse_unlike(a: ResultSide, b: ResultSide) -> None:
+def refuse_unlike(a: Path, b: Path, names: tuple[str, str] | None = None) -> None:
     """Raise `RunMismatchError` naming what differs when the two were made with another head, S or other reads."""
-    others = differing(*(_made_from(side.run) for side in (a, b)))
+    one, other = names or (a.name, b.name)
+    others = differing(_made_from(a), _made_from(b))
     said = [
-        f"{name} ({a.name}: {_brief(others[name][0])}, {b.name}: {_brief(others[name][1])})"
+        f"{name} ({one}: {_brief(others[name][0])}, {other}: {_brief(others[name][1])})"
         for name in MUST_MATCH
         if name in others
     ]
     if said:
-        raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}")
+        raise RunMismatchError(f"{one} and {other} cannot be compared: different {'; different '.join(said)}")
 
 
-def _made_from(run: Path | None) -> dict[str, str]:
-    """What a run record tells of how its results were made."""
-    if run is None:
-        return {}
+def _made_from(path: Path) -> dict[str, str]:
+    """What the run record tells of how these results were made; nothing where there is none."""
+    record = _folder(path).record
     try:
-        return made_from(read_file(RunDir(run).record, RunRecord))
+        return made_from(read_file(record, RunRecord)) if record.is_file() else {}
     except ConfigError as error:
-        raise InputError(f"not a readable run record ({error})", file=RunDir(run).record) from error
+        raise InputError(f"not a readable run record ({error})", file=record) from error
+
+
+def _folder(path: Path) -> RunDir:
+    return RunDir(path if path.is_dir() else path.parent)
 
 
 def _brief(value: str) -> str:
@@ -296,7 +287,7 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
     Empty when a run keeps no embeddings, or not of the same sequences. Rows that failed (NaN) on either side raise no
     cosine but are left out of `n`. Raises `RunMismatchError` for unlike runs.
     """
-    refuse_unlike(open_side(a), open_side(b))
+    refuse_unlike(a, b)
     left, right = RunDir(a).embeddings, RunDir(b).embeddings
     if not left.is_file() or not right.is_file():
         return ()
@@ -309,14 +300,20 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
             parts = {"joined": slice(0, width)}
             if dna_width is not None and 0 < dna_width < width:
                 parts |= {"DNABERT-S": slice(0, dna_width), "ESM-2": slice(dna_width, width)}
-            found: dict[str, list[NDArray[np.float64]]] = {name: [] for name in parts}
+            cosine = {name: np.empty(n) for name in parts}
             for lo in range(0, n, BLOCK_ROWS):
-                blocks = [np.asarray(rows[lo : lo + BLOCK_ROWS], dtype=np.float64) for rows in (rows_a, rows_b)]
+                block = slice(lo, lo + BLOCK_ROWS)
+                one, other = (np.asarray(rows[block], dtype=np.float64) for rows in (rows_a, rows_b))
                 for name, columns in parts.items():
-                    found[name].append(_cosine(*(block[:, columns] for block in blocks)))
+                    cosine[name][block] = _cosine(one[:, columns], other[:, columns])
     except (OSError, KeyError) as error:
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
-    return tuple(stats for name, values in found.items() if (stats := _stats(name, np.concatenate(values))))
+    known = {name: values[~np.isnan(values)] for name, values in cosine.items()}
+    return tuple(
+        CosineStats(part=name, n=len(v), minimum=float(v.min()), p1=float(np.percentile(v, 1)), mean=float(v.mean()))
+        for name, v in known.items()
+        if len(v)
+    )
 
 
 def _cosine(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -327,27 +324,19 @@ def _cosine(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float6
     return cosine
 
 
-def _stats(name: str, values: NDArray[np.float64]) -> CosineStats | None:
-    known = values[~np.isnan(values)]
-    if not known.size:
-        return None
-    p1 = float(np.percentile(known, 1))
-    return CosineStats(part=name, n=int(known.size), minimum=float(known.min()), p1=p1, mean=float(known.mean()))
-
-
 def bitwise(a: Path, b: Path) -> BitwiseEquality:
     """Compare result files byte for byte, and every array of every shard bit for bit.
 
     Raises `RunMismatchError` for unlike runs. Nothing to compare is not identity.
     """
-    refuse_unlike(open_side(a), open_side(b))
+    refuse_unlike(a, b)
     run_a, run_b = RunDir(a), RunDir(b)
     files = [(getattr(run_a, part), getattr(run_b, part)) for part in RESULT_FILES]
     files = [pair for pair in files if any(path.is_file() for path in pair)]
     names_a, names_b = ({path.name for path in run.shards.glob("*.h5")} for run in (run_a, run_b))
     shared = sorted(names_a & names_b)
     differing = [
-        *(one.name for one, other in files if not same_bytes(one, other)),
+        *(one.name for one, other in files if not _same_bytes(one, other)),
         *(f"shards/{name} is in one run only" for name in sorted(names_a ^ names_b)),
         *(
             f"shards/{name}: {what}"
@@ -366,15 +355,8 @@ def bitwise(a: Path, b: Path) -> BitwiseEquality:
     )
 
 
-def same_bytes(a: Path, b: Path) -> bool:
-    """Whether both files are there and hold the same bytes."""
-    if not a.is_file() or not b.is_file() or a.stat().st_size != b.stat().st_size:
-        return False
-    with a.open("rb") as left, b.open("rb") as right:
-        while block := left.read(BLOCK_BYTES):
-            if block != right.read(BLOCK_BYTES):
-                return False
-    return True
+def _same_bytes(a: Path, b: Path) -> bool:
+    return a.is_file() and b.is_file() and filecmp.cmp(a, b, shallow=False)
 
 
 def _shard_differences(a: Path, b: Path) -> Iterator[str]:

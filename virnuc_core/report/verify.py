@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ import pandas as pd
 
 from virnuc_core.errors import VirnucError
 from virnuc_core.profiles import Profile, load_profile, profile_names
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.approval import answered, without_answer
 from virnuc_core.report.build import REGRESSION, build_report, read_comparisons
 from virnuc_core.report.charts import generator
@@ -29,15 +30,14 @@ from virnuc_core.report.compare import (
     compare,
     cosines,
     derive_consensus,
-    load_consensus,
-    load_frames,
+    load_results,
 )
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import Report
 from virnuc_core.report.overhead import contradictions
 from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
-from virnuc_core.report.stored import baseline_tokens, count_store, open_beside, staging_tally
+from virnuc_core.report.stored import baseline_tokens, count_store, staging_tally
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, differing, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
@@ -203,14 +203,14 @@ def _run(found: Verification, raw: RawFolder, name: str) -> None:
 
 def _results(found: Verification, run: RunDir, name: str, summary: RunSummary) -> None:
     """Rows and labels of the result files: against each other, and against the summary."""
-    frames = load_frames(run.predictions)
+    frames = load_results(run.predictions)
     failed = len(run.failed_rows.read_bytes().splitlines()) - 1 if run.failed_rows.is_file() else 0
     virus = {"n_rows": len(frames) + failed, "rows_virus": int(frames["virus"].sum())}
     found.as_told(f"{name}/{SUMMARY}", summary, virus)
     wrong = int(((frames["score2"] > frames["score1"]) != frames["virus"]).sum())
     found.same(f"{name}/{run.predictions.name}: labels that are not of the larger score", wrong, 0)
     if run.consensus.is_file():
-        chunks, where = load_consensus(run.consensus), f"{name}/{run.consensus.name}"
+        chunks, where = load_results(run.consensus), f"{name}/{run.consensus.name}"
         counted = {"chunks_scored": len(chunks), "chunks_virus": int(chunks["virus"].sum())}
         found.as_told(f"{name}/{SUMMARY}", summary, counted)
         votes = agreement(chunks, derive_consensus(frames), tolerance=0.0)
@@ -273,22 +273,23 @@ def _baseline(found: Verification, raw: RawFolder, asked_reads: int | None) -> N
         found.same(f"{where}: subset.reads", summary.subset.reads, min(asked_reads, summary.n_reads))
     predictions = RunDir(raw.root / BASELINE).predictions
     if predictions.is_file():
-        found.as_told(where, summary, {"measured_rows": len(load_frames(predictions))})
+        found.as_told(where, summary, {"measured_rows": len(load_results(predictions))})
 
 
 def _store(found: Verification, raw: RawFolder) -> None:
     """Reads, rows, uniques and tokens as the store counts them, where the validation still has its store."""
-    store = open_beside(raw.root)
-    if store is None:
+    path = RunDir(raw.root).store
+    if not path.is_file():
         return
-    counted = asdict(count_store(store))
+    store = OrfStore.open(path)
+    counted = count_store(store)
     in_runs = {name: counted[name] for name in ("n_reads", "n_chunks", "n_rows", "n_uniques", "protein_tokens")}
     for name in run_names(raw.root):
         if (summary := raw.read(RunSummary, name, SUMMARY)) is not None:
             found.as_told(f"{name}/{SUMMARY}", summary, in_runs)
     record = raw.read(ValidationRecord, RECORD)
     if record is not None and "reads" in record.fingerprints:
-        found.same(f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], counted["fingerprint"])
+        found.same(f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], store.fingerprint)
     if record is not None and record.staging is not None:
         found.as_told(f"{RECORD}: staging", record.staging, staging_tally(store))
     baseline, predictions = raw.read(BaselineSummary, BASELINE, SUMMARY), RunDir(raw.root / BASELINE).predictions

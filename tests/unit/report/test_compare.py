@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.report.compare import agreement, compare, derive_consensus, load_consensus, load_frames, meets
+from virnuc_core.report.compare import agreement, compare, derive_consensus, load_results, meets
 
 FRAMES_HEAD = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 Row = tuple[str, float]  # id and score of virus
@@ -118,14 +118,14 @@ def test_shortest_and_widened_scores_are_the_same(tmp_path: Path) -> None:
 
 
 def test_a_tie_of_the_chunk_is_a_virus(tmp_path: Path) -> None:
-    votes = derive_consensus(load_frames(frames(tmp_path / "a.txt", [("x_chunk_1F1", 0.5), ("y_chunk_1F1", 0.49)])))
+    votes = derive_consensus(load_results(frames(tmp_path / "a.txt", [("x_chunk_1F1", 0.5), ("y_chunk_1F1", 0.49)])))
     assert votes["id"].tolist() == ["x_chunk_1", "y_chunk_1"]
     assert votes["virus"].tolist() == [True, False]
 
 
 def test_ids_that_look_like_nothing_stay_ids(tmp_path: Path) -> None:
     rows = [("NA", 0.9), ("nan", 0.1), ("#N/A", 0.8), ('"q', 0.3), ("id with spaces", 0.3)]
-    loaded = load_frames(frames(tmp_path / "a.txt", rows))
+    loaded = load_results(frames(tmp_path / "a.txt", rows))
     assert loaded["id"].tolist() == [name for name, _ in rows]
 
 
@@ -217,7 +217,7 @@ def test_a_run_can_be_compared_with_a_file_of_unknown_origin(tmp_path: Path) -> 
         ("Sequence_ID,Prediction,score1,score2\n", "neither"),
         ("Sequence_ID\tPrediction\n", "no column score1, score2"),
         (FRAMES_HEAD + "x\tvirus\tabc\t0.1\n", "not a table of results"),
-        (FRAMES_HEAD + "x\tmaybe\t0.9\t0.1\n", "label 'maybe'"),
+        (FRAMES_HEAD + "x\tmaybe\t0.9\t0.1\n", "Prediction is 'maybe'"),
         ("Modified_ID\tIs_Virus\nx\tyes\n", "Is_Virus is 'yes'"),
     ],
 )
@@ -252,4 +252,4 @@ def test_a_score_that_is_no_number_is_near_nothing(tmp_path: Path) -> None:
 def test_consensus_scores_are_read(tmp_path: Path) -> None:
     path = tmp_path / "c.csv"
     path.write_text("Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\nx\tTrue\t0.25\t0.75\n", encoding="utf-8")
-    assert load_consensus(path)["score2"].tolist() == [0.75]
+    assert load_results(path)["score2"].tolist() == [0.75]

@@ -13,7 +13,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.stored import baseline_tokens, count_store, open_beside, staging_tally
+from virnuc_core.report.stored import baseline_tokens, count_store, staging_tally
 from virnuc_core.report.verify import verify_report
 
 from .validate_directory import edit_json
@@ -29,21 +29,17 @@ def staged(tmp_path_factory: pytest.TempPathFactory) -> StageSummary:
 def test_the_store_is_counted_as_staging_counted_it(staged: StageSummary) -> None:
     store = OrfStore.open(staged.store)
     counted, said = count_store(store), staged.counts
-    assert (counted.n_reads, counted.n_chunks, counted.n_rows, counted.n_uniques) == (
-        said.n_reads,
-        said.n_chunks,
-        said.n_rows,
-        said.n_uniques,
-    )
-    assert counted.fingerprint == staged.fingerprint
+    assert store.fingerprint == staged.fingerprint
+    for name in ("n_reads", "n_chunks", "n_rows", "n_uniques"):
+        assert counted[name] == getattr(said, name)
     tally = staging_tally(store)
     assert tally["reads"] == said.n_reads
     assert (tally["empty"], tally["duplicate_ids"]) == (said.n_empty, said.n_duplicate_ids)
     assert (tally["ambiguous"], tally["short_for_model"]) == (said.n_ambiguous, said.n_short)
-    proteins = store.protein(0, counted.n_uniques)
-    assert counted.protein_tokens == sum(len(protein) + 2 for protein in proteins)
-    assert counted.row_tokens == sum(len(proteins[unique]) + 2 for unique in store.row_unique)
-    assert counted.row_tokens > counted.protein_tokens, "duplicates are rows of their own"
+    proteins = store.protein(0, counted["n_uniques"])
+    assert counted["protein_tokens"] == sum(len(protein) + 2 for protein in proteins)
+    assert counted["row_tokens"] == sum(len(proteins[unique]) + 2 for unique in store.row_unique)
+    assert counted["row_tokens"] > counted["protein_tokens"], "duplicates are rows of their own"
 
 
 def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(tmp_path: Path) -> None:
@@ -68,10 +64,6 @@ def test_tokens_of_a_subset_are_those_of_its_reads_rows_though_mates_share_ids(t
     predictions.write_text("\n".join([head, *lines[1:]]) + "\n", encoding="utf-8")
     with pytest.raises(InputError, match="not those of the reads the baseline drew"):
         baseline_tokens(store, predictions, 60, 7)
-
-
-def test_without_a_store_there_is_nothing_to_open(tmp_path: Path) -> None:
-    assert open_beside(tmp_path) is None
 
 
 def test_runs_of_other_reads_than_the_store_holds_are_caught(
