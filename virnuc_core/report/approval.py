@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core.report.files import RECORD, RawFolder
+from virnuc_core.report.formatting import one_line
 from virnuc_core.report.model import ApprovalAnswer, ApprovalState, Report, RunMetrics
 from virnuc_core.rundir import RunDir
 from virnuc_core.validation import ApprovalRecord, ValidationRecord
@@ -65,6 +66,19 @@ def _moment(written: str) -> datetime:
 def answered(report: Report) -> bool:
     """Whether the report shows a reviewer's answer."""
     return report.approval is not None and report.approval.reviewer is not None
+
+
+def approval_text(found: ApprovalState | None) -> str:
+    """`approved by R. Reviewer, 2026-03-01 12:00:00 UTC`."""
+    return "not asked for" if found is None else one_line(found.verdict + answered_text(found))
+
+
+def answered_text(found: ApprovalState) -> str:
+    """Who has answered and when."""
+    if found.reviewer is None:
+        return ": nobody has answered yet"
+    when = "" if found.when is None else f", {found.when.replace('T', ' ').replace('+00:00', ' UTC')}"
+    return f" by {found.reviewer}{when}{'; the answer is older than these figures' if found.of_earlier_run else ''}"
 
 
 def with_answer(out: Path, report: Report) -> Report:

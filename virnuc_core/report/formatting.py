@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Final, TypeVar
-
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.profiles import Target
 from virnuc_core.telemetry.live import clock_text
 
 if TYPE_CHECKING:
-    from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, StageMetrics, Verdict
+    from virnuc_core.report.model import Criterion, OverheadMetrics, StageMetrics, Verdict
 
 UNKNOWN: Final = "n/a"
 NOT_RUN: Final = "not run"
@@ -181,55 +176,3 @@ def overhead_text(found: OverheadMetrics | None) -> str:
     spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
     why = f"; {found.problem}" if found.problem else ""
     return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
-
-
-def approval_text(found: ApprovalState | None) -> str:
-    """`approved by R. Reviewer, 2026-03-01 12:00:00 UTC`."""
-    return "not asked for" if found is None else one_line(found.verdict + answered_text(found))
-
-
-def answered_text(found: ApprovalState) -> str:
-    """Who has answered and when."""
-    if found.reviewer is None:
-        return ": nobody has answered yet"
-    when = "" if found.when is None else f", {found.when.replace('T', ' ').replace('+00:00', ' UTC')}"
-    return f" by {found.reviewer}{when}{'; the answer is older than these figures' if found.of_earlier_run else ''}"
-
-
-# --- templates -------------------------------------------------------------------------------------------------------
-
-
-def fill(template: str, **values: object) -> str:
-    """The text of one of `templates/`; in HTML every value is escaped, and a name that is not there is an error."""
-    return _templates().get_template(template).render(values)
-
-
-@cache
-def _templates() -> Environment:
-    found = Environment(
-        loader=PackageLoader("virnuc_core.report"),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    found.filters |= {"cell": cell, "number": number, "markdown": markdown_cell, "quoted": _quoted, "base64": _base64}
-    found.globals |= {"shown": shown, "target_text": target_text, "stage_text": stage_text, "one_line": one_line}
-    found.tests["mark"] = lambda value: isinstance(value, Mark)
-    return found
-
-
-def markdown_cell(value: object) -> str:
-    """A value that cannot break a Markdown table or become markup."""
-    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
-    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
-
-
-def _quoted(value: object) -> str:
-    """A value in quotes that no reader of Markdown takes for markup."""
-    return json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _base64(text: str) -> str:
-    return base64.b64encode(text.encode()).decode()

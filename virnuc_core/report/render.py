@@ -1,42 +1,41 @@
 """Every form of the report from its data, and the folder they lie in.
 
-`render` is a pure function: the same `Report` gives the same bytes, whenever and wherever. `report.json` is that data.
+`render` is a pure function: the same `Report` gives the same bytes, whenever and wherever. `report.json` is that data;
+the other forms are `templates/`, filled with what `views` says of it, and the benchmark's figures for other tools.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
+from functools import cache
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
-from virnuc_core.report.approval import with_answer
+from virnuc_core.report import views
+from virnuc_core.report.approval import approval_text, with_answer
 from virnuc_core.report.build import REGRESSION, build_report
 from virnuc_core.report.charts import all_charts, generator
-from virnuc_core.report.formatting import UNKNOWN, cell, fill, number, shown
-from virnuc_core.report.model import Report, Verdict
-from virnuc_core.report.printed import benchmark_json, benchmark_markdown, printed, printed_block, summary
+from virnuc_core.report.files import BASELINE
+from virnuc_core.report.formatting import NOT_RUN, Mark, cell, number, one_line, shown, stage_text, target_text
+from virnuc_core.report.model import Accounting, BaselineMetrics, Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
-from virnuc_core.report.views import (
-    baseline_title,
-    criterion,
-    overall,
-    overview_runs,
-    sections,
-    telemetry_of,
-    warnings_of,
-)
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.runfiles import read_usable
 from virnuc_core.telemetry.live import clock_text
 from virnuc_core.validation import ValidationRecord
 
-REPORT_JSON = "report.json"
-KEPT_HISTORY = 100  # entries of a series that a report carries
-VERDICTS: Final[tuple[Verdict, ...]] = ("pass", "fail", "projected", "not run")
+REPORT_JSON: Final = "report.json"
+KEPT_HISTORY: Final = 100  # entries of a series that a report carries
+BENCHMARK_SCHEMA: Final = 1
+GPU_STATS: Final = {"gpu_util_avg", "gpu_util_min", "gpu_util_max", "mem_used_avg", "mem_used_peak", "sample_count"}
+SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
 
 
 def read_report(path: Path) -> Report:
@@ -99,83 +98,141 @@ def render(report: Report) -> dict[str, str]:
     stamp = re.sub(r"[^0-9A-Za-z]+", "_", report.provenance.created).strip("_") or "unknown"
     return {
         REPORT_JSON: report.model_dump_json(indent=1) + "\n",
-        "report.txt": printed(report),
-        "report.md": markdown(report),
-        "report.html": page(report),
-        f"benchmark_{stamp}.md": benchmark_markdown(report),
+        **{name: fill(f"{name}.j2", report) for name in ("report.txt", "report.md", "report.html")},
+        f"benchmark_{stamp}.md": fill("benchmark.md.j2", report),
         f"benchmark_{stamp}.json": benchmark_json(report),
     }
 
 
-def markdown(report: Report) -> str:
-    """The whole report as Markdown, with front matter."""
-    front = {
-        "schema_version": report.schema_version,
+def fill(template: str, report: Report) -> str:
+    """The report by one of `templates/`; in HTML every value is escaped, and a name that is not there is an error."""
+    return _templates().get_template(template).render(report=report)
+
+
+@cache
+def _templates() -> Environment:
+    found = Environment(
+        loader=PackageLoader("virnuc_core.report"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    found.filters |= {
+        "cell": cell,
+        "number": number,
+        "clock": lambda seconds: None if seconds is None else clock_text(seconds),
+        "markdown": markdown_cell,
+        "quoted": lambda value: json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e"),  # no markup
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    }
+    texts = (shown, target_text, stage_text, one_line, approval_text, how_known, reads_text, fill)
+    figures = (frames_agreement, scaling_results, stage_results, all_charts, generator)
+    found.globals |= {"views": views, **{function.__name__: function for function in (*texts, *figures)}}
+    found.tests["mark"] = lambda value: isinstance(value, Mark)
+    return found
+
+
+def markdown_cell(value: object) -> str:
+    """A value that cannot break a Markdown table or become markup."""
+    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
+    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+# --- what the printed page asks for ---------------------------------------------------------------------------------
+
+
+def how_known(baseline: BaselineMetrics | None) -> str:
+    """Whether a baseline's time was measured, scaled or written down elsewhere."""
+    if baseline is None:
+        return NOT_RUN
+    if baseline.source == "scaled":
+        return f"scaled by tokens from {cell(baseline.subset_reads)} reads"
+    known = "known" if baseline.problem is None else "known elsewhere, not used"
+    return known if baseline.source == "recorded" else "measured"
+
+
+def frames_agreement(report: Report) -> float | None:
+    """The lowest agreement of a run's frames with the baseline's, 0 to 1."""
+    found = [c.frames.agreement for c in report.comparisons if c.a == BASELINE and c.frames is not None]
+    return min((value for value in found if value is not None), default=None)
+
+
+def reads_text(found: Accounting | None) -> str:
+    """`300 = 120 viral + 180 others`: what became of the reads, in one line."""
+    if found is None:
+        return NOT_RUN
+    parts = " + ".join(f"{n:,} {name}" for name, n in found.fates.items())
+    return f"{found.reads:,} = {parts}{'' if found.adds_up else ' (does NOT add up with the run)'}"
+
+
+# --- the benchmark, for other tools ----------------------------------------------------------------------------------
+
+
+def scaling_results(report: Report) -> list[dict[str, float]]:
+    """One entry a number of devices: `num_gpus`, `time_seconds`, `speedup`, `efficiency`."""
+    found = [one.model_dump(include=SCALING) for one in report.scaling]
+    if (alone := views.alone_s(report)) is not None:
+        found.insert(0, {"num_gpus": 1, "time_seconds": alone, "speedup": 1.0, "efficiency": 1.0})
+    return found
+
+
+def stage_results(report: Report) -> list[dict[str, Any]]:
+    """Throughput of each measured stage: reads for chunking and translation, rows after that."""
+    found, run = [], report.run
+    for place, stage in enumerate(run.stages if run else ()):
+        sequences = None if run is None else run.n_reads if place < 2 else run.n_rows
+        if stage.seconds is not None and sequences:
+            found.append(
+                {
+                    "stage": stage.name,
+                    "total_sequences": sequences,
+                    "total_time_seconds": stage.seconds,
+                    "throughput_seq_per_sec": sequences / stage.seconds if stage.seconds else None,
+                    "avg_time_per_sequence_ms": 1000.0 * stage.seconds / sequences,
+                }
+            )
+    return found
+
+
+def benchmark_json(report: Report) -> str:
+    """The results for machines, with metadata; null where something was not measured."""
+    telemetry, run, made = views.telemetry_of(report), report.run, report.provenance
+    mfu = {
+        e.encoder: {
+            "tokens_per_sec": e.tokens_per_s,
+            "ceiling_tokens_per_sec": e.ceiling_tokens_per_s,
+            "of_ceiling": e.mfu_of_ceiling,
+            "of_datasheet": e.mfu_of_datasheet,
+        }
+        for e in (telemetry.encoders if telemetry else ())
+    }
+    results = {
+        "scaling": scaling_results(report),
+        "gpu_stats": {d.device: d.model_dump(include=GPU_STATS) for d in (telemetry.devices if telemetry else ())},
+        "throughput": {r["stage"]: r for r in stage_results(report)},
+        "efficiency": {
+            "mfu": mfu,
+            "device_hours_per_million_reads": run.device_hours_per_million if run else None,
+            "kwh_per_million_reads": run.kwh_per_million if run else None,
+            "price_per_million_reads": run.price_per_million if run else None,
+            "checkpoint_overhead": report.overhead.median if report.overhead else None,
+        },
+        "findings": [f.model_dump(mode="json") for f in report.findings],
+    }
+    versions, ran_on = made.versions, run.devices if run else ()
+    metadata = {
+        "pytorch_version": versions.get("torch"),
+        "cuda_version": versions.get("cuda"),
+        "driver_version": versions.get("driver"),
+        "cuda_driver_version": versions.get("cuda_driver"),
+        "gpu_count": sum(d.kind == "cuda" for d in ran_on),
+        "devices": [d.name for d in ran_on],
+        "git_commit": made.git_commit,
+        "weights": made.fingerprints,
         "profile": report.profile.name,
-        "created": report.provenance.created,
-        "commit": report.provenance.git_commit or "unknown",
-        "devices": report.run.label if report.run else "none",
-        "criteria_met": report.met,
-        "criteria": len(report.criteria),
-        "warnings": len(warnings_of(report)),
+        "seeds": made.seeds,
     }
-    return fill(
-        "report.md.j2",
-        front=front,
-        title=report.profile.title,
-        overall=overall(report),
-        counts=counts(report),
-        printed=printed_block(report),
-        summary=summary(report),
-        sections=sections(report),
-    )
-
-
-def page(report: Report) -> str:
-    """The whole report as one HTML page that loads nothing; whatever came from a file or a user is escaped."""
-    made = report.provenance
-    facts = (
-        f"profile {report.profile.name}",
-        f"made {made.created}",
-        f"commit {(made.git_commit or 'unknown')[:12]}",
-        report.run.label if report.run else "no run",
-    )
-    return fill(
-        "report.html.j2",
-        generator=generator(),
-        title=report.profile.title,
-        overall=overall(report),
-        verdict="pass" if report.all_met else "fail" if report.failed else "none",
-        counts=counts(report),
-        facts=facts,
-        tiles=tiles(report),
-        sections=sections(report),
-        charts=all_charts(report),
-        printed=printed(report),
-        summary=summary(report),
-    )
-
-
-def counts(report: Report) -> str:
-    """`6 pass · 1 fail · 0 projected · 0 not run · 2 warnings`."""
-    found = [f"{sum(c.verdict == verdict for c in report.criteria)} {verdict}" for verdict in VERDICTS]
-    return " · ".join([*found, f"{len(warnings_of(report)) or 'no'} warnings"])
-
-
-def tiles(report: Report) -> list[tuple[str, str]]:
-    """The figures people look for first: words and value."""
-    telemetry = telemetry_of(report)
-    names = {
-        "scaling": "scaling",
-        "speedup": f"speed-up over {baseline_title(report)}",
-        "consensus": "consensus agreement",
-        "gpu_utilisation": "GPU utilisation, lowest",
-        "packing": "packing efficiency",
-    }
-    times = [(r.label, UNKNOWN if r.total_s is None else clock_text(r.total_s)) for r in overview_runs(report)]
-    return [
-        *((f"total time, {label}", time) for label, time in times),
-        *((words, shown(criterion(report, name))) for name, words in names.items()),
-        ("reads", cell(report.run.n_reads if report.run else None)),
-        ("tokens/s", cell(number(telemetry.tokens_per_s, 0) if telemetry else None)),
-    ]
+    body = {"schema_version": BENCHMARK_SCHEMA, "timestamp": made.created, "results": results, "metadata": metadata}
+    return json.dumps(body, indent=1, allow_nan=False) + "\n"

@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from virnuc_core.profiles import Target
+from virnuc_core.report.approval import answered_text
 from virnuc_core.report.formatting import (
     NOT_RUN,
     Mark,
     Number,
     Section,
     Table,
-    answered_text,
     cell,
     measured,
-    near,
     number,
     one_line,
     overhead_text,
@@ -26,20 +25,14 @@ from virnuc_core.report.formatting import (
     target_text,
 )
 from virnuc_core.report.metrics import BASELINE_TITLES
-from virnuc_core.report.model import (
-    ApprovalState,
-    Criterion,
-    Report,
-    RunMetrics,
-    TelemetryMetrics,
-    Verdict,
-)
+from virnuc_core.report.model import ApprovalState, Criterion, Report, RunMetrics, TelemetryMetrics, Verdict
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import Comparison, LabelAgreement
 
 GIB: Final = 1 << 30
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
 APPROVAL_VERDICTS: Final[Mapping[str, Verdict]] = {"approved": "pass", "rejected": "fail", "pending": "not run"}
+VERDICTS: Final[tuple[Verdict, ...]] = ("pass", "fail", "projected", "not run")
 TOO_OLD: Final = "The approval was given before these figures were measured: it speaks of an earlier run."
 
 
@@ -80,6 +73,12 @@ def overall(report: Report) -> str:
     return "ALL CRITERIA MET" if report.all_met else f"{report.met} of {len(report.criteria)} CRITERIA MET"
 
 
+def counts(report: Report) -> str:
+    """`6 pass · 1 fail · 0 projected · 0 not run · 2 warnings`."""
+    found = [f"{sum(c.verdict == verdict for c in report.criteria)} {verdict}" for verdict in VERDICTS]
+    return " · ".join([*found, f"{len(warnings_of(report)) or 'no'} warnings"])
+
+
 def warnings_of(report: Report) -> tuple[str, ...]:
     """The report's warnings, and one on an answer that is older than the figures it stands beside."""
     return (*report.warnings, *([TOO_OLD] if report.approval and report.approval.of_earlier_run else []))
@@ -89,6 +88,16 @@ def baseline_title(report: Report) -> str:
     """`v1.0` or `vanilla`."""
     name = report.baseline.name if report.baseline else report.profile.baseline.name
     return BASELINE_TITLES.get(name, name)
+
+
+def alone_s(report: Report) -> float | None:
+    """Seconds of one device, where it ran from beginning to end: what several are held against."""
+    return report.single.total_s or None if report.single and not report.single.resumed else None
+
+
+def share_of(target: Target | None, devices: int) -> Target | None:
+    """The target of a speed-up as efficiency: percent of the devices."""
+    return None if target is None else Target(op=target.op, value=100.0 * target.value / devices)
 
 
 def telemetry_of(report: Report) -> TelemetryMetrics | None:
@@ -163,27 +172,22 @@ def _runs(report: Report) -> Table:
 def _stages(report: Report) -> Table:
     runs = overview_runs(report)
     rows = zip(*(run.stages for run in runs), strict=True)
-    return Table(
-        ("Stage", *(run.label for run in runs)),
-        tuple((same[0].name, *(Number(stage_text(stage)) for stage in same)) for same in rows),
-    )
+    body = tuple((same[0].name, *(Number(stage_text(stage)) for stage in same)) for same in rows)
+    return Table(("Stage", *(run.label for run in runs)), body)
 
 
 def scaling(report: Report) -> Table:
     """Time, speed-up and verdict by number of devices."""
     header = ("GPUs", "Time", "Speedup", "Efficiency", "ESM-2", "DNABERT-S", "Required", "Verdict", "Why")
-    one = report.single
     rows: list[tuple[object, ...]] = []
-    if one is not None and one.total_s and not one.resumed:
-        time = number(one.total_s, 1, " s")
-        rows.append((len(one.devices), time, Number("1.00x"), Number("100.0%"), None, None, None, None, ""))
+    if (alone := number(alone_s(report), 1, " s")) is not None:
+        rows.append((1, alone, Number("1.00x"), Number("100.0%"), None, None, None, None, ""))
     for figure, found in zip(report.scaling, report.scaling_criteria, strict=True):
         n, target = figure.num_gpus, found.target
-        share = None if target is None else Target(op=target.op, value=100 * target.value / n)
         row = (
             number(figure.time_seconds, 1, " s"),
-            Number(f"{near(figure.speedup, 2, target)}x"),
-            Number(f"{near(100 * figure.efficiency, 1, share)}%"),
+            number(figure.speedup, 2, "x", target=target),
+            number(figure.efficiency, 1, "%", 100, share_of(target, n)),
             number(figure.esm2_scaling, 2, "x"),
             number(figure.dnabert_scaling, 2, "x"),
             Number(target_text(target, found.unit)),
@@ -255,15 +259,16 @@ def economy(report: Report) -> Table:
         ceiling, sheet = (measured(share, 1, "%", 100) for share in shares.get(name, (None, None)))
         both = NOT_RUN if ceiling == sheet == NOT_RUN else f"measured ceiling {ceiling}, datasheet {sheet}"
         rows.append((f"MFU of {title}", both))
-    core = run is not None and run.devices and run.devices[0].kind == "cpu"
-    hours, kwh, price = (
-        (None,) * 3 if run is None else (run.device_hours_per_million, run.kwh_per_million, run.price_per_million)
-    )
+
+    def per_million(what: str, digits: int) -> str:
+        return str(measured(getattr(run, f"{what}_per_million", None), digits))
+
+    unit = "Core" if run is not None and run.devices and run.devices[0].kind == "cpu" else "GPU"
     priced = report.profile.price_per_device_hour is not None
     rows += [
-        (f"{'Core' if core else 'GPU'}-hours per million reads", str(measured(hours, 3))),
-        ("kWh per million reads", str(measured(kwh, 3))),
-        ("Price per million reads", str(measured(price, 2)) if priced else f"{NOT_RUN} (the profile gives no price)"),
+        (f"{unit}-hours per million reads", per_million("device_hours", 3)),
+        ("kWh per million reads", per_million("kwh", 3)),
+        ("Price per million reads", per_million("price", 2) if priced else f"{NOT_RUN} (the profile gives no price)"),
         ("Checkpoint overhead", overhead_text(report.overhead)),
     ]
     return Table(("What", "Value"), tuple(rows))
@@ -294,28 +299,29 @@ def _correctness(report: Report) -> Section:
 
 def agreements(comparisons: Iterable[Comparison]) -> Table:
     """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
-    header = ("Pair", "What", "In both", "Only A / B", "Agreement", "Mean Δ", "Median Δ", "p99 Δ", "Max Δ")
-    rows = [
-        (
-            f"{c.a} / {c.b}",
-            kind,
-            *_agreement(part),
-            None if c.bitwise is None else "yes" if c.bitwise.identical else "no",
-        )
-        for c in comparisons
-        for kind, part in (("frames", c.frames), ("consensus", c.consensus))
-        if part is not None
-    ]
-    return Table((*header, "Within tolerance", "allclose 1e-3", "Same bytes"), tuple(rows))
 
+    def score(name: str) -> Callable[[tuple[Comparison, str, LabelAgreement]], object]:
+        return lambda row: None if row[2].score is None else Number(f"{getattr(row[2].score, name):.2e}")
 
-def _agreement(part: LabelAgreement) -> tuple[object, ...]:
-    only, scores = Number(f"{part.only_in_a:,} / {part.only_in_b:,}"), part.score
-    if scores is None:
-        return part.in_both, only, percent(part.agreement, 3), *(None,) * 6
-    differences = (Number(f"{value:.2e}") for value in (scores.mean, scores.median, scores.p99, scores.max))
-    within = percent(scores.share_within_tolerance, 2)
-    return part.in_both, only, percent(part.agreement, 3), *differences, within, "yes" if scores.allclose else "no"
+    parts = ((c, kind, part) for c in comparisons for kind, part in (("frames", c.frames), ("consensus", c.consensus)))
+    said = {True: "yes", False: "no"}
+    return table(
+        ((c, kind, part) for c, kind, part in parts if part is not None),
+        {
+            "Pair": lambda row: f"{row[0].a} / {row[0].b}",
+            "What": lambda row: row[1],
+            "In both": lambda row: row[2].in_both,
+            "Only A / B": lambda row: Number(f"{row[2].only_in_a:,} / {row[2].only_in_b:,}"),
+            "Agreement": lambda row: percent(row[2].agreement, 3),
+            "Mean Δ": score("mean"),
+            "Median Δ": score("median"),
+            "p99 Δ": score("p99"),
+            "Max Δ": score("max"),
+            "Within tolerance": lambda row: row[2].score and percent(row[2].score.share_within_tolerance, 2),
+            "allclose 1e-3": lambda row: row[2].score and said[row[2].score.allclose],
+            "Same bytes": lambda row: row[0].bitwise and said[row[0].bitwise.identical],
+        },
+    )
 
 
 def _bottleneck(report: Report) -> Section:
@@ -362,16 +368,14 @@ def accounts(report: Report) -> Table:
 
     whole = "sum of the fates" if found.adds_up else "sum of the fates: does NOT add up"
     left = (("records skipped", found.skipped_records), ("files ignored", found.ignored_files))
-    return Table(
-        header,
-        (
-            *(row(name, n) for name, n in found.fates.items()),
-            row(whole, sum(found.fates.values())),
-            row("reads that came in", report.run.n_reads if report.run else None),
-            *(row(f"reads: {name}", n) for name, n in found.flags.items()),
-            *((name, "not recorded" if n is None else n, None) for name, n in left),
-        ),
+    rows = (
+        *(row(name, n) for name, n in found.fates.items()),
+        row(whole, sum(found.fates.values())),
+        row("reads that came in", report.run.n_reads if report.run else None),
+        *(row(f"reads: {name}", n) for name, n in found.flags.items()),
+        *((name, "not recorded" if n is None else n, None) for name, n in left),
     )
+    return Table(header, rows)
 
 
 def _provenance(report: Report) -> Table:
@@ -390,9 +394,6 @@ def _provenance(report: Report) -> Table:
 
 
 def _evidence(report: Report) -> Section:
-    files = table(
-        report.evidence,
-        {"File": lambda f: f.path, "Bytes": lambda f: f.bytes, "SHA-256": lambda f: f.sha256},
-    )
+    files = Table(("File", "Bytes", "SHA-256"), tuple((f.path, f.bytes, f.sha256) for f in report.evidence))
     said = "Every figure above is computed from these files; virnuc verify computes them again."
     return Section("Raw files", (said,) if report.evidence else (), (files,))

@@ -15,7 +15,7 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.formatting import shown
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import markdown, read_report, render, rerender, write_report
+from virnuc_core.report.render import fill, read_report, render, rerender, write_report
 
 from .validate_directory import Recipe, build, digest_of, edit_json
 
@@ -120,7 +120,7 @@ def test_names_from_files_never_become_markup(copied: tuple[Path, Profile]) -> N
 def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> None:
     out, profile = copied
     edit_json(out / "devices-2" / "run.json", lambda b: b["devices"][0].update(name="a|b|c", id="GPU|x"))
-    lines = markdown(build_report(out, profile)).splitlines()
+    lines = fill("report.md.j2", build_report(out, profile)).splitlines()
     width = 0
     for line in lines:
         if not line.startswith("|"):
@@ -132,7 +132,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
 
 
 def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
-    text = markdown(report)
+    text = fill("report.md.j2", report)
     assert text.startswith('---\nschema_version: 2\nprofile: "phase10-1m"\n')
     assert "criteria_met: 6\ncriteria: 7\n" in text
 
@@ -231,7 +231,7 @@ def test_reports_stay_small(report: Report) -> None:
 
 
 def test_the_performance_summary_has_its_sections(report: Report) -> None:
-    text = markdown(report)
+    text = fill("report.md.j2", report)
     for words in (
         "Performance Validation Summary",
         "Projected 6,000,000:",
@@ -257,7 +257,7 @@ def test_scaling_has_a_verdict_for_each_number_of_devices(tmp_path: Path) -> Non
         (2, "pass"),
         (4, "fail"),
     ]
-    scaling = markdown(report).split("## GPU Scaling")[1].split("##")[0]
+    scaling = fill("report.md.j2", report).split("## GPU Scaling")[1].split("##")[0]
     assert "| &gt;=1.6x | [PASS] |" in scaling
     assert "| &gt;=3.9x | [FAIL] |" in scaling
 

@@ -14,8 +14,7 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.overhead import contradictions
-from virnuc_core.report.printed import beside_the_criteria
-from virnuc_core.report.render import render, rerender, write_report
+from virnuc_core.report.render import fill, render, rerender, write_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
@@ -89,7 +88,7 @@ def test_more_than_the_ceiling_is_a_warning(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_not_run(tmp_path: Path) -> None:
-    text = beside_the_criteria(build_report(tmp_path, load_profile("phase10-1m")))
+    text = fill("beside.txt.j2", build_report(tmp_path, load_profile("phase10-1m")))
     assert text.count("not run") >= 7
     assert "0.0" not in text
 
@@ -245,7 +244,7 @@ def test_reads_that_do_not_add_up_are_a_warning(copied: tuple[Path, Profile]) ->
     assert report.accounting is not None
     assert not report.accounting.adds_up
     assert any("reads.tsv lists 299" in warning for warning in report.warnings)
-    assert "does NOT add up" in beside_the_criteria(report)
+    assert "does NOT add up" in fill("beside.txt.j2", report)
 
 
 def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:

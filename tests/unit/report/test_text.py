@@ -14,7 +14,7 @@ from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report, write_comparisons
 from virnuc_core.report.formatting import duration, near
 from virnuc_core.report.model import Report
-from virnuc_core.report.printed import printed_block
+from virnuc_core.report.render import fill
 from virnuc_core.telemetry.log import TelemetryLog
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostTable, SampleTable, ShardDone
 from virnuc_core.validation import Comparison, LabelAgreement
@@ -84,7 +84,7 @@ def _agreement(total: int, differing: int) -> LabelAgreement:
 
 def test_the_published_numbers_give_the_golden_report(tmp_path: Path) -> None:
     report = published(tmp_path)
-    assert printed_block(report) == (DATA / "report_rtx4090.txt").read_text(encoding="utf-8")
+    assert fill("criteria.txt.j2", report) == (DATA / "report_rtx4090.txt").read_text(encoding="utf-8")
 
 
 def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_the_honest_verdict_on_the_published_numbers_is_three_of_seven(tmp_path:
 def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -> None:
     """With nothing measured at all, the sections, their order and the rulers are the same."""
     golden = (DATA / "report_rtx4090.txt").read_text(encoding="utf-8").splitlines()
-    empty = printed_block(build_report(tmp_path, load_profile("phase10-1m"))).splitlines()
+    empty = fill("criteria.txt.j2", build_report(tmp_path, load_profile("phase10-1m"))).splitlines()
     heads = [line for line in golden if line and not line.startswith((" ", "OVERALL", "PER-STAGE"))]
     assert [line for line in empty if line in heads] == heads
     assert sum("[NOT RUN]" in line for line in empty) == 8  # scaling and its efficiency are one criterion
@@ -113,7 +113,7 @@ def test_every_line_of_the_layout_stands_whatever_was_measured(tmp_path: Path) -
 
 def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
     profile = build(tmp_path, Recipe(shards=2, reads=30))
-    lines = printed_block(build_report(tmp_path, profile)).splitlines()
+    lines = fill("criteria.txt.j2", build_report(tmp_path, profile)).splitlines()
     stages = [line for line in lines if line.startswith("  Stage ")]
     assert [line.split(": ")[1].split(" .")[0] for line in stages] == list(STAGES)
     assert all(line.index("..  ") > 30 for line in stages)
@@ -123,7 +123,7 @@ def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
 def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
     report = published(tmp_path)
     passing = tuple(c.model_copy(update={"verdict": "pass"}) for c in report.criteria)
-    assert "OVERALL: ALL CRITERIA MET" in printed_block(report.model_copy(update={"criteria": passing}))
+    assert "OVERALL: ALL CRITERIA MET" in fill("criteria.txt.j2", report.model_copy(update={"criteria": passing}))
     assert not report.model_copy(update={"criteria": ()}).all_met
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report.formatting import Mark, Number, cell, fill, markdown_cell, number, table
+from virnuc_core.report.formatting import Mark, Number, cell, number, table
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import read_report, render
+from virnuc_core.report.render import fill, markdown_cell, read_report, render
 from virnuc_core.report.views import scaling, sections
 
 
@@ -61,6 +61,6 @@ def test_the_page_follows_a_dark_setting(report: Report) -> None:
     assert "@media (prefers-color-scheme: dark)" in render(report)["report.html"]
 
 
-def test_a_name_that_is_not_given_to_a_template_is_an_error() -> None:
-    with pytest.raises(Exception, match="undefined"):
-        fill("beside.txt.j2", run=None)
+def test_a_figure_that_a_report_does_not_have_is_an_error() -> None:
+    with pytest.raises(Exception, match="has no attribute"):
+        fill("beside.txt.j2", Report.model_construct())
