@@ -210,7 +210,7 @@ def _compute(
     embedding.tell(clock)
     results = _write_results(job, clock)
     wall_s = time.monotonic() - started_s
-    files = embedding.write(clock.times(), wall_s) if job.todo else None
+    telemetry = embedding.write(clock.times(), wall_s) if job.todo else None
     orfs = job.store
     summary = RunSummary(
         wall_s=wall_s,
@@ -224,7 +224,7 @@ def _compute(
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
         **_verdicts(job, results),
         chunks_scored=results.chunks,
-        telemetry=files.json.name if files else None,
+        telemetry=telemetry.name if telemetry else None,
         devices=device_records(device.record() for device in job.devices),
         workers=pool.workers,
         resumed=len(job.todo) < len(job.plan),

@@ -264,7 +264,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
             alone = bare(job, options.bare_seconds)
             print(f"bare {alone}", flush=True)
         done = measure_embedding(job, watch)
-        rows.append(row_of(devices, job, watch, done.wall_s, read_telemetry(done.telemetry.h5), alone))
+        rows.append(row_of(devices, job, watch, done.wall_s, read_telemetry(done.telemetry.with_suffix(".h5")), alone))
         print(json.dumps(asdict(rows[-1])), flush=True)
         print(json.dumps(done.pool.workers), flush=True)
         names = sorted({d.name for d in resolve(found)})

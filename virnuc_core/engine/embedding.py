@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -20,7 +21,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor
-from virnuc_core.telemetry.log import TelemetryFiles, TelemetryLog
+from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.sampler import Sampler
 from virnuc_core.telemetry.statistics import busiest, device_busy, embedding_span
 from virnuc_core.telemetry.tables import Encoder, ShardDone, StageClock, StageTime
@@ -72,7 +73,8 @@ class Embedding:
         self._job, self._watch = job, watch
         ids = [device.id for device in job.devices]
         self._sampler = Sampler(ids, interval_s=watch.sample_s)
-        self._telemetry = TelemetryLog(job.run.telemetry, ids, origin_s=started_s, window_s=watch.window_s)
+        self._shards: list[ShardDone] = []
+        self._origin_s, self._started = started_s, datetime.now(UTC)
         self._monitor = RunMonitor(ids, self._sampler)
 
     def run(self, prewarmed: PrewarmedWorkers | None = None) -> PoolSummary:
@@ -83,7 +85,7 @@ class Embedding:
         def on_done(shard: ShardDone) -> None:
             nonlocal done
             done += shard.rows
-            self._telemetry.add_shard(shard)
+            self._shards.append(shard)
             self._monitor.add_shard(shard)
             if live is not None:
                 live.update(done)
@@ -107,7 +109,7 @@ class Embedding:
 
     def tell(self, clock: StageClock) -> None:
         """Put the embedding's stages on the run's clock: seconds of the busiest device, and when they passed."""
-        measured = self._telemetry.telemetry(self._sampler.samples(), self._sampler.host_samples(), ())
+        measured = self._measured(())
         busy = busiest(device_busy(measured.shards))
         clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
         clock.add("ESM-2", busy.esm2_s if busy else 0.0)
@@ -117,9 +119,15 @@ class Embedding:
                 clock.seen(name, *span)
         clock.add("Model Prediction", busy.head_s if busy else 0.0)
 
-    def write(self, stages: Sequence[StageTime], wall_s: float) -> TelemetryFiles:
+    def write(self, stages: Sequence[StageTime], wall_s: float) -> Path:
+        """Write the telemetry; returns its JSON file."""
+        n_reads, window_s = self._job.store.n_reads, self._watch.window_s
+        measured = self._measured(stages)
+        return write_telemetry(self._job.run.telemetry, measured, n_reads=n_reads, wall_s=wall_s, window_s=window_s)
+
+    def _measured(self, stages: Sequence[StageTime]) -> Telemetry:
         samples, host = self._sampler.samples(), self._sampler.host_samples()
-        return self._telemetry.finish(samples, host, stages, n_reads=self._job.store.n_reads, wall_s=wall_s)
+        return Telemetry.of(self._shards, samples, host, stages, origin_s=self._origin_s, started=self._started)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +136,7 @@ class EmbeddingMeasured:
 
     wall_s: float
     pool: PoolSummary
-    telemetry: TelemetryFiles
+    telemetry: Path  # the JSON file
 
 
 def measure_embedding(job: Job, watch: Watch) -> EmbeddingMeasured:

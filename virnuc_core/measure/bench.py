@@ -104,7 +104,7 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     Nothing launched is a rate of 0. Errors: those of the pool.
     """
     timed = measure_embedding(replace(job, todo=job.todo[:shards]), Watch(sample_s=sample_s))
-    found = read_telemetry(timed.telemetry.h5)
+    found = read_telemetry(timed.telemetry.with_suffix(".h5"))
     whole, window = batch_metrics(found.batches), embedding_span(found.batches)
     stats = [device_usage(found.samples, device.id, window) for device in job.devices]
     committed = committed_tokens_per_s(found.batches, found.shards) or 0.0

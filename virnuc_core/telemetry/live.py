@@ -12,12 +12,9 @@ from typing import Any, Final, Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from virnuc_core.telemetry.log import Numbers, loader_statistics
 from virnuc_core.telemetry.sampler import Sampler
-from virnuc_core.telemetry.statistics import DeviceUsage, batch_metrics, device_usage
-from virnuc_core.telemetry.tables import STAGES, BatchRecord, BatchTable, ShardDone, StageTime
+from virnuc_core.telemetry.tables import STAGES, ShardDone, StageTime
 
-RECENT_BATCHES: Final = 2_000
 PLAIN_EVERY_S: Final = 10.0
 CALLBACK_EVERY_S: Final = 5.0
 TITLE: Final = "Embedding"
@@ -63,7 +60,6 @@ class RunMonitor:
         self._started_s = now()
         self._lock = threading.Lock()
         self._totals = dict.fromkeys(devices, (0, 0, 0))  # rows, tokens, slots
-        self._recent: list[BatchRecord] = []
 
     def add_shard(self, done: ShardDone) -> None:
         """Count a committed shard."""
@@ -71,7 +67,6 @@ class RunMonitor:
         with self._lock:
             before = self._totals.get(done.device, (0, 0, 0))
             self._totals[done.device] = (before[0] + done.rows, before[1] + tokens, before[2] + slots)
-            self._recent = [*self._recent, *done.batches][-RECENT_BATCHES:]
 
     def progress(self, device: str) -> DeviceProgress:
         """One device so far."""
@@ -94,23 +89,6 @@ class RunMonitor:
             sum(known) / len(known) if known else None,
             tokens / slots if slots else None,
         )
-
-    def get_throughput(self) -> dict[str, float | None]:
-        """Tokens and rows per second since the start."""
-        total, elapsed = self.total(), self._now() - self._started_s
-        rows_per_s = total.rows / elapsed if elapsed > 0 else None
-        return {"tokens_per_sec": total.tokens_per_s, "sequences_per_sec": rows_per_s}
-
-    def get_dataloader_statistics(self) -> Numbers:
-        """Waits, packing and queue states of the newest batches."""
-        with self._lock:
-            recent = list(self._recent)
-        return loader_statistics(batch_metrics(BatchTable.of(recent, self.devices)))
-
-    def get_statistics(self) -> dict[str, DeviceUsage]:
-        """Utilisation, memory, power and temperature by device, over the whole run."""
-        samples = None if self._sampler is None else self._sampler.samples()
-        return {} if samples is None else {device: device_usage(samples, device) for device in self.devices}
 
 
 @dataclass(frozen=True, slots=True)

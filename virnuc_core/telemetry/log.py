@@ -6,13 +6,14 @@ table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says so
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import h5py
 import numpy as np
@@ -42,7 +43,6 @@ from virnuc_core.telemetry.statistics import (
 from virnuc_core.telemetry.tables import (
     ENCODERS,
     QUEUE_STATES,
-    BatchRecord,
     BatchTable,
     Encoder,
     Floats,
@@ -75,6 +75,22 @@ class Telemetry:
     stages: tuple[StageTime, ...]
     origin_s: float  # time.monotonic() at the run's start
     started: str  # wall clock at the same moment, ISO 8601
+
+    @classmethod
+    def of(
+        cls,
+        shards: Sequence[ShardDone],
+        samples: SampleTable,
+        host: HostTable,
+        stages: Sequence[StageTime],
+        *,
+        origin_s: float,
+        started: datetime,
+    ) -> Self:
+        """The shards committed, with their batches, as columns beside what was sampled."""
+        batches, devices = [batch for shard in shards for batch in shard.batches], samples.devices
+        tables = BatchTable.of(batches, devices), samples, host, ShardTable.of(shards, devices)
+        return cls(*tables, tuple(stages), origin_s, started.isoformat())
 
     def get_throughput(self) -> Numbers:
         """Tokens, batches' rows and batches per second over the embedding span."""
@@ -115,90 +131,35 @@ class TelemetrySummary(RunFile):
     alarms: tuple[Alarm, ...]
 
 
-class BatchSelection(RunFile):
-    """The batches as the JSON file has them: every n-th of all."""
-
-    per_batch_metrics_every: int
-    batches: int
-    per_batch_metrics: tuple[dict[str, float | int | str | None], ...]
-
-
-class TelemetryFile(BatchSelection):
+class TelemetryFile(RunFile):
     """`telemetry_<time>.json`."""
 
     schema_version: int = SCHEMA_VERSION
     summary: TelemetrySummary
     window_s: float
     windows: tuple[Window, ...]
+    per_batch_metrics_every: int  # of all batches
+    batches: int
+    per_batch_metrics: tuple[dict[str, float | int | str | None], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TelemetryFiles:
-    """Where a run's telemetry lies."""
+def write_telemetry(folder: Path, measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float = 30.0) -> Path:
+    """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
 
-    json: Path
-    h5: Path
-
-
-class TelemetryLog:
-    """Collects a run's shards and batches and writes the two files at the end."""
-
-    def __init__(
-        self,
-        folder: Path,
-        devices: Sequence[str],
-        *,
-        origin_s: float,
-        window_s: float = 30.0,
-        started: datetime | None = None,
-    ) -> None:
-        """`origin_s` is `time.monotonic()` at the run's start, `started` the wall clock then (now, when not given)."""
-        self._folder = folder
-        self._devices = tuple(devices)
-        self._origin_s = origin_s
-        self._window_s = window_s
-        self._started = started or datetime.now(UTC)
-        self._batches: list[BatchRecord] = []
-        self._shards: list[ShardDone] = []
-
-    def add_shard(self, done: ShardDone) -> None:
-        """Record a committed shard and its batches."""
-        self._shards.append(done)
-        self._batches.extend(done.batches)
-
-    def telemetry(self, samples: SampleTable, host: HostTable, stages: Sequence[StageTime]) -> Telemetry:
-        """Everything recorded so far, as columns."""
-        return Telemetry(
-            BatchTable.of(self._batches, self._devices),
-            samples,
-            host,
-            ShardTable.of(self._shards, self._devices),
-            tuple(stages),
-            self._origin_s,
-            self._started.isoformat(),
-        )
-
-    def finish(
-        self, samples: SampleTable, host: HostTable, stages: Sequence[StageTime], *, n_reads: int, wall_s: float
-    ) -> TelemetryFiles:
-        """Write both files whole and say the alarms in the log. Errors: `OSError` of the disk."""
-        measured = self.telemetry(samples, host, stages)
-        stem = _free_stem(self._folder, self._started)
-        files = TelemetryFiles(self._folder / f"{stem}.json", self._folder / f"{stem}.h5")
-        write_h5(files.h5, measured)
-        content = telemetry_file(measured, n_reads=n_reads, wall_s=wall_s, window_s=self._window_s)
-        write(files.json, content)
-        for alarm in content.summary.alarms:
-            log.warning("%s", alarm.detail)
-        return files
+    Errors: `OSError` of the disk.
+    """
+    path = _free_path(folder, datetime.fromisoformat(measured.started))
+    write_h5(path.with_suffix(".h5"), measured)
+    content = telemetry_file(measured, n_reads=n_reads, wall_s=wall_s, window_s=window_s)
+    for alarm in content.summary.alarms:
+        log.warning("%s", alarm.detail)
+    return write(path, content)
 
 
-def _free_stem(folder: Path, started: datetime) -> str:
+def _free_path(folder: Path, started: datetime) -> Path:
     stem = f"telemetry_{started:%Y%m%d_%H%M%S}"
-    tries = 0
-    while (folder / f"{stem}{f'_{tries}' if tries else ''}.json").exists():
-        tries += 1
-    return f"{stem}_{tries}" if tries else stem
+    names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
+    return next(path for name in names if not (path := folder / f"{name}.json").exists())
 
 
 def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float) -> TelemetryFile:

@@ -5,8 +5,8 @@ A span is a pair of seconds on the host's monotonic clock, both ends included.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Final, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Literal
 
 import numpy as np
 from pydantic import computed_field
@@ -45,19 +45,24 @@ class QueueShares(RunFile):
     starved: float
 
 
-class BatchMetrics(RunFile):
-    """Batches added up. What no batch tells is `None`; nothing is zero for want of data."""
+class BatchCounts(RunFile):
+    """What batches come to, whatever time they took. What no batch tells is `None`, never zero for want of data."""
 
     batches: int
     rows: int
     tokens: int  # real ones
     slots: int  # launched, tails included
     packing_efficiency: float | None  # tokens / slots, 0 to 1
+    avg_wait_ms: float | None
+    max_wait_ms: float | None
+
+
+class BatchMetrics(BatchCounts):
+    """Batches added up."""
+
     min_packing_efficiency: float | None  # of one batch
     batches_below_threshold: int  # packed under 80 %
-    avg_wait_ms: float | None
     p95_wait_ms: float | None
-    max_wait_ms: float | None
     queue: QueueShares | None
     waiting_share: float | None  # share of batches waited for longer than 1 ms
     device_s: float | None  # sum of device time; None when no batch has one
@@ -67,31 +72,35 @@ class BatchMetrics(RunFile):
     steady_tokens_per_s: float | None  # the same without the first 10 batches of each device
 
 
-def batch_metrics(table: BatchTable) -> BatchMetrics:
-    """Add up the batches of `table`."""
-    count = len(table)
-    tokens, slots, rows = int(table.tokens.sum()), int(table.slots.sum()), int(table.rows.sum())
-    packing = table.packing
-    span = embedding_span(table)
-    span_s = 0.0 if span is None else span[1] - span[0]
-    known_ms = _known(table.device_ms)
-    return BatchMetrics(
-        batches=count,
-        rows=rows,
+def _counts(table: BatchTable) -> BatchCounts:
+    tokens, slots = int(table.tokens.sum()), int(table.slots.sum())
+    return BatchCounts(
+        batches=len(table),
+        rows=int(table.rows.sum()),
         tokens=tokens,
         slots=slots,
         packing_efficiency=tokens / slots if slots else None,
-        min_packing_efficiency=_least(packing),
+        avg_wait_ms=_over(table.wait_ms, np.mean),
+        max_wait_ms=_over(table.wait_ms, np.max),
+    )
+
+
+def batch_metrics(table: BatchTable) -> BatchMetrics:
+    """Add up the batches of `table`."""
+    counts, packing, span = _counts(table), table.packing, embedding_span(table)
+    span_s = 0.0 if span is None else span[1] - span[0]
+    device_ms = _over(table.device_ms, np.sum)
+    return BatchMetrics(
+        **dict(counts),
+        min_packing_efficiency=_over(packing, np.min),
         batches_below_threshold=int((packing < LOW_PACKING).sum()),
-        avg_wait_ms=_mean(table.wait_ms),
-        p95_wait_ms=float(np.percentile(table.wait_ms, 95)) if count else None,
-        max_wait_ms=_most(table.wait_ms),
+        p95_wait_ms=_over(table.wait_ms, lambda waits: np.percentile(waits, 95)),
         queue=queue_shares(table),
-        waiting_share=float((table.wait_ms > WAITING_ABOVE_MS).mean()) if count else None,
-        device_s=float(known_ms.sum()) / 1000.0 if known_ms.size else None,
+        waiting_share=_over(table.wait_ms, lambda waits: (waits > WAITING_ABOVE_MS).mean()),
+        device_s=None if device_ms is None else device_ms / 1000.0,
         span_s=span_s,
-        tokens_per_s=tokens / span_s if span_s > 0 else None,
-        rows_per_s=rows / span_s if span_s > 0 else None,
+        tokens_per_s=counts.tokens / span_s if span_s > 0 else None,
+        rows_per_s=counts.rows / span_s if span_s > 0 else None,
         steady_tokens_per_s=_steady(table),
     )
 
@@ -132,19 +141,12 @@ def _steady(table: BatchTable) -> float | None:
     return float(steady.tokens.sum()) / (span[1] - span[0])
 
 
-class Window(RunFile):
+class Window(BatchCounts):
     """One stretch of the run. A stretch without any batch is one window, however long."""
 
     start_s: float  # since the run's start
     end_s: float
-    batches: int
-    rows: int
-    tokens: int
-    slots: int
-    packing_efficiency: float | None
     tokens_per_s: float
-    avg_wait_ms: float | None
-    max_wait_ms: float | None
     starved: int
     gpu_util: dict[str, float]  # device -> mean; only devices with samples in the window
 
@@ -172,19 +174,13 @@ def windows(table: BatchTable, samples: SampleTable, window_s: float, origin_s: 
 def _window(batches: BatchTable, samples: SampleTable, span: Span, origin_s: float) -> Window:
     start_s, end_s = span
     inside = samples.between(origin_s + start_s, origin_s + end_s)
-    means = {device: _mean(inside.of_device(device).utilisation) for device in inside.devices}
-    tokens, slots = int(batches.tokens.sum()), int(batches.slots.sum())
+    means = {device: _over(inside.of_device(device).utilisation, np.mean) for device in inside.devices}
+    counts = _counts(batches)
     return Window(
+        **dict(counts),
         start_s=start_s,
         end_s=end_s,
-        batches=len(batches),
-        rows=int(batches.rows.sum()),
-        tokens=tokens,
-        slots=slots,
-        packing_efficiency=tokens / slots if slots else None,
-        tokens_per_s=tokens / (end_s - start_s),
-        avg_wait_ms=_mean(batches.wait_ms),
-        max_wait_ms=_most(batches.wait_ms),
+        tokens_per_s=counts.tokens / (end_s - start_s),
         starved=int((batches.queue_state == QUEUE_STATES.index("starved")).sum()),
         gpu_util={device: mean for device, mean in means.items() if mean is not None},
     )
@@ -298,16 +294,16 @@ def device_usage(samples: SampleTable, device: str, span: Span | None = None) ->
         own = own.between(*span)
     return DeviceUsage(
         device=device,
-        gpu_util_avg=_mean(own.utilisation),
-        gpu_util_min=_least(own.utilisation),
-        gpu_util_max=_most(own.utilisation),
-        mem_used_avg=_mean(own.memory_used_bytes),
-        mem_used_peak=_most(own.memory_used_bytes),
-        power_avg_w=_mean(own.power_w),
-        power_peak_w=_most(own.power_w),
-        temperature_max_c=_most(own.temperature_c),
+        gpu_util_avg=_over(own.utilisation, np.mean),
+        gpu_util_min=_over(own.utilisation, np.min),
+        gpu_util_max=_over(own.utilisation, np.max),
+        mem_used_avg=_over(own.memory_used_bytes, np.mean),
+        mem_used_peak=_over(own.memory_used_bytes, np.max),
+        power_avg_w=_over(own.power_w, np.mean),
+        power_peak_w=_over(own.power_w, np.max),
+        temperature_max_c=_over(own.temperature_c, np.max),
         energy_kwh=energy_kwh(own),
-        sample_count=len(_known(own.utilisation)),
+        sample_count=int((~np.isnan(own.utilisation)).sum()),
     )
 
 
@@ -322,9 +318,9 @@ def energy_kwh(samples: SampleTable) -> float | None:
 def host_usage(samples: HostTable) -> HostUsage:
     """What all host samples say; disk numbers are last minus first."""
     return HostUsage(
-        cpu_percent_avg=_mean(samples.cpu_percent),
-        cpu_percent_max=_most(samples.cpu_percent),
-        rss_peak_bytes=_most(samples.rss_bytes),
+        cpu_percent_avg=_over(samples.cpu_percent, np.mean),
+        cpu_percent_max=_over(samples.cpu_percent, np.max),
+        rss_peak_bytes=_over(samples.rss_bytes, np.max),
         disk_read_bytes=_growth(samples.disk_read_bytes),
         disk_written_bytes=_growth(samples.disk_write_bytes),
         sample_count=len(samples),
@@ -340,7 +336,7 @@ def alarms(samples: SampleTable, span: Span | None) -> tuple[Alarm, ...]:
     means: dict[str, float] = {}
     for device in inside.devices:
         own = inside.of_device(device)
-        mean = _mean(own.utilisation)
+        mean = _over(own.utilisation, np.mean)
         if mean is None:
             continue
         means[device] = mean
@@ -369,25 +365,12 @@ def _longest_idle(samples: SampleTable) -> float:
     return longest
 
 
-def _known(values: Floats) -> Floats:
-    return values[~np.isnan(values)]
-
-
-def _mean(values: Floats) -> float | None:
-    known = _known(values)
-    return float(known.mean()) if known.size else None
-
-
-def _least(values: Floats) -> float | None:
-    known = _known(values)
-    return float(known.min()) if known.size else None
-
-
-def _most(values: Floats) -> float | None:
-    known = _known(values)
-    return float(known.max()) if known.size else None
+def _over(values: Floats, number: Callable[[Floats], Any]) -> float | None:
+    """A number over the values that are known; `None` when none is."""
+    known = values[~np.isnan(values)]
+    return float(number(known)) if known.size else None
 
 
 def _growth(values: Floats) -> float | None:
-    known = _known(values)
+    known = values[~np.isnan(values)]
     return max(0.0, float(known[-1] - known[0])) if known.size > 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from virnuc_core.report.verify import verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
-from virnuc_core.telemetry.log import TelemetryLog, read_telemetry
+from virnuc_core.telemetry.log import Telemetry, read_telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.validation import OVERHEAD, OverheadFile, OverheadPair
 
@@ -104,16 +105,15 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
         rates = {}
         for commit in (True, False):
             run = RunDir(out / "overhead" / f"{number}-{'on' if commit else 'off'}")
-            log = TelemetryLog(run.telemetry, GPUS, origin_s=ORIGIN_S, started=STARTED)
             done = shards_done(recipe, list(GPUS))
-            for shard in done:
-                fields = {name: getattr(shard, name) for name in shard.__dataclass_fields__}
-                log.add_shard(type(shard)(**fields | {"commit_s": spent if commit else 1e-6}))
+            spent_s = spent if commit else 1e-6
+            done = [replace(shard, commit_s=spent_s) for shard in done]
             end_s = max(shard.finished_s for shard in done)
             samples = device_samples(recipe, list(GPUS), end_s)
-            files = log.finish(samples, host_samples(end_s), (), n_reads=300, wall_s=end_s - ORIGIN_S)
+            made = Telemetry.of(done, samples, host_samples(end_s), (), origin_s=ORIGIN_S, started=STARTED)
+            told = write_telemetry(run.telemetry, made, n_reads=300, wall_s=end_s - ORIGIN_S)
             write_json(run.record, {"spec": {"commit": commit}, "fingerprints": {}})
-            measured = read_telemetry(files.h5)
+            measured = read_telemetry(told.with_suffix(".h5"))
             rate = committed_tokens_per_s(measured.batches, measured.shards)
             assert rate is not None
             rates[commit] = (rate, float(measured.batches.tokens.sum()) / rate)

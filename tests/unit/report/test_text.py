@@ -15,7 +15,7 @@ from virnuc_core.report.build import build_report, write_comparisons
 from virnuc_core.report.formatting import duration, near
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill
-from virnuc_core.telemetry.log import TelemetryLog
+from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostTable, SampleTable, ShardDone
 from virnuc_core.validation import Comparison, LabelAgreement
 
@@ -51,14 +51,14 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
     write_json(folder / "run.json", {"devices": devices, "fingerprints": PRINTS, "model_length": 500})
     summary = {"wall_s": sum(stages.values()), "staging_s": 0.0, "stages": stages, "n_reads": numbers["n_reads"]}
     write_json(folder / "summary.json", {**summary, "n_rows": numbers["n_rows"], "n_chunks": numbers["n_chunks"]})
-    log = TelemetryLog(folder / "telemetry", [d["id"] for d in devices], origin_s=ORIGIN_S, started=STARTED)
+    shards = []
     slots = 1000
     tokens = round(slots * numbers["packing_efficiency"])
     for device in devices:
         moments = [ORIGIN_S + index for index in range(20)]
         batches = [BatchRecord(device["id"], "esm2", 0, 0, 9, tokens, slots, 0.1, s, s, 1e3) for s in moments]
         counts = (180, 20 * tokens, 0)
-        log.add_shard(
+        shards.append(
             ShardDone(device["id"], 0, *counts, moments[0], moments[-1], 0.0, 20.0, 0.0, 0.0, 0.0, tuple(batches))
         )
     samples = [
@@ -66,7 +66,8 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         for i, device in enumerate(devices)
         for tick in range(20)
     ]
-    log.finish(SampleTable.of(samples), HostTable.of([]), (), n_reads=numbers["n_reads"], wall_s=summary["wall_s"])
+    measured = Telemetry.of(shards, SampleTable.of(samples), HostTable.of([]), (), origin_s=ORIGIN_S, started=STARTED)
+    write_telemetry(folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"])
 
 
 def _agreement(total: int, differing: int) -> LabelAgreement:

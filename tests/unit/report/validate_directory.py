@@ -17,7 +17,7 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, compare, cosines
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.telemetry.log import TelemetryLog
+from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import busiest, device_busy
 from virnuc_core.telemetry.tables import (
     BatchRecord,
@@ -26,6 +26,7 @@ from virnuc_core.telemetry.tables import (
     HostTable,
     SampleTable,
     ShardDone,
+    ShardTable,
     StageClock,
 )
 
@@ -141,10 +142,7 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     write_shards(run, rows, recipe)
     devices = device_records(recipe, count)
     ids = [device["id"] for device in devices]
-    log = TelemetryLog(run.telemetry, ids, origin_s=ORIGIN_S, window_s=window_s, started=STARTED)
     done = shards_done(recipe, ids)
-    for shard in done:
-        log.add_shard(shard)
     end_s = max(shard.finished_s for shard in done)
     samples, host = device_samples(recipe, ids, end_s), host_samples(end_s)
     clock = StageClock()
@@ -152,7 +150,7 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     clock.add("Six-Frame Translation", 3.0)
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
-    busy = busiest(device_busy(log.telemetry(samples, host, ()).shards))
+    busy = busiest(device_busy(ShardTable.of(done, ids)))
     assert busy is not None
     clock.add("DNABERT-S", busy.dnabert_s)
     clock.add("ESM-2", busy.esm2_s, started_s=ORIGIN_S + 1)
@@ -160,7 +158,8 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     clock.add("Model Prediction", 0.5)
     clock.add("Consensus Scoring", 0.25)
     wall_s = end_s - ORIGIN_S + 1.0
-    files = log.finish(samples, host, clock.times(), n_reads=recipe.reads, wall_s=wall_s)
+    measured = Telemetry.of(done, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED)
+    told = write_telemetry(run.telemetry, measured, n_reads=recipe.reads, wall_s=wall_s, window_s=window_s)
     n_rows = sum(len(ids) for ids in rows.ids)
     summary = {
         "schema_version": 1,
@@ -173,7 +172,7 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
         "n_rows": n_rows,
         "n_uniques": n_rows,
         "fates": fates,
-        "telemetry": files.json.name,
+        "telemetry": told.name,
         "devices": devices,
         "resumed": False,
         "shards_computed": recipe.shards,

@@ -57,17 +57,13 @@ def test_totals_by_device_and_together(monitor: RunMonitor, clock: Clock) -> Non
     total = monitor.total()
     assert (total.rows, total.tokens) == (30, 2300)
     assert total.gpu_util == 80.0
-    assert monitor.get_throughput()["sequences_per_sec"] == pytest.approx(3.0)
-    assert monitor.get_dataloader_statistics()["avg_packing_efficiency"] == pytest.approx(2300 / 3000)
-    assert monitor.get_statistics()["GPU-b"].gpu_util_avg == 70.0
+    assert total.packing_efficiency == pytest.approx(2300 / 3000)
 
 
 def test_before_anything_is_done_nothing_is_known() -> None:
     monitor = RunMonitor(("cpu-core-0",), now=Clock())
     assert monitor.total().tokens_per_s is None
     assert monitor.total().packing_efficiency is None
-    assert monitor.get_statistics() == {}
-    assert monitor.get_dataloader_statistics()["pct_starved"] is None
 
 
 def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonitor, clock: Clock) -> None:

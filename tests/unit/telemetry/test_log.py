@@ -12,8 +12,16 @@ import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.telemetry import log as module
-from virnuc_core.telemetry.log import TelemetryLog, latest, open_frame, read_telemetry
-from virnuc_core.telemetry.tables import DeviceSample, HostSample, HostTable, SampleTable, StageClock
+from virnuc_core.telemetry.log import Telemetry, latest, open_frame, read_telemetry, write_telemetry
+from virnuc_core.telemetry.tables import (
+    DeviceSample,
+    HostSample,
+    HostTable,
+    SampleTable,
+    ShardDone,
+    StageClock,
+    StageTime,
+)
 
 from .measurements import batch, shard
 
@@ -27,22 +35,41 @@ def samples() -> SampleTable:
     )
 
 
-def written(folder: Path, **options: object) -> module.TelemetryFiles:
-    log = TelemetryLog(folder, DEVICES, origin_s=100.0, window_s=2.0, started=STARTED, **options)  # type: ignore[arg-type]
-    log.add_shard(shard(0, [batch(100 + i, index=i, wait_ms=60.0 * (i == 3)) for i in range(5)]))
-    log.add_shard(shard(1, [batch(101, device="GPU-b", encoder="dnabert_s", device_ms=None)], device="GPU-b"))
+NO_HOST = HostTable.of([])
+
+
+def write(
+    folder: Path,
+    shards: list[ShardDone],
+    samples: SampleTable,
+    *,
+    host: HostTable = NO_HOST,
+    stages: tuple[StageTime, ...] = (),
+    origin_s: float = 0.0,
+    n_reads: int,
+    wall_s: float,
+) -> Path:
+    """The `.h5` file of what was measured; the JSON lies beside it."""
+    measured = Telemetry.of(shards, samples, host, stages, origin_s=origin_s, started=STARTED)
+    return write_telemetry(folder, measured, n_reads=n_reads, wall_s=wall_s, window_s=60.0).with_suffix(".h5")
+
+
+def written(folder: Path) -> Path:
+    shards = [
+        shard(0, [batch(100 + i, index=i, wait_ms=60.0 * (i == 3)) for i in range(5)]),
+        shard(1, [batch(101, device="GPU-b", encoder="dnabert_s", device_ms=None)], device="GPU-b"),
+    ]
     clock = StageClock()
     clock.add("ESM-2", 4.0, started_s=100.0)
     clock.fuse("Feature Merging", "ESM-2")
     host = HostTable.of([HostSample(100.0, 20.0, 1 << 20, 0, 0), HostSample(101.0, 40.0, 1 << 21, 10, 20)])
-    return log.finish(samples(), host, clock.times(), n_reads=50, wall_s=10.0)
+    return write(folder, shards, samples(), host=host, stages=clock.times(), origin_s=100.0, n_reads=50, wall_s=10.0)
 
 
 def test_names_that_other_tools_read(tmp_path: Path) -> None:
-    files = written(tmp_path)
-    assert files.json.name == "telemetry_20260301_120000.json"
-    assert files.h5.name == "telemetry_20260301_120000.h5"
-    body = json.loads(files.json.read_text(encoding="utf-8"))
+    path = written(tmp_path)
+    assert path.name == "telemetry_20260301_120000.h5"
+    body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert {"schema_version", "summary", "windows", "per_batch_metrics"} <= body.keys()
     first = body["per_batch_metrics"][0]
     assert {"batch_idx", "timestamp", "tokens_per_sec", "sequences_per_sec", "gpu_util", "packing_efficiency"} <= set(
@@ -53,14 +80,14 @@ def test_names_that_other_tools_read(tmp_path: Path) -> None:
     loader = body["summary"]["dataloader"]
     assert {"avg_wait_time_ms", "p95_wait_time_ms", "avg_packing_efficiency", "pct_starved"} <= loader.keys()
     assert loader["pct_starved"] == pytest.approx(100 / 6)
-    with h5py.File(files.h5, "r") as file:
+    with h5py.File(path, "r") as file:
         assert {"batch_idx", "tokens_per_sec", "gpu_util", "packing_efficiency"} <= set(file)
         assert file["packing_efficiency"][0] == pytest.approx(0.9)
         assert file["gpu_util"][0] == 90.0
 
 
 def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
-    measured = read_telemetry(written(tmp_path).h5)
+    measured = read_telemetry(written(tmp_path))
     assert measured.batches.devices == DEVICES
     assert measured.batches.launched_s.tolist() == sorted([100, 101, 102, 103, 104, 101])
     assert np.isnan(measured.batches.device_ms).sum() == 1
@@ -76,7 +103,7 @@ def test_everything_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def test_the_same_questions_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
-    measured = read_telemetry(written(tmp_path).h5)
+    measured = read_telemetry(written(tmp_path))
     assert measured.get_average_packing_efficiency() == pytest.approx(90.0)
     assert measured.get_average_gpu_utilization() == pytest.approx(94.0)
     assert measured.get_throughput()["tokens_per_sec"] == pytest.approx(5400 / 4.1)
@@ -96,29 +123,26 @@ def test_frames_for_pandas(tmp_path: Path) -> None:
 
 
 def test_a_run_that_launched_nothing_is_written_and_read(tmp_path: Path) -> None:
-    log = TelemetryLog(tmp_path, DEVICES, origin_s=0.0, started=STARTED)
-    files = log.finish(SampleTable.of([]), HostTable.of([]), (), n_reads=0, wall_s=0.0)
-    body = json.loads(files.json.read_text(encoding="utf-8"))
+    path = write(tmp_path, [], SampleTable.of([]), n_reads=0, wall_s=0.0)
+    body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert body["per_batch_metrics"] == []
     assert body["summary"]["sequences_per_hour"] is None
-    measured = read_telemetry(files.h5)
+    measured = read_telemetry(path)
     assert measured.get_average_packing_efficiency() is None
     assert measured.get_average_gpu_utilization() is None
-    assert len(open_frame(files.h5)) == 0
+    assert len(open_frame(path)) == 0
 
 
 def test_a_second_run_in_the_same_second_keeps_the_first(tmp_path: Path) -> None:
     first, second = written(tmp_path), written(tmp_path)
-    assert first.json != second.json
-    assert first.json.exists()
-    assert latest(tmp_path) == second.h5
+    assert first != second
+    assert first.exists()
+    assert latest(tmp_path) == second
 
 
 def test_alarms_are_said_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    log = TelemetryLog(tmp_path, ("GPU-a",), origin_s=0.0, started=STARTED)
-    log.add_shard(shard(0, [batch(float(i)) for i in range(40)]))
     idle = SampleTable.of([DeviceSample(float(i), "GPU-a", 20.0, None, None, None) for i in range(40)])
-    log.finish(idle, HostTable.of([]), (), n_reads=1, wall_s=40.0)
+    write(tmp_path, [shard(0, [batch(float(i)) for i in range(40)])], idle, n_reads=1, wall_s=40.0)
     assert "gpu utilisation of GPU-a below 50 %" in caplog.text
 
 
@@ -145,21 +169,18 @@ def test_a_foreign_hdf5_file_is_named(tmp_path: Path) -> None:
 
 def test_six_million_reads_stay_small(tmp_path: Path) -> None:
     """A run of 6 M reads launches about 30,000 batches; ten hours of two devices are 144,000 samples."""
-    log = TelemetryLog(tmp_path, DEVICES, origin_s=0.0, started=STARTED, window_s=60.0)
     dice = np.random.default_rng(0)
     waits, tokens = dice.exponential(0.5, 30_000), dice.integers(15_000, 16_384, 30_000)
-    log.add_shard(
-        shard(0, [batch(1.2 * i, index=i, tokens=int(tokens[i]), wait_ms=float(waits[i])) for i in range(30_000)])
-    )
+    batches = [batch(1.2 * i, index=i, tokens=int(tokens[i]), wait_ms=float(waits[i])) for i in range(30_000)]
     levels = dice.integers(80, 100, 144_000)
     table = SampleTable.of(
         [DeviceSample(i // 2 * 0.5, DEVICES[i % 2], float(levels[i]), 9 << 30, 650.0, 70.0) for i in range(144_000)]
     )
-    files = log.finish(table, HostTable.of([]), (), n_reads=6_000_000, wall_s=36_000.0)
-    assert files.json.stat().st_size < 16_000_000
-    assert files.h5.stat().st_size < 8_000_000
-    body = json.loads(files.json.read_text(encoding="utf-8"))
+    path = write(tmp_path, [shard(0, batches)], table, n_reads=6_000_000, wall_s=36_000.0)
+    assert path.with_suffix(".json").stat().st_size < 16_000_000
+    assert path.stat().st_size < 8_000_000
+    body = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
     assert body["batches"] == 30_000
     assert body["per_batch_metrics_every"] == 2
     assert len(body["per_batch_metrics"]) <= module.JSON_BATCHES
-    assert len(open_frame(files.h5)) == 30_000
+    assert len(open_frame(path)) == 30_000
