@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Final
 
-from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, RunSettings, TrainSettings
+from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, RunSettings
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.engine.devices import Device, resolve, resolve_engine
@@ -23,10 +23,9 @@ LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows af
 def check(settings: RunSettings | InboxSettings, base: EngineSpec) -> None:
     """Refuse at once what could only fail later; nothing is written. `base`: the profile's engine settings.
 
-    Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, for an
-    inbox that is no folder and a table of origins that cannot be used; `WeightsError` for what the headers of the
-    weights tell; `DeviceError`; `ConfigError` for settings that cannot run on these devices or an output that cannot be
-    written.
+    Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, and
+    for an inbox that is no folder; `WeightsError` for what the headers of the weights tell; `DeviceError`;
+    `ConfigError` for settings that cannot run on these devices or an output that cannot be written.
     """
     if isinstance(settings, InboxSettings):
         from virnuc_core.measure.inbox import Ledger
@@ -38,10 +37,6 @@ def check(settings: RunSettings | InboxSettings, base: EngineSpec) -> None:
             readable(local, settings.on_error, alone=len(local) == len(settings.reads))
         if local and isinstance(settings, PredictSettings) and settings.write_viral:
             check_readable_twice(local)
-    if isinstance(settings, TrainSettings):
-        from virnuc_core.measure.train import read_truth
-
-        read_truth(settings.truth)
     check_models(settings.models)
     devices(settings, base)
     writable(settings.out)

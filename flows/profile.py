@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.flow_run import named, takes
-from flows.parameters import ProfileSettings
+from flows.measure_parameters import ProfileSettings
 from flows.predict import staged_run
 from tasks.artifacts import markdown_table, publish_markdown, publish_table
 from tasks.predict import stage_rows

@@ -6,7 +6,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows.flow_run import named, takes
-from flows.parameters import ScaleSettings
+from flows.measure_parameters import ScaleSettings
 from flows.validate import Judged, in_short, measure
 from tasks.artifacts import percent
 from tasks.step import done

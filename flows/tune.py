@@ -10,10 +10,10 @@ from prefect.client.schemas.objects import State
 
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, staged, takes
-from flows.parameters import SWEPT, TuneSettings
+from flows.measure_parameters import SWEPT, TuneSettings
 from tasks.artifacts import publish_table
 from tasks.step import done
-from tasks.tune import measure, trial_rows
+from tasks.tools import measure, trial_rows
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.measure.bench import Bench

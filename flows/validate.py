@@ -22,7 +22,7 @@ from prefect.flow_runs import pause_flow_run
 
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, staged, takes
-from flows.parameters import MeasureSettings, ValidateSettings
+from flows.measure_parameters import MeasureSettings, ValidateSettings
 from tasks.approval import Approval, approval_form, as_markdown, record, time_out
 from tasks.artifacts import publish_markdown
 from tasks.guard import TimeLimitError

@@ -1,4 +1,4 @@
-"""Tools that measure on a staged store: traces, ceilings, what commits cost, and the head's training."""
+"""Tools that measure on a staged store: traces, ceilings, what commits cost, the sweep of settings; and training."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from tasks.step import done, first_attempt, step
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.messages import TraceSpec
-from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead
+from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread
 from virnuc_core.measure.trace import WAIT, Operation, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
+from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, Trial
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.formatting import number
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.validation import OverheadFile
@@ -122,3 +124,45 @@ def overhead_sentence(found: OverheadFile) -> str:
     if not shares:
         return "commits were not timed"
     return f"commits cost {percent(shares[len(shares) // 2])} of the tokens/s, over {len(shares)} pairs of runs"
+
+
+@step("measure", "{name}")
+def measure(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> State[Trial | str]:
+    """One trial of a candidate, or why it cannot run; a trial that was made before, over the same all, is reused."""
+    with device_slots(sweep.bench.resolved()):
+        found = sweep.trial(candidate, repeat)
+    return done(found, _trial_sentence(found), reused=isinstance(found, Trial) and found.reused)
+
+
+def _trial_sentence(found: Trial | str) -> str:
+    """A trial in a sentence."""
+    if isinstance(found, str):
+        return f"cannot run: {found}"
+    same = "" if not found.score_difference else f", scores differ by up to {found.score_difference:.2g}"
+    return f"{found.tokens_per_s:,.0f} tokens/s in {found.window_s:.1f} s{same}"
+
+
+def trial_rows(found: Sequence[Candidate], chosen: Recommendation, tolerance: float) -> Rows:
+    """The sweep as a table, fastest first; what cannot run stands last."""
+    ordered = sorted(found, key=lambda candidate: median(candidate.rates), reverse=True)
+    return [_candidate_row(candidate, candidate is chosen.candidate, tolerance) for candidate in ordered]
+
+
+def _candidate_row(candidate: Candidate, recommended: bool, tolerance: float) -> dict[str, str]:
+    engine, rates = candidate.engine, candidate.rates
+    last = candidate.trials[-1].model_dump() if candidate.trials else {}
+    return {
+        "settings": cell(candidate.label),
+        "tokens/s": cell(round(median(rates))) if rates else "–",
+        "spread": percent(spread(rates)) if len(rates) > 1 else "–",
+        "runs": cell(len(rates)),
+        "elapsed": cell(number(last.get("window_s"), 1, " s")),
+        "utilisation": cell(number(last.get("utilisation"), 1, " %")),
+        "packing": percent(last.get("packing")),
+        "starved": percent(last.get("starved")),
+        "queue depth": cell(engine.prefetch_factor * max(1, engine.num_workers)),
+        "score difference": cell(candidate.difference),
+        "labels changed": cell(last.get("labels_changed")),
+        "verdict": "**recommended**" if recommended else cell(candidate.verdict(tolerance)),
+        "why": cell(candidate.refused or ("slower, dropped by halving" if candidate.dropped else "")),
+    }

@@ -12,14 +12,13 @@ from pydantic import Field
 
 from flows import flow_commands
 from flows.cli import main
+from flows.measure_parameters import TrainSettings, ValidateSettings
 from flows.parameters import (
     AttentionChoice,
     ComputeSettings,
     InboxSettings,
     PrecisionChoice,
     PredictSettings,
-    TrainSettings,
-    ValidateSettings,
     build,
     fields_of,
     flow_parameters,
@@ -151,7 +150,7 @@ def test_words_become_settings_and_the_models_may_come_from_the_environment(
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(flow_commands, "_start", start)
+    monkeypatch.setattr(flow_commands, "start", start)
     monkeypatch.setenv("VIRNUC_MODELS", "named")
     assert main(["predict", *words]) == 2
     assert {name: getattr(asked[0], name) for name in expected} == expected
