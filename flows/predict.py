@@ -20,7 +20,7 @@ from tasks.predict import embed, fate_rows, viral_reads
 from tasks.step import done
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import ClassifySpec, prewarm, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.results import THRESHOLD
@@ -41,7 +41,7 @@ class StagedRun:
     engine: EngineSpec
     models: Path
     force: bool  # results of an earlier run are dropped
-    prewarmed: PrewarmedWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
+    prewarmed: LocalWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
 
     def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
         """Result files of the staged reads. Errors: those of the embed task."""
@@ -67,7 +67,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     engine = settings.engine(EngineSpec())
     announce(label, devices.kind)
     with ExitStack() as held:
-        prewarmed: PrewarmedWorkers | None = None
+        prewarmed: LocalWorkers | None = None
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))

@@ -15,7 +15,7 @@ from tasks.guard import device_slots, time_limit
 from tasks.step import done, first_attempt, step
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
-from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import ClassifySpec, classify, read_summary, stage_reads
 from virnuc_core.reads.parse import OnError
 from virnuc_core.reads.sources import is_remote
@@ -64,7 +64,7 @@ def embed(
     label: str,
     watch: Watch | None = None,
     time_limit_s: float | None = None,
-    prewarmed: PrewarmedWorkers | None = None,
+    prewarmed: LocalWorkers | None = None,
     flops: ModelFlops | None = None,
 ) -> State[RunSummary]:
     """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.

@@ -23,7 +23,7 @@ from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch, worker_specs
-from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -98,13 +98,13 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
         return stage(spec, out, may_replace=force or not beside.record.exists())
 
 
-def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> PrewarmedWorkers:
+def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
     """Workers for a run whose reads are not staged yet: give it to `classify`, and close it afterwards.
 
     Errors: `DeviceError`, `ConfigError`.
     """
     found = resolve(devices)
-    return PrewarmedWorkers(WORKER, worker_specs(models, found, resolve_engine(engine, found[0].kind)))
+    return LocalWorkers(WORKER, prewarm=worker_specs(models, found, resolve_engine(engine, found[0].kind)))
 
 
 def model_length(models: Path) -> int:
@@ -124,7 +124,7 @@ def classify(
     spec: ClassifySpec,
     *,
     watch: Watch | None = None,
-    prewarmed: PrewarmedWorkers | None = None,
+    prewarmed: LocalWorkers | None = None,
     flops: ModelFlops | None = None,
 ) -> RunSummary:
     """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
@@ -201,7 +201,7 @@ def _start_over(run: RunDir) -> None:
 
 
 def _compute(
-    job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: PrewarmedWorkers | None
+    job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: LocalWorkers | None
 ) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
     clock = _staging_clock(staging, started_s)

@@ -25,64 +25,39 @@ SYSTEM_LOCKS: Final = Path("/run/lock")
 PR_SET_PDEATHSIG: Final = 1
 
 
+class _Inside:
+    """A path within a run directory, by its name there."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+        return run.root / self.name
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """Paths of one run. Files are the truth; nothing else remembers a run."""
 
     root: Path
 
-    @property
-    def record(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def store(self) -> Path:
-        return self.root / "orfs.h5"
-
-    @property
-    def shards(self) -> Path:
-        return self.root / "shards"
-
-    @property
-    def plan(self) -> Path:
-        return self.shards / "plan.json"
-
-    @property
-    def embeddings(self) -> Path:
-        return self.root / "embeddings.h5"
-
-    @property
-    def predictions(self) -> Path:
-        return self.root / "prediction_results.txt"
-
-    @property
-    def consensus(self) -> Path:
-        return self.root / "prediction_results_highestscore.csv"
-
-    @property
-    def reads_table(self) -> Path:
-        return self.root / "reads.tsv"
+    record = _Inside("run.json")
+    store = _Inside("orfs.h5")
+    shards = _Inside("shards")
+    plan = _Inside("shards/plan.json")
+    embeddings = _Inside("embeddings.h5")
+    predictions = _Inside("prediction_results.txt")
+    consensus = _Inside("prediction_results_highestscore.csv")
+    reads_table = _Inside("reads.tsv")
+    failed_rows = _Inside("failed.tsv")
+    telemetry = _Inside("telemetry")
+    report = _Inside("report")
+    summary = _Inside("summary.json")
 
     @property
     def results(self) -> tuple[Path, ...]:
         """What a complete run has."""
         return self.predictions, self.consensus, self.reads_table, self.embeddings
-
-    @property
-    def failed_rows(self) -> Path:
-        return self.root / "failed.tsv"
-
-    @property
-    def telemetry(self) -> Path:
-        return self.root / "telemetry"
-
-    @property
-    def report(self) -> Path:
-        return self.root / "report"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
 
 
 def fsync_folder(folder: Path) -> None:

@@ -29,7 +29,7 @@ from virnuc_core.encoders.checkpoint import init_random, load_dnabert_s, load_es
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job, Watch, measure_embedding
-from virnuc_core.engine.loader import Loader, Ready
+from virnuc_core.engine.loader import Batch, Loader
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.pipeline import ClassifySpec, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -102,11 +102,11 @@ def bare(job: Job, seconds: float) -> Bare:
         torch.set_num_threads(1)
     loader = Loader(job.store.path, job.store.fingerprint, job.models, engine, pin=False)
     lo, hi = job.plan.range(0)
-    items = [i for i in loader.load(ShardTask(shard=0, lo=lo, hi=hi)) if isinstance(i, Ready)]
+    items = [i for i in loader.load(ShardTask(shard=0, lo=lo, hi=hi)) if isinstance(i, Batch)]
     rates = {}
     for name, load in (("esm2", load_esm2), ("dnabert_s", load_dnabert_s)):
         encoder = load(job.models, device, engine.precision, engine.attention)
-        batches = [item.batch.to(device) for item in items if item.encoder == name]
+        batches = [item.packed.to(device) for item in items if item.encoder == name]
         rates[name] = spin(encoder, batches, seconds)
         del encoder
     if device.type == "cuda":

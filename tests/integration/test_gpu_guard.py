@@ -54,7 +54,7 @@ from prefect import flow
 from tasks.guard import device_slots, no_orphans
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.messages import Closed, EngineWorkerSpec
+from virnuc_core.engine.messages import Closed, WorkerSpec
 from virnuc_core.engine.process import LocalWorkers
 
 run, log, work_s = sys.argv[1:]
@@ -64,7 +64,7 @@ gpu = Device("GPU-guarded", "cuda", "a GPU by name")
 @flow(name="guarded", flow_run_name=run)
 def guarded():
     with no_orphans(), device_slots([gpu]), LocalWorkers("guarded_worker") as workers:
-        workers.start(EngineWorkerSpec(models=run, device=gpu, engine=EngineSpec()), Path(log + ".errors"))
+        workers.start(WorkerSpec(models=run, device=gpu, engine=EngineSpec()), Path(log + ".errors"))
         while not isinstance(event := workers.receive(600)[1], Closed):
             Path(log + ".errors").write_text(event.message)  # Failed is all that it may say
 

@@ -43,26 +43,18 @@ class Folder:
         return self.root / f"scores_{number:05d}.npy"
 
 
-@dataclass(frozen=True, slots=True)
-class Sequences:
-    """The rows of one file."""
-
-    ids: list[str]
-    sequences: list[bytes]
-
-
 def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
     """Write rows as FASTA, one line each."""
     heads = [f">{name}\n".encode() for name in ids]
     path.write_bytes(b"".join(head + line + b"\n" for head, line in zip(heads, sequences, strict=True)))
 
 
-def read_fasta(path: Path) -> Sequences:
-    """Read what `write_fasta` wrote; `InputError` when it is not that."""
+def read_fasta(path: Path) -> tuple[list[str], list[bytes]]:
+    """The ids and sequences that `write_fasta` wrote; `InputError` when it is not that."""
     lines = path.read_bytes().split(b"\n")
     if len(lines) % 2 == 0 or any(not head.startswith(b">") for head in lines[:-1:2]):
         raise InputError("not rows of one line each", file=path, hint="delete the folder and start over")
-    return Sequences([head[1:].decode() for head in lines[:-1:2]], lines[1::2])
+    return [head[1:].decode() for head in lines[:-1:2]], lines[1::2]
 
 
 def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> list[list[int]]:
@@ -144,7 +136,7 @@ def merge_file(folder: Folder, number: int) -> int:
 
     Errors: `InputError` when the two files do not hold the same rows in the same order.
     """
-    names, others = read_fasta(folder.nucleotide(number)).ids, read_fasta(folder.protein(number)).ids
+    names, others = read_fasta(folder.nucleotide(number))[0], read_fasta(folder.protein(number))[0]
     dna, protein = np.load(folder.dnabert_s(number)), np.load(folder.esm2(number))
     if names != others or not len(names) == len(dna) == len(protein):
         raise InputError("the nucleotide and the protein file hold different rows", file=folder.nucleotide(number))

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from virnuc_core import runfiles
 from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, cut, write_fasta
-from virnuc_core.config import Devices
+from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import Device, resolve
-from virnuc_core.engine.messages import BaselineWorkerSpec, FileDone, FileTask, Operation, RowsDone, Started
+from virnuc_core.engine.messages import FileDone, FileTask, Operation, Ready, RowsDone, WorkerSpec
 from virnuc_core.engine.process import Child, LocalWorkers
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec
@@ -33,6 +33,7 @@ from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
+DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
 _CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 OWN_STAGES: Final = STAGES[2:]  # rows come from the store, chunked and translated
 
@@ -232,7 +233,7 @@ class _Measurement:
         with self.workers:
             children = [self._start(device) for device in self.devices]
             for _ in children:
-                assert isinstance(self.workers.expect(children, SILENCE_S)[1], Started)
+                assert isinstance(self.workers.expect(children, SILENCE_S)[1], Ready)
             start_s = time.monotonic() - started
             phases = {}
             for stage, op, plan in steps:
@@ -241,20 +242,19 @@ class _Measurement:
         return phases, start_s
 
     def _start(self, device: Device) -> Child:
-        spec = BaselineWorkerSpec(
-            models=str(self.models), device=device, folder=str(self.folder.root), algorithm=self.spec.name
-        )
+        spec = WorkerSpec(models=str(self.models), device=device, engine=EngineSpec(device_wait_s=DEVICE_WAIT_S))
         return self.workers.start(spec, self.run.root / "logs" / f"baseline-{device.id}.log")
 
     def _phase(self, stage: str, op: Operation, todo: dict[Child, deque[int]], total_rows: int) -> Phase:
         """Do `op` on all files, each on the worker that it is given to. A worker that dies ends the baseline."""
         started = time.monotonic()
+        task = FileTask(op=op, algorithm=self.spec.name, folder=str(self.folder.root), file=0)
         busy: set[Child] = set()
         done: list[FileDone] = []
 
         def give(child: Child) -> None:
             if todo[child]:
-                child.send(FileTask(op=op, file=todo[child].popleft()))
+                child.send(task.model_copy(update={"file": todo[child].popleft()}))
                 busy.add(child)
 
         for child in todo:

@@ -1,7 +1,7 @@
 """A baseline's worker process: what the two algorithms to beat load, when, and in which batches they feed it.
 
 One device, pinned; files in, embedded, merged and scored files out. Equal rows are embedded each. Messages in: a
-BaselineWorkerSpec, then any number of FileTasks. Out: Started, RowsDone, FileDone, Failed.
+WorkerSpec, then any number of FileTasks. Out: Ready, RowsDone, FileDone, Failed.
 """
 
 from __future__ import annotations
@@ -29,27 +29,12 @@ from virnuc_core.baseline.networks import PaddedDnabertS, PaddedEsm2, PlainHead,
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
-from virnuc_core.engine.messages import BaselineWorkerSpec, FileDone, FileTask, RowsDone, Started
+from virnuc_core.engine.messages import FileDone, FileTask, Ready, RowsDone, WorkerSpec
 from virnuc_core.engine.process import Parent
 
 SAY_ROWS_EVERY_S: Final = 1.0
 
 Batches = list[list[int]]
-
-
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One way of doing it."""
-
-    name: BaselineName
-    half_on_cuda: bool
-    reload_dnabert_s: bool  # for each file; else once a worker. ESM-2 is loaded for each file by both
-    dna_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in bases
-    protein_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in residues
-
-    def precision(self, device: torch.device) -> torch.dtype:
-        """What the encoders' weights are kept in."""
-        return torch.float16 if self.half_on_cuda and device.type == "cuda" else torch.float32
 
 
 def one_by_one(lengths: Sequence[int]) -> Batches:
@@ -61,21 +46,20 @@ def _estimated(lengths: Sequence[int]) -> Batches:
     return filled_batches([dna_token_estimate(length) for length in lengths])
 
 
-VANILLA: Final = Algorithm(
-    "vanilla",
-    half_on_cuda=False,
-    reload_dnabert_s=True,
-    dna_batches=one_by_one,
-    protein_batches=sorted_batches,
-)
-V1: Final = Algorithm(
-    "v1",
-    half_on_cuda=True,
-    reload_dnabert_s=False,
-    dna_batches=_estimated,
-    protein_batches=filled_batches,
-)
-ALGORITHMS: Final = {algorithm.name: algorithm for algorithm in (VANILLA, V1)}
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """One way of doing it."""
+
+    half_on_cuda: bool  # what the encoders' weights are kept in there
+    reload_dnabert_s: bool  # for each file; else once a worker. ESM-2 is loaded for each file by both
+    dna_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in bases
+    protein_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in residues
+
+
+ALGORITHMS: Final[dict[BaselineName, Algorithm]] = {
+    "vanilla": Algorithm(False, True, dna_batches=one_by_one, protein_batches=sorted_batches),
+    "v1": Algorithm(True, False, dna_batches=_estimated, protein_batches=filled_batches),
+}
 
 
 class Network(Protocol):
@@ -142,68 +126,59 @@ def score_rows(head: PlainHead, features: Tensor) -> Tensor:
 class FileWorker:
     """Does what the tasks ask for, one after the other; each answer is the rows, and the seconds of loading a model."""
 
-    def __init__(self, parent: Parent, spec: BaselineWorkerSpec) -> None:
-        self.parent, self.folder, self.models = parent, Folder(Path(spec.folder)), Path(spec.models)
-        self.algorithm = ALGORITHMS[spec.algorithm]
+    def __init__(self, parent: Parent, spec: WorkerSpec) -> None:
+        self.parent, self.models = parent, Path(spec.models)
         self.device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
-        self.dtype = self.algorithm.precision(self.device)
         self.dnabert_s: Reader | None = None
         self._progress_s, self._unsaid_rows, self._said_s = time.monotonic(), 0, 0.0
-        self._operations = {
-            "dnabert_s": self._dnabert_s,
-            "esm2": self._esm2,
-            "merge": self._merge,
-            "predict": self._predict,
-        }
         if self.device.type == "cpu":
             torch.set_num_threads(1)
 
     def serve(self) -> None:
         """Answer tasks until the process is ended."""
         self.parent.progress = lambda: self._progress_s
-        self.parent.send(Started())
+        self.parent.send(Ready())
         while isinstance(task := self.parent.receive(), FileTask):
             started = self._progress_s = time.monotonic()
-            rows, load_s = self._operations[task.op](task.file)
+            rows, load_s = self._do(task)
             self._say_rows()
             self._progress_s = time.monotonic()
             compute_s = self._progress_s - started - load_s
             self.parent.send(FileDone(file=task.file, rows=rows, load_s=load_s, compute_s=compute_s))
 
-    def _dnabert_s(self, file: int) -> tuple[int, float]:
-        rows = read_fasta(self.folder.nucleotide(file))
+    def _do(self, task: FileTask) -> tuple[int, float]:
+        folder = Folder(Path(task.folder))
+        match task.op:
+            case "merge":
+                return merge_file(folder, task.file), 0.0
+            case "predict":
+                return self._predict(folder, task.file)
+            case "dnabert_s" | "esm2":
+                return self._embed(folder, task)
+
+    def _embed(self, folder: Folder, task: FileTask) -> tuple[int, float]:
+        algorithm, dna = ALGORITHMS[task.algorithm], task.op == "dnabert_s"
+        sequences = read_fasta(folder.nucleotide(task.file) if dna else folder.protein(task.file))[1]
+        dtype = torch.float16 if algorithm.half_on_cuda and self.device.type == "cuda" else torch.float32
         started = time.monotonic()
-        if self.dnabert_s is None or self.algorithm.reload_dnabert_s:
+        if not dna or algorithm.reload_dnabert_s:
             self.dnabert_s = None  # free the old one first
-            self.dnabert_s = load_dnabert_s(self.models, self.device, self.dtype)
+        reader = self.dnabert_s or (load_dnabert_s if dna else load_esm2)(self.models, self.device, dtype)
+        if dna:
+            self.dnabert_s = reader
         load_s = time.monotonic() - started
-        batches = self.algorithm.dna_batches([len(s) for s in rows.sequences])
-        self._embed(self.dnabert_s, rows.sequences, batches, self.folder.dnabert_s(file))
-        return len(rows.ids), load_s
+        batches = (algorithm.dna_batches if dna else algorithm.protein_batches)([len(one) for one in sequences])
+        embeddings = embed_rows(reader, sequences, batches, self._count_rows)
+        np.save(folder.dnabert_s(task.file) if dna else folder.esm2(task.file), embeddings.numpy())
+        return len(sequences), load_s
 
-    def _esm2(self, file: int) -> tuple[int, float]:
-        self.dnabert_s = None
-        rows = read_fasta(self.folder.protein(file))
-        started = time.monotonic()
-        esm2 = load_esm2(self.models, self.device, self.dtype)
-        load_s = time.monotonic() - started
-        batches = self.algorithm.protein_batches([len(s) for s in rows.sequences])
-        self._embed(esm2, rows.sequences, batches, self.folder.esm2(file))
-        return len(rows.ids), load_s
-
-    def _embed(self, reader: Reader, sequences: list[bytes], batches: Batches, target: Path) -> None:
-        np.save(target, embed_rows(reader, sequences, batches, self._count_rows).numpy())
-
-    def _merge(self, file: int) -> tuple[int, float]:
-        return merge_file(self.folder, file), 0.0
-
-    def _predict(self, file: int) -> tuple[int, float]:
+    def _predict(self, folder: Folder, file: int) -> tuple[int, float]:
         started = time.monotonic()
         head = load_head(self.models, self.device)
         load_s = time.monotonic() - started
-        features = torch.from_numpy(np.load(self.folder.merged(file)))
-        np.save(self.folder.scores(file), score_rows(head, features).numpy())
-        self.folder.merged(file).unlink()
+        features = torch.from_numpy(np.load(folder.merged(file)))
+        np.save(folder.scores(file), score_rows(head, features).numpy())
+        folder.merged(file).unlink()
         return len(features), load_s
 
     def _count_rows(self, rows: int) -> None:
@@ -218,6 +193,6 @@ class FileWorker:
         self._unsaid_rows, self._said_s = 0, time.monotonic()
 
 
-def work(parent: Parent, spec: BaselineWorkerSpec) -> None:
+def work(parent: Parent, spec: WorkerSpec) -> None:
     """Work on files until the parent ends this process."""
     FileWorker(parent, spec).serve()

@@ -13,9 +13,9 @@ from typing import Final
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.messages import EngineWorkerSpec, JobSpec, TraceSpec
+from virnuc_core.engine.messages import JobSpec, TraceSpec, WorkerSpec
 from virnuc_core.engine.pool import Pool, PoolSummary
-from virnuc_core.engine.process import LocalWorkers, PrewarmedWorkers
+from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -60,10 +60,10 @@ class Job:
     worker: str = WORKER  # module that says what a worker does
 
 
-def worker_specs(models: Path, devices: Sequence[Device], engine: EngineSpec) -> list[EngineWorkerSpec]:
+def worker_specs(models: Path, devices: Sequence[Device], engine: EngineSpec) -> list[WorkerSpec]:
     """One worker a device."""
     root = str(models.resolve())
-    return [EngineWorkerSpec(models=root, device=device, engine=engine) for device in devices]
+    return [WorkerSpec(models=root, device=device, engine=engine) for device in devices]
 
 
 class Embedding:
@@ -77,7 +77,7 @@ class Embedding:
         self._origin_s, self._started = started_s, datetime.now(UTC)
         self._monitor = RunMonitor(ids, self._sampler)
 
-    def run(self, prewarmed: PrewarmedWorkers | None = None) -> PoolSummary:
+    def run(self, prewarmed: LocalWorkers | None = None) -> PoolSummary:
         """Compute the shards that are left."""
         job = self._job
         done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -35,20 +34,12 @@ SLICE_ROWS = 1024  # uniques tokenised in one call
 
 
 @dataclass(frozen=True, slots=True)
-class ShardStart:
-    """The next batches belong to this task."""
-
-    task: ShardTask
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
+class Batch:
     """One batch, ready to launch. `rows` are positions within the shard."""
 
-    shard: int
     encoder: Encoder
     index: int
-    batch: PackedBatch
+    packed: PackedBatch
     rows: Tensor  # int64 [batch.rows]
     arrived_s: float
 
@@ -61,7 +52,9 @@ class ShardEnd:
     dna_tokens: int
 
 
-Item = ShardStart | Ready | ShardEnd | BaseException | None  # a failure for the launch loop to raise; None: the end
+# What the launch loop takes: a task, the task's batches, its end; after the last task None
+Item = ShardTask | Batch | ShardEnd | None
+Take = Callable[[], tuple[Item, float]]  # the next item, and how long it took to come, in milliseconds
 Slice = tuple[int, int]
 Tokens = tuple[Tensor, Tensor]  # int64: all tokens end to end, row offsets
 
@@ -127,8 +120,8 @@ class Loader:
         return join([protein for protein, _ in parts]), join([dna for _, dna in parts])
 
     def load(self, task: ShardTask) -> Iterator[Item]:
-        """The task's batches between its start and end marks, DNA first."""
-        yield ShardStart(task)
+        """The task, its batches, DNA first, and its end."""
+        yield task
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         protein, dna = self._tokens(slices(kept))
         encoders: tuple[tuple[Encoder, Tokens, int, int], ...] = (
@@ -139,7 +132,7 @@ class Loader:
             for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad_id)):
                 ready = batch.pin() if self.pin else batch
                 rows = torch.from_numpy(kept[plan.rows] - task.lo)
-                yield Ready(task.shard, name, index, ready, rows, time.monotonic())
+                yield Batch(name, index, ready, rows, time.monotonic())
         yield ShardEnd(int(protein[1][-1]), int(dna[1][-1]))
 
 
@@ -189,34 +182,27 @@ def fill(plan: BatchPlan, flat: NDArray[np.int64], starts: NDArray[np.int64], pa
     )
 
 
-class Source(Protocol):
-    """What the launch loop takes from."""
-
-    def take(self) -> tuple[Item, float]:
-        """The next item and how long it took to come, in milliseconds."""
-        ...
-
-
 class Feeder:
     """A thread that keeps the launch loop's queue filled with the tasks it is told."""
 
     def __init__(self, loader: Loader, next_task: Callable[[], ShardTask | None], depth: int) -> None:
         self._loader, self._next = loader, next_task
-        self.items: queue.Queue[Item] = queue.Queue(maxsize=depth)
-        self._thread = threading.Thread(target=self._run, name="feeder", daemon=True)
-        self._thread.start()
+        self._items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
+        threading.Thread(target=self._run, name="feeder", daemon=True).start()
 
     def _run(self) -> None:
         try:
             while (task := self._next()) is not None:
                 for item in self._loader.load(task):
-                    self.items.put(item)
-            self.items.put(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the launch loop, which raises it
-            self.items.put(error)
+                    self._items.put(item)
+            self._items.put(None)
+        except BaseException as error:  # noqa: BLE001 - handed to the launch loop, where `take` raises it
+            self._items.put(error)
 
     def take(self) -> tuple[Item, float]:
-        """The next item and how long it took to come, in milliseconds."""
+        """The next item and how long it took to come, in milliseconds. Errors: what loading raised."""
         asked = time.perf_counter()
-        item = self.items.get()
+        item = self._items.get()
+        if isinstance(item, BaseException):
+            raise item
         return item, (time.perf_counter() - asked) * 1e3

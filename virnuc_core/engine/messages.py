@@ -1,7 +1,7 @@
 """What a worker process is told and what it answers: JSON lines, each one of these models, written and read by them.
 
-The first line to a worker is its `WorkerSpec`. The engine's is then told of one job and any number of shards, the
-baseline's of files.
+The first line to a worker is its `WorkerSpec`. The engine's workers are then told of one job and any number of shards,
+the baseline's of files.
 """
 
 from __future__ import annotations
@@ -20,28 +20,7 @@ OWN_ERRORS: Final = {e.__name__: e for e in (InputError, ConfigError, WeightsErr
 SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
-class Message(Spec):
-    """Base of all messages."""
-
-
 # --- to a worker ------------------------------------------------------------------------------------------------------
-
-
-class WorkerSpec(Message):
-    """The first line a worker reads: where it computes, with which weights."""
-
-    models: str
-    device: Device
-
-    @property
-    def device_wait_s(self) -> float:
-        """How long to wait for another run's device."""
-        return 60.0
-
-    @property
-    def heartbeat_s(self) -> float:
-        """How often the worker says that it lives."""
-        return 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +36,17 @@ class TraceSpec:
     memory: bool = False
 
 
-class EngineWorkerSpec(WorkerSpec):
-    """All the engine's worker needs to load, while the reads may still be staged."""
+class WorkerSpec(Spec):
+    """The first line a worker reads: all it needs to load, while the reads may still be staged."""
 
-    of: Literal["engine"] = "engine"
+    models: str
+    device: Device
     engine: EngineSpec
     divisor: int = 1  # of the token budgets, after the device was found too small for them
     trace: TraceSpec | None = None
 
-    @property
-    def device_wait_s(self) -> float:
-        return self.engine.device_wait_s
 
-    @property
-    def heartbeat_s(self) -> float:
-        return self.engine.heartbeat_s
-
-
-class BaselineWorkerSpec(WorkerSpec):
-    """What a baseline's worker needs to start."""
-
-    of: Literal["baseline"] = "baseline"
-    folder: str  # of the files it is given
-    algorithm: BaselineName
-
-
-class JobSpec(Message):
+class JobSpec(Spec):
     """What the shards to come are about."""
 
     op: Literal["begin"] = "begin"
@@ -92,7 +56,7 @@ class JobSpec(Message):
     logs: str  # folder of what workers write to standard error
 
 
-class ShardTask(Message):
+class ShardTask(Spec):
     """A shard to compute, or, looking for a row that ends workers, a part of one."""
 
     op: Literal["compute"] = "compute"
@@ -107,14 +71,16 @@ class ShardTask(Message):
 Operation = Literal["dnabert_s", "esm2", "merge", "predict"]
 
 
-class FileTask(Message):
+class FileTask(Spec):
     """A file for the baseline's worker."""
 
     op: Operation
-    file: int
+    algorithm: BaselineName
+    folder: str
+    file: int  # its number in the folder
 
 
-class Stop(Message):
+class Stop(Spec):
     """No more shards will come."""
 
     op: Literal["stop"] = "stop"
@@ -126,57 +92,35 @@ Request = JobSpec | ShardTask | FileTask | Stop
 # --- from a worker ----------------------------------------------------------------------------------------------------
 
 
-class Alive(Message):
+class Alive(Spec):
     """A heartbeat."""
 
     event: Literal["alive"] = "alive"
     progress_s: float  # `time.monotonic()` of the last progress
 
 
-class Started(Message):
-    """The baseline's worker takes files."""
-
-    event: Literal["started"] = "started"
-
-
-class Ready(Message):
-    """The engine's worker has loaded and computes."""
+class Ready(Spec):
+    """The worker takes tasks."""
 
     event: Literal["ready"] = "ready"
-    pid: int
-    load_s: float
-    torch: str
-    attention: dict[str, str]  # by encoder
-    precision: dict[str, str]
-    ready_s: float = 0.0  # from the start to here, without the wait
-    waited_s: float = 0.0  # loaded, and without a job
-
-    def record(self, device: str) -> dict[str, Any]:
-        """As written to summary.json."""
-        return {"device": device, **self.model_dump(exclude={"event"})}
+    record: dict[str, Any] = Field(default_factory=dict)  # what it says of itself in summary.json
 
 
-class Committed(Message):
-    """A shard is on disk."""
+class Computed(Spec):
+    """A shard is on disk; or, where it was a probe, has been computed, and the worker lives."""
 
-    event: Literal["committed"] = "committed"
-    done: ShardDone
-
-
-class Probed(Message):
-    """A part of a shard was computed, and the worker lives."""
-
-    event: Literal["probed"] = "probed"
+    event: Literal["computed"] = "computed"
+    done: ShardDone | None  # None for a probe
 
 
-class RowsDone(Message):
+class RowsDone(Spec):
     """Rows the baseline's worker embedded since it last said so."""
 
     event: Literal["rows"] = "rows"
     rows: int
 
 
-class FileDone(Message):
+class FileDone(Spec):
     """One operation on one file."""
 
     event: Literal["done"] = "done"
@@ -186,14 +130,14 @@ class FileDone(Message):
     compute_s: float  # the rest
 
 
-class Measured(Message):
+class Measured(Spec):
     """What the linear layers of each encoder sustain."""
 
     event: Literal["measured"] = "measured"
     tokens_per_s: dict[str, float]
 
 
-class Failed(Message):
+class Failed(Spec):
     """The worker's last message: what it ends of."""
 
     event: Literal["failed"] = "failed"
@@ -212,16 +156,13 @@ class Failed(Message):
         return VirnucError(self.message) if self.kind in SYSTEM_ERRORS else None
 
 
-class Closed(Message):
+class Closed(Spec):
     """The worker's output has ended. Said for it, after its last message."""
 
     event: Literal["closed"] = "closed"
 
 
-Event = Alive | Started | Ready | Committed | Probed | RowsDone | FileDone | Measured | Failed | Closed
+Event = Alive | Ready | Computed | RowsDone | FileDone | Measured | Failed | Closed
 
-SPECS: Final[TypeAdapter[EngineWorkerSpec | BaselineWorkerSpec]] = TypeAdapter(
-    Annotated[EngineWorkerSpec | BaselineWorkerSpec, Field(discriminator="of")]
-)
 REQUESTS: Final[TypeAdapter[Request]] = TypeAdapter(Annotated[Request, Field(discriminator="op")])
 EVENTS: Final[TypeAdapter[Event]] = TypeAdapter(Annotated[Event, Field(discriminator="event")])

@@ -18,15 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from virnuc_core.config import Spec
 from virnuc_core.engine.messages import (
     Closed,
-    Committed,
-    EngineWorkerSpec,
+    Computed,
     Event,
     Failed,
     JobSpec,
-    Message,
-    Probed,
     Ready,
     ShardTask,
     Stop,
@@ -52,7 +50,7 @@ class Connection(Protocol):
     log: Path
     progress_s: float  # `time.monotonic()` when it last did something, or was last told to
 
-    def send(self, message: Message) -> bool: ...
+    def send(self, message: Spec) -> bool: ...
 
     def end(self, grace_s: float) -> int: ...
 
@@ -76,10 +74,10 @@ class Transport(Protocol):
 class WorkerSlot:
     """A device's place in the pool: who works there now, and what it holds."""
 
-    spec: EngineWorkerSpec
+    spec: WorkerSpec
     worker: Connection | None = None
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
-    ready: Ready | None = None  # what the present worker said when it was ready
+    ready: bool = False  # whether the present worker has said so
     failure: Failed | None = None  # what it said of its failure
     restarts: int = 0
     unready_deaths: int = 0
@@ -112,7 +110,7 @@ class Pool:
     def __init__(
         self,
         plan: ShardPlan,
-        workers: Sequence[EngineWorkerSpec],
+        workers: Sequence[WorkerSpec],
         job: JobSpec,
         on_done: Callable[[ShardDone], None],
         transport: Transport,
@@ -165,7 +163,7 @@ class Pool:
     # --- handing out
 
     def _start(self, slot: WorkerSlot) -> None:
-        slot.ready = slot.failure = None
+        slot.ready, slot.failure = False, None
         slot.worker = self._transport.start(slot.spec, Path(self._job.logs) / f"worker-{slot.device}.log")
         slot.worker.send(self._job)
         self._feed(slot)
@@ -192,27 +190,26 @@ class Pool:
             return  # an earlier worker's last message
         match event:
             case Ready():
-                slot.ready, slot.unready_deaths = event, 0
-                self._workers[slot.device] = event.record(slot.device)
-                log.info("%s ready after %.1f s", slot.device, event.ready_s)
-            case Committed():
-                self._committed(slot, event.done)
-            case Probed():
-                task = slot.held.popleft()
-                self._todo.appendleft(self._searches[task.shard].survived(task))
-                self._feed(slot)
+                slot.ready, slot.unready_deaths = True, 0
+                self._workers[slot.device] = event.record
+                log.info("%s ready after %.1f s", slot.device, event.record["ready_s"])
+            case Computed():
+                self._computed(slot, event.done)
             case Failed():
                 self._failed(slot, event)
             case Closed():
                 self._died(slot, worker)
 
-    def _committed(self, slot: WorkerSlot, done: ShardDone) -> None:
+    def _computed(self, slot: WorkerSlot, done: ShardDone | None) -> None:
         task = slot.held.popleft()
-        if task.divisor > 1:
-            self._reduced.append((task.shard, task.divisor))
-        self._left.discard(task.shard)
-        self._killed.pop(task.shard, None)
-        self._on_done(done)
+        if done is None:
+            self._todo.appendleft(self._searches[task.shard].survived(task))
+        else:
+            if task.divisor > 1:
+                self._reduced.append((task.shard, task.divisor))
+            self._left.discard(task.shard)
+            self._killed.pop(task.shard, None)
+            self._on_done(done)
         self._feed(slot)
 
     def _failed(self, slot: WorkerSlot, failure: Failed) -> None:
@@ -243,7 +240,7 @@ class Pool:
         line = f"worker on {slot.device} ended (status {status}), holding shards {held}; it said: {said}"
         log.warning("%s", line)
         self._deaths.append(line)
-        if slot.ready is None:
+        if not slot.ready:
             self._died_unready(slot, worker, said)
         elif slot.held:
             slot.held[0] = self._after_death(slot.held[0], slot, said)

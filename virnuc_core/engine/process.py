@@ -1,8 +1,8 @@
 """Worker processes: started, heard, watched and ended in one way, whatever they compute.
 
 The parent's side: `LocalWorkers` starts pinned workers on this machine, `Child` is one of them. The worker's side:
-`python -m virnuc_core.engine.process MODULE PARENT_PID` is the program of each, `Parent` its line to the process that
-started it, and `MODULE.work(parent, spec)` what it does. Messages are JSON lines on standard input and output.
+`serve` is the program of each, `Parent` its line to the process that started it, and `work(parent, spec)` of a module
+what it does. Messages are JSON lines on standard input and output.
 
 A worker is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which then ends the
 worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input.
@@ -27,34 +27,36 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Final, NoReturn, Self
 
+from virnuc_core.config import Spec
 from virnuc_core.engine.devices import pin_to_core
 from virnuc_core.engine.messages import (
     EVENTS,
     REQUESTS,
-    SPECS,
     Alive,
     Closed,
     Event,
     Failed,
-    Message,
     Request,
     WorkerSpec,
 )
 from virnuc_core.errors import VirnucError, WorkerError
-from virnuc_core.rundir import die_with_parent, lock_device
+from virnuc_core.rundir import lock_device
 
 GRACE_S: Final = 6.0  # for a worker to finish what it is at
 STDERR_TAIL_BYTES: Final = 8_192
+# a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
+PROGRAM: Final = """
+import sys
+from virnuc_core.rundir import die_with_parent
+die_with_parent(int(sys.argv[2]))
+from virnuc_core.engine.process import serve
+serve(sys.argv[1])
+"""
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
 
 _children: set[Child] = set()
 _children_lock = threading.Lock()
 _token = threading.Event()  # set when all children are ended; then another takes its place
-
-
-def cancel_token() -> threading.Event:
-    """What to keep when work begins: it is set when all children are ended, and nothing is started under it then."""
-    return _token
 
 
 class Child:
@@ -64,20 +66,20 @@ class Child:
     """
 
     def __init__(
-        self, process: subprocess.Popen[str], device: str, inbox: queue.Queue[tuple[Child, Event]], log: Path
+        self, process: subprocess.Popen[str], spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Event]], log: Path
     ) -> None:
-        self.process, self.device, self.log = process, device, log
+        self.process, self.spec, self.device, self.log = process, spec, spec.device.id, log
         self.unread: BinaryIO | None = None  # where it wrote before it wrote to `log`
         self.progress_s = time.monotonic()  # when it last did something, or was last told to
         self._inbox, self._ending = inbox, threading.Lock()
-        self._reader = threading.Thread(target=self._read, name=f"read {device}", daemon=True)
+        self._reader = threading.Thread(target=self._read, name=f"read {self.device}", daemon=True)
         self._reader.start()
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: Spec) -> bool:
         """Write one message; False when the child is no longer reading."""
         assert self.process.stdin is not None
         self.progress_s = time.monotonic()
@@ -179,14 +181,27 @@ def end_all_children(grace_s: float = GRACE_S) -> int:
 class LocalWorkers:
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
+    Those of `prewarm` are started at once, before there is a job: they import and load the weights meanwhile. Whoever
+    asks for a worker with the very same spec gets the one that waits. Until then it writes to a nameless file: the
+    run's directory may come to nothing, and is not touched.
+
     The thread that starts them must live as long as they do: the kernel sends the parent-death signal when the thread
     that started a process ends.
     """
 
-    def __init__(self, module: str) -> None:
-        self._module, self._token = module, cancel_token()
+    def __init__(self, module: str, prewarm: Sequence[WorkerSpec] = ()) -> None:
+        self._module, self._token = module, _token
         self._inbox: queue.Queue[tuple[Child, Event]] = queue.Queue()
         self._started: list[Child] = []
+        self._waiting: list[Child] = []
+        try:
+            for spec in prewarm:
+                unread = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has gone
+                self._waiting.append(self._start(spec, unread, Path(os.devnull)))
+                self._waiting[-1].unread = unread
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def cancelled(self) -> bool:
@@ -196,8 +211,14 @@ class LocalWorkers:
     def start(self, spec: WorkerSpec, log: Path) -> Child:
         """A worker pinned to its device and loading; what it writes to standard error goes to the file `log`.
 
-        Errors: `WorkerError` when all children were ended meanwhile.
+        One that waits with this very spec and lives writes there from its job on. Errors: `WorkerError` when all
+        children were ended meanwhile.
         """
+        for child in self._waiting:
+            if child.spec == spec and child.process.poll() is None:
+                self._waiting.remove(child)
+                child.log = log
+                return child
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as errors:
             return self._start(spec, errors, log)
@@ -208,7 +229,7 @@ class LocalWorkers:
                 raise WorkerError(INTERRUPTED)
             process = subprocess.Popen(
                 # -P: no module of the folder people stand in
-                [sys.executable, "-P", "-m", "virnuc_core.engine.process", self._module, str(os.getpid())],
+                [sys.executable, "-P", "-c", PROGRAM, self._module, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -217,7 +238,7 @@ class LocalWorkers:
                 start_new_session=True,
                 env={**os.environ, **spec.device.environment()},
             )
-            child = Child(process, spec.device.id, self._inbox, log)
+            child = Child(process, spec, self._inbox, log)
             _children.add(child)
         self._started.append(child)
         child.send(spec)
@@ -249,47 +270,8 @@ class LocalWorkers:
                 return received
 
     def close(self) -> None:
-        """End every worker."""
+        """End every worker. What those that waited wrote before their job is put to the end of their logs."""
         end_children(self._started)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class PrewarmedWorkers(LocalWorkers):
-    """Workers started before there is a job: they import and load the weights while the reads are still being staged.
-
-    Whoever asks for a worker with the very same spec gets the one that waits. Until then it writes to a nameless file:
-    the run's directory may come to nothing, and is not touched.
-    """
-
-    def __init__(self, module: str, specs: Sequence[WorkerSpec]) -> None:
-        super().__init__(module)
-        self._waiting: list[tuple[WorkerSpec, Child]] = []
-        try:
-            for spec in specs:
-                unread = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has gone
-                self._waiting.append((spec, self._start(spec, unread, Path(os.devnull))))
-                self._waiting[-1][1].unread = unread
-        except BaseException:
-            self.close()
-            raise
-
-    def start(self, spec: WorkerSpec, log: Path) -> Child:
-        """The living worker that waits with this very spec, and writes to `log` from its job on; else a new one."""
-        for place, (started_with, child) in enumerate(self._waiting):
-            if started_with == spec and child.process.poll() is None:
-                del self._waiting[place]
-                child.log = log
-                return child
-        return super().start(spec, log)
-
-    def close(self) -> None:
-        """End every worker. What they wrote before their job is put to the end of their logs."""
-        super().close()
         for child in self._started:
             if child.unread is not None:
                 if child.log.is_file():
@@ -299,25 +281,32 @@ class PrewarmedWorkers(LocalWorkers):
                 child.unread.close()
                 child.unread = None
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
 
 # --- the worker's side ------------------------------------------------------------------------------------------------
 
 
-def serve(module: str, parent_pid: int) -> NoReturn:
-    """The program of a worker: bound to its parent and its device, it does `module.work(parent, spec)` and ends.
+def serve(module: str) -> NoReturn:
+    """Do `module.work(parent, spec)` on the worker's device and end; a failure reaches the parent with its traceback.
 
-    A failure reaches the parent with its traceback. The module is imported last, because that may take seconds, in
-    which the process must not outlive its parent either.
+    The module is imported last, because that may take seconds, in which a closed input must end the process too.
     """
-    parent = Parent(parent_pid)
-    spec = SPECS.validate_json(parent.first)
+    parent = Parent()
+    if not (first := sys.stdin.readline()):
+        os._exit(0)
+    spec = WorkerSpec.model_validate_json(first)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     if spec.device.core is not None:
         pin_to_core(spec.device.core)
-    parent.listen(spec.heartbeat_s)
+    parent.listen(spec.engine.heartbeat_s)
     try:
         if spec.device.kind == "cuda":
-            lock_device(spec.device.id, spec.device_wait_s)  # until this process ends
+            lock_device(spec.device.id, spec.engine.device_wait_s)  # until this process ends
         importlib.import_module(module).work(parent, spec)
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         parent.give_up(error)
@@ -327,17 +316,13 @@ def serve(module: str, parent_pid: int) -> NoReturn:
 class Parent:
     """A worker's line to its parent, with a clean standard output for messages to it."""
 
-    def __init__(self, pid: int) -> None:
-        die_with_parent(pid)
+    def __init__(self) -> None:
         self.started_s = time.monotonic()
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
         os.dup2(2, 1)  # a library's print must not garble the messages
         self._lock = threading.Lock()
         self._requests: queue.Queue[Request] = queue.Queue()
         self.progress: Callable[[], float] = time.monotonic  # when the worker last did something
-        self.first = sys.stdin.readline()
-        if not self.first:
-            raise SystemExit(0)
 
     def listen(self, heartbeat_s: float) -> None:
         """Read messages and send heartbeats, each in a thread; a closed input ends the process at once."""
@@ -361,7 +346,7 @@ class Parent:
         except queue.Empty:
             return None
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Spec) -> None:
         """Tell the parent; a parent that is gone ends this process."""
         try:
             with self._lock:
@@ -375,7 +360,3 @@ class Parent:
         trace = "".join(traceback.format_exception(error))
         self.send(Failed(kind=type(error).__name__, message=str(error), traceback=trace))
         os._exit(1)
-
-
-if __name__ == "__main__":  # the module under its own name: there its classes are those that others know
-    importlib.import_module("virnuc_core.engine.process").serve(sys.argv[1], int(sys.argv[2]))

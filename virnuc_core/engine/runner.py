@@ -12,33 +12,30 @@ from torch import Tensor
 
 from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.layers import Encoder
-from virnuc_core.engine.loader import Ready, ShardEnd, ShardStart, Source, packed
+from virnuc_core.engine.loader import Batch, ShardEnd, Take, packed
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult
 from virnuc_core.telemetry.tables import BatchRecord
 
-
-@dataclass(slots=True)
-class Span:
-    """Device time of one launch: events on CUDA, the host's clock on CPU."""
-
-    start: torch.cuda.Event | float
-    end: torch.cuda.Event | float
-
-    def milliseconds(self) -> float:
-        """Valid once the device has passed the end."""
-        if isinstance(self.start, torch.cuda.Event) and isinstance(self.end, torch.cuda.Event):
-            return float(self.start.elapsed_time(self.end))
-        assert isinstance(self.start, float)
-        assert isinstance(self.end, float)
-        return (self.end - self.start) * 1e3
+Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
+Span = tuple[Mark, Mark]
 
 
-@dataclass(slots=True)
+def milliseconds(span: Span) -> float:
+    """Device time of a launch; valid once the device has passed its end."""
+    match span:
+        case torch.cuda.Event() as start, torch.cuda.Event() as end:
+            return float(start.elapsed_time(end))
+        case float(start), float(end):
+            return (end - start) * 1e3
+    raise TypeError(span)
+
+
+@dataclass(frozen=True, slots=True)
 class Launched:
     """One batch on its way through the device."""
 
-    item: Ready
+    batch: Batch
     wait_ms: float
     launched_s: float
     span: Span
@@ -75,16 +72,16 @@ class Pending:
         return tuple(
             BatchRecord(
                 device=device,
-                encoder=one.item.encoder,
+                encoder=one.batch.encoder,
                 shard=self.task.shard,
-                index=one.item.index,
-                rows=one.item.batch.rows,
-                tokens=one.item.batch.real_tokens,
-                slots=one.item.batch.slots,
+                index=one.batch.index,
+                rows=one.batch.packed.rows,
+                tokens=one.batch.packed.real_tokens,
+                slots=one.batch.packed.slots,
                 wait_ms=one.wait_ms,
-                arrived_s=one.item.arrived_s,
+                arrived_s=one.batch.arrived_s,
                 launched_s=one.launched_s,
-                device_ms=one.span.milliseconds(),
+                device_ms=milliseconds(one.span),
             )
             for one in self.launched
         )
@@ -117,25 +114,23 @@ class Runner:
             torch.cuda.synchronize(self.device)
         self.progress_s = time.monotonic()
 
-    def run(self, feeder: Source, hand_over: Callable[[Pending], None]) -> None:
-        """Launch everything the feeder gives; each finished shard goes to `hand_over`, which may block (back-pressure).
+    def run(self, take: Take, hand_over: Callable[[Pending], None]) -> None:
+        """Launch everything that `take` gives; each finished shard goes to `hand_over`, which may block.
 
-        Errors: what the feeder or a launch raised.
+        Errors: what `take` or a launch raised.
         """
         pending: Pending | None = None
         features: Tensor | None = None
         while True:
-            item, wait_ms = feeder.take()
+            item, wait_ms = take()
             self.progress_s = time.monotonic()
             match item:
                 case None:
                     return
-                case BaseException():
-                    raise item
-                case ShardStart():
-                    pending = Pending(item.task, time.monotonic())
+                case ShardTask():
+                    pending = Pending(item, time.monotonic())
                     features = torch.zeros(pending.rows, self.width, dtype=torch.float32, device=self.device)
-                case Ready():
+                case Batch():
                     assert pending is not None
                     assert features is not None
                     pending.launched.append(self._launch(item, wait_ms, features))
@@ -147,23 +142,23 @@ class Runner:
                     hand_over(pending)
                     pending = features = None
 
-    def _mark(self) -> torch.cuda.Event | float:
+    def _mark(self) -> Mark:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             return event
         return time.perf_counter()
 
-    def _launch(self, item: Ready, wait_ms: float, features: Tensor) -> Launched:
+    def _launch(self, batch: Batch, wait_ms: float, features: Tensor) -> Launched:
         launched_s = time.monotonic()
         start = self._mark()
-        encoder = self.dnabert_s if item.encoder == "dnabert_s" else self.esm2
-        first = 0 if item.encoder == "dnabert_s" else self.dna_width
-        with torch.inference_mode(), torch.profiler.record_function(item.encoder):
-            pooled = encoder.embed(item.batch.to(self.device))  # [row_capacity, width]
-            rows = item.rows.to(self.device, non_blocking=True)
-            features[:, first : first + encoder.width].index_copy_(0, rows, pooled[: item.batch.rows])
-        return Launched(item, wait_ms, launched_s, Span(start, self._mark()))
+        encoder = self.dnabert_s if batch.encoder == "dnabert_s" else self.esm2
+        first = 0 if batch.encoder == "dnabert_s" else self.dna_width
+        with torch.inference_mode(), torch.profiler.record_function(batch.encoder):
+            pooled = encoder.embed(batch.packed.to(self.device))  # [row_capacity, width]
+            rows = batch.rows.to(self.device, non_blocking=True)
+            features[:, first : first + encoder.width].index_copy_(0, rows, pooled[: batch.packed.rows])
+        return Launched(batch, wait_ms, launched_s, (start, self._mark()))
 
     def _finish(self, pending: Pending, features: Tensor) -> None:
         start = self._mark()
@@ -172,7 +167,7 @@ class Runner:
                 left_out = torch.tensor(pending.task.skip, device=self.device) - pending.task.lo
                 features[left_out] = torch.nan
             scores = self.head.scores(features)  # [rows, 2]
-        pending.head = Span(start, self._mark())
+        pending.head = start, self._mark()
         if self._side is None:
             pending.embeddings, pending.scores = features, scores
             return

@@ -1,7 +1,7 @@
 """The engine's worker process: one device, pinned; shard tasks in, committed shards out.
 
-Messages in: an EngineWorkerSpec, a JobSpec (which may come much later: the weights are loaded meanwhile), any number of
-ShardTasks, then Stop. Out: Ready, Committed, Probed, Failed.
+Messages in: a WorkerSpec, a JobSpec (which may come much later: the weights are loaded meanwhile), any number of
+ShardTasks, then Stop. Out: Ready, Computed, Failed.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import numpy as np
 import torch
 
 from virnuc_core.encoders.checkpoint import load_all, open_head
-from virnuc_core.engine.loader import Feeder, Loader, Source, open_store
-from virnuc_core.engine.messages import Committed, EngineWorkerSpec, JobSpec, Probed, Ready, ShardTask
+from virnuc_core.engine.loader import Feeder, Loader, Take, open_store
+from virnuc_core.engine.messages import Computed, JobSpec, Ready, ShardTask, WorkerSpec
 from virnuc_core.engine.process import Parent
-from virnuc_core.engine.runner import Pending, Runner, not_finite
+from virnuc_core.engine.runner import Pending, Runner, milliseconds, not_finite
 from virnuc_core.engine.shards import commit, read_plan
 from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir
@@ -41,8 +41,8 @@ class Worker:
     def __init__(
         self,
         parent: Parent,
-        spec: EngineWorkerSpec,
-        recording: Callable[[Source], AbstractContextManager[Source]] = nullcontext,
+        spec: WorkerSpec,
+        recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext,
     ) -> None:
         self.parent, self.spec, self._recording = parent, spec, recording
         self._idle_s = time.monotonic()
@@ -97,12 +97,12 @@ class Worker:
         feeder = Feeder(loader, self._next_task, engine.prefetch_factor * max(1, engine.num_workers))
         self.runner = runner or self._load()
         self._warm_up(self.runner, self._typical_length())
-        ready_s = time.monotonic() - self.parent.started_s - self.waited_s
-        self.parent.send(self.loaded.model_copy(update={"ready_s": ready_s, "waited_s": self.waited_s}))
+        self.said["ready_s"] = time.monotonic() - self.parent.started_s - self.waited_s
+        self.parent.send(Ready(record={**self.said, "waited_s": self.waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
-        with self._recording(feeder) as source:
-            self.runner.run(source, self._writes.put)
+        with self._recording(feeder.take) as take:
+            self.runner.run(take, self._writes.put)
         self._writes.put(None)
         writer.join()
 
@@ -113,13 +113,14 @@ class Worker:
             torch.set_num_threads(1)
         esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine)
         runner = Runner(esm2, dnabert_s, head, device)
-        self.loaded = Ready(
-            pid=os.getpid(),
-            load_s=time.monotonic() - self.parent.started_s,
-            torch=torch.__version__,
-            attention={"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
-            precision={"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
-        )
+        self.said = {
+            "device": self.spec.device.id,
+            "pid": os.getpid(),
+            "load_s": time.monotonic() - self.parent.started_s,
+            "torch": torch.__version__,
+            "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
+            "precision": {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
+        }
         return runner
 
     def _warm_up(self, runner: Runner, length: int) -> None:
@@ -161,7 +162,7 @@ class Worker:
         result, task = pending.wait(), pending.task
         finished_s = time.monotonic()
         if task.probe:
-            self.parent.send(Probed())
+            self.parent.send(Computed(done=None))
             return
         if bad := not_finite(result, task):
             rows = self.store.unique_row[bad[:5]].tolist()
@@ -173,7 +174,7 @@ class Worker:
         if self.spec.engine.commit:
             commit(self.run_dir, self.plan, task.shard, result)
         commit_s = time.monotonic() - finished_s
-        self.parent.send(Committed(done=self._done(pending, finished_s, commit_s)))
+        self.parent.send(Computed(done=self._done(pending, finished_s, commit_s)))
 
     def _done(self, pending: Pending, finished_s: float, commit_s: float) -> ShardDone:
         """What the parent is told of a shard on disk."""
@@ -189,7 +190,7 @@ class Worker:
             finished_s=finished_s,
             dnabert_s=sum(b.device_ms or 0.0 for b in batches if b.encoder == "dnabert_s") / 1e3,
             esm2_s=sum(b.device_ms or 0.0 for b in batches if b.encoder == "esm2") / 1e3,
-            head_s=pending.head.milliseconds() / 1e3,
+            head_s=milliseconds(pending.head) / 1e3,
             commit_s=commit_s,
             merge_s=0.0,
             batches=batches,
@@ -206,6 +207,6 @@ def write_errors_to(log: Path) -> None:
     os.close(handle)
 
 
-def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+def work(parent: Parent, spec: WorkerSpec) -> None:
     """Compute shards until the parent says stop, closes its input or dies."""
     Worker(parent, spec).run()

@@ -1,7 +1,7 @@
 """Rates of the engine, the same in every tool: of a job, of the same job with commits and without, of its layers alone.
 
 The ceiling is what the linear layers sustain on each device, measured just before a run by a process of its own on
-each. Messages in: an EngineWorkerSpec. Out: Measured, or Failed.
+each. Messages in: a WorkerSpec. Out: Measured, or Failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from virnuc_core.encoders.esm2 import Esm2Layer
 from virnuc_core.encoders.precision import product, quantise_rows
 from virnuc_core.engine.devices import Device, resolve, resolve_engine
 from virnuc_core.engine.embedding import Job, Watch, measure_embedding, worker_specs
-from virnuc_core.engine.messages import EngineWorkerSpec, Measured
+from virnuc_core.engine.messages import Measured, WorkerSpec
 from virnuc_core.engine.process import LocalWorkers, Parent
 from virnuc_core.engine.runner import Runner
 from virnuc_core.errors import ConfigError, VirnucError
@@ -236,7 +236,7 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
     return model_flops(models).model_copy(update=ceilings)
 
 
-def _measure(spec: EngineWorkerSpec) -> dict[str, float]:
+def _measure(spec: WorkerSpec) -> dict[str, float]:
     """Tokens/s of each encoder's linear layers on this process's GPU.
 
     Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
@@ -288,7 +288,7 @@ def sustained_passes(step: Callable[[], object], seconds: float) -> tuple[int, f
     return passes, time.perf_counter() - start
 
 
-def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+def work(parent: Parent, spec: WorkerSpec) -> None:
     """Measure on one device, tell the parent, and stay until it ends this process."""
     try:
         found = _measure(spec)

@@ -13,15 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Final, Literal, Self
+from typing import Any, Final, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.loader import Item, Ready, ShardEnd, ShardStart, Source
-from virnuc_core.engine.messages import EngineWorkerSpec, TraceSpec
+from virnuc_core.engine.loader import Batch, Item, ShardEnd, Take
+from virnuc_core.engine.messages import ShardTask, TraceSpec, WorkerSpec
 from virnuc_core.engine.process import Parent
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
@@ -124,46 +124,46 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def work(parent: Parent, spec: EngineWorkerSpec) -> None:
+def work(parent: Parent, spec: WorkerSpec) -> None:
     """Compute shards as `engine.worker` does, and record some."""
     wanted = spec.trace
     assert wanted is not None
-    Worker(parent, spec, lambda feeder: Recorder(feeder, wanted, spec.device)).run()
+    Worker(parent, spec, lambda take: Recorder(take, wanted, spec.device)).run()
 
 
 class Recorder:
-    """Stands before a feeder and records what the launch loop does between the shards it is told.
+    """Stands before the loader and records what the launch loop does between the shards it is told.
 
     Recording begins when a shard is taken and ends when the item after the last shard is asked for, in the launch
     loop's own thread: by then the head of that shard has been launched.
     """
 
-    def __init__(self, feeder: Source, spec: TraceSpec, device: Device) -> None:
-        self._feeder, self._spec, self._device = feeder, spec, device
+    def __init__(self, take: Take, spec: TraceSpec, device: Device) -> None:
+        self._take, self._spec, self._device = take, spec, device
         self._profiler: profile | None = None
         self._begun = self._ended = self._batches = self._tokens = 0
         self._done = False
 
     def take(self) -> tuple[Item, float]:
-        """The next item of the feeder; the wait for it is a range of the trace."""
+        """The next item; the wait for it is a range of the trace."""
         if self._profiler is not None and self._ended >= self._spec.shards:
             self._finish()
         with record_function(WAIT):
-            item, wait_ms = self._feeder.take()
+            item, wait_ms = self._take()
         match item:
-            case ShardStart():
+            case ShardTask():
                 self._begun += 1
                 if self._begun > self._spec.skip and not self._done and self._profiler is None:
                     self._start()
-            case Ready() if self._profiler is not None:
+            case Batch() if self._profiler is not None:
                 self._batches += 1
-                self._tokens += item.batch.real_tokens
+                self._tokens += item.packed.real_tokens
             case ShardEnd() if self._profiler is not None:
                 self._ended += 1
         return item, wait_ms
 
-    def __enter__(self) -> Self:
-        return self
+    def __enter__(self) -> Take:
+        return self.take
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._profiler is not None and kind is None:

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from virnuc_core.config import Devices, RunSpec
-from virnuc_core.engine.process import PrewarmedWorkers
+from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import InputError
 from virnuc_core.pipeline import predict, prewarm
 from virnuc_core.reads.stage import StageSummary
@@ -23,7 +23,7 @@ ONE = Devices.parse("cpu:1")
 
 
 @pytest.fixture
-def prewarmed(tiny_models: Path) -> Iterator[PrewarmedWorkers]:
+def prewarmed(tiny_models: Path) -> Iterator[LocalWorkers]:
     made = prewarm(tiny_models, ONE, SMALL)
     yield made
     made.close()
@@ -36,7 +36,7 @@ def only_child() -> int:
 
 
 def test_the_worker_that_waited_does_the_job(
-    prewarmed: PrewarmedWorkers,
+    prewarmed: LocalWorkers,
     tmp_path: Path,
     staged: tuple[Path, StageSummary],
     tiny_models: Path,
@@ -55,7 +55,7 @@ def test_the_worker_that_waited_does_the_job(
 
 
 def test_a_worker_that_died_while_it_waited_is_replaced(
-    prewarmed: PrewarmedWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: LocalWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     os.kill(pid, signal.SIGKILL)
@@ -66,7 +66,7 @@ def test_a_worker_that_died_while_it_waited_is_replaced(
 
 
 def test_a_worker_started_with_other_settings_is_not_used(
-    prewarmed: PrewarmedWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: LocalWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     other = SMALL.model_copy(update={"token_budget": 2048})

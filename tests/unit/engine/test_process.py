@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from virnuc_core.config import EngineSpec
 from virnuc_core.engine import process
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.messages import BaselineWorkerSpec, Event, FileTask, RowsDone
+from virnuc_core.engine.messages import Event, FileTask, RowsDone, WorkerSpec
 from virnuc_core.errors import InputError, WorkerError
 
 CORE = Device(f"cpu-core-{min(os.sched_getaffinity(0))}", "cpu", "a core", min(os.sched_getaffinity(0)))
@@ -27,7 +28,7 @@ from virnuc_core.engine.messages import RowsDone
 from virnuc_core.errors import InputError
 
 def work(parent, spec):
-    if spec.folder == "stubborn":
+    if spec.models == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     print("noise from a library")
@@ -42,9 +43,10 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from virnuc_core.engine.devices import Device
-from virnuc_core.engine.messages import BaselineWorkerSpec
+from virnuc_core.config import EngineSpec
+from virnuc_core.engine.messages import WorkerSpec
 from virnuc_core.engine.process import LocalWorkers
-spec = BaselineWorkerSpec(models="", device=Device(*{device}), folder="stubborn", algorithm="v1")
+spec = WorkerSpec(models="stubborn", device=Device(*{device}), engine=EngineSpec())
 workers = LocalWorkers("echo_worker")
 child = workers.start(spec, Path(sys.argv[1]))
 workers.receive(60)
@@ -61,9 +63,9 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process
         yield made
 
 
-def start(workers: process.LocalWorkers, tmp_path: Path, folder: str = "") -> tuple[process.Child, int]:
+def start(workers: process.LocalWorkers, tmp_path: Path, models: str = "") -> tuple[process.Child, int]:
     """A worker, and its own child's number."""
-    spec = BaselineWorkerSpec(models="", device=CORE, folder=folder, algorithm="v1")
+    spec = WorkerSpec(models=models, device=CORE, engine=EngineSpec())
     child = workers.start(spec, tmp_path / "log" / "echo.log")
     said = heard(workers)
     assert isinstance(said, RowsDone)
@@ -87,7 +89,7 @@ def gone(pid: int, within_s: float = 120) -> bool:
 
 def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
-    child.send(FileTask(op="merge", file=7))
+    child.send(FileTask(op="merge", algorithm="v1", folder="", file=7))
     assert heard(workers) == RowsDone(rows=7)
     assert child.last_words() == "noise from a library"
     assert psutil.Process(child.pid).cpu_affinity() == [CORE.core]
@@ -95,7 +97,7 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.Lo
 
 def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
-    child.send(FileTask(op="merge", file=13))
+    child.send(FileTask(op="merge", algorithm="v1", folder="", file=13))
     with pytest.raises(InputError, match="line 13: unlucky"):
         workers.expect({child}, 30)
 
@@ -110,9 +112,9 @@ def test_a_worker_that_does_not_move_or_dies_is_an_error(workers: process.LocalW
         workers.expect({child}, 1000)
 
 
-@pytest.mark.parametrize("folder", ["", "stubborn"])
-def test_ending_a_worker_takes_its_children_along(workers: process.LocalWorkers, tmp_path: Path, folder: str) -> None:
-    child, kid = start(workers, tmp_path, folder)
+@pytest.mark.parametrize("models", ["", "stubborn"])
+def test_ending_a_worker_takes_its_children_along(workers: process.LocalWorkers, tmp_path: Path, models: str) -> None:
+    child, kid = start(workers, tmp_path, models)
     child.end(grace_s=1)
     assert gone(child.pid)
     assert gone(kid)
