@@ -10,10 +10,8 @@ Files are told apart by content, so that a renamed or copied file is not predict
 
 from __future__ import annotations
 
-import csv
 import fcntl
 import hashlib
-import io
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +19,14 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Final, Literal
 
+import pandas as pd
+
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read_usable, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
+UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
 
 
@@ -71,11 +72,7 @@ class Ledger:
             raise InputError("no such folder", file=inbox, hint="create it or name another inbox")
         if out.resolve() == inbox.resolve() or inbox.resolve() in out.resolve().parents:
             raise ConfigError(f"{out}: results would lie inside the inbox {inbox}; choose another directory")
-        self.inbox, self.out = inbox, out
-
-    @property
-    def table(self) -> Path:
-        return self.out / "inbox.tsv"
+        self.inbox, self.out, self.table = inbox, out, out / "inbox.tsv"
 
     def run_of(self, sha256: str) -> Path:
         """The run directory of a content."""
@@ -87,33 +84,21 @@ class Ledger:
         A file changed less than `settle_s` ago is `arriving` and not read. Content without a fate is `waiting`; of
         several files with one content all but the one it was, or will be, predicted from are `duplicate`.
         """
-        now = time.time() if now_s is None else now_s
+        settled_before = (time.time() if now_s is None else now_s) - settle_s
         known = {(row.file, row.size, row.mtime_ns): row.sha256 for row in self.read_table() if row.sha256}
-        rows = [self._row(path, known, now - settle_s) for path in self._files()]
-        rows.sort(key=lambda row: (row.mtime_ns, row.file))
-        return self._mark_duplicates(rows)
-
-    def _files(self) -> Iterator[Path]:
-        for path in sorted(self.inbox.rglob("*")):
-            hidden = any(part.startswith(".") for part in path.relative_to(self.inbox).parts)
-            if path.is_file() and not hidden and path.suffix not in SKIPPED_SUFFIXES:
-                yield path
-
-    def _row(self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float) -> Row:
-        name, status = str(path.relative_to(self.inbox)), path.stat()
-        size, mtime_ns = status.st_size, status.st_mtime_ns
-        if status.st_mtime > settled_before:
-            return Row(file=name, sha256="", size=size, mtime_ns=mtime_ns, fate="arriving")
-        sha256 = known.get((name, size, mtime_ns)) or _digest(path)
-        row = Row(file=name, sha256=sha256, size=size, mtime_ns=mtime_ns, fate="waiting")
-        return _with_fate(row, self.fate(sha256))
-
-    @staticmethod
-    def _mark_duplicates(rows: list[Row]) -> list[Row]:
-        # the file a fate was written for comes first, else the oldest
-        first = {row.sha256: row.file for row in reversed(rows) if row.sha256 and row.note == ""}
-        twins = ((row, first.get(row.sha256, row.file)) for row in rows)
-        return [row if twin == row.file else row.but("duplicate", f"same content as {twin}") for row, twin in twins]
+        rows = []
+        for path in self.inbox.rglob("*"):
+            name = path.relative_to(self.inbox)
+            hidden = any(part.startswith(".") for part in name.parts)
+            if not path.is_file() or hidden or path.suffix in SKIPPED_SUFFIXES:
+                continue
+            at = path.stat()
+            row = Row(file=str(name), sha256="", size=at.st_size, mtime_ns=at.st_mtime_ns, fate="arriving")
+            if at.st_mtime <= settled_before:
+                sha256 = known.get((row.file, row.size, row.mtime_ns)) or _digest(path)
+                row = self._with_fate(row.model_copy(update={"sha256": sha256, "fate": "waiting"}))
+            rows.append(row)
+        return _mark_duplicates(sorted(rows, key=lambda row: (row.mtime_ns, row.file)))
 
     def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
         """Whether a file waits for its fate."""
@@ -129,18 +114,17 @@ class Ledger:
                 return row.but("busy", "another run predicts it")
             known = self.fate(row.sha256)
             if known is None or (known.fate == "failed" and retry_failed):  # else an overlapping run was faster
-                known = self._predict(row, predict)
-                self.record(known)
-            return _with_fate(row, known)
+                self.record(self._predict(row, predict))
+            return self._with_fate(row)
 
     def _predict(self, row: Row, predict: Callable[[Row, Path], RunSummary]) -> Fate:
         run = self.run_of(row.sha256)
-        fate = Fate(sha256=row.sha256, fate="predicted", file=row.file, run=str(run.relative_to(self.out)), when=now())
+        told = {"sha256": row.sha256, "file": row.file, "run": str(run.relative_to(self.out))}
         try:
             found = predict(row, run)
         except InputError as error:
-            return fate.model_copy(update={"fate": "failed", "when": now(), "error": str(error)})
-        return fate.model_copy(update={"when": now(), "reads": found.n_reads, "viral": found.fates["viral"]})
+            return Fate(**told, fate="failed", when=now(), error=str(error))
+        return Fate(**told, fate="predicted", when=now(), reads=found.n_reads, viral=found.fates["viral"])
 
     def fate(self, sha256: str) -> Fate | None:
         """The fate of a content; None while unknown. Errors: `ConfigError` names a fate file that cannot be read."""
@@ -161,40 +145,37 @@ class Ledger:
     def read_table(self) -> list[Row]:
         """The rows written last; none when there is no table or another version wrote it."""
         try:
-            text = self.table.read_text(encoding="utf-8")
-        except FileNotFoundError:
+            table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
+        except (FileNotFoundError, pd.errors.EmptyDataError):
             return []
-        reader = csv.DictReader(io.StringIO(text), delimiter="\t")
-        if tuple(reader.fieldnames or ()) != COLUMNS:
-            return []
-        return [Row.model_validate(row) for row in reader]
+        return [Row.model_validate(row) for row in table.to_dict("records")] if tuple(table) == COLUMNS else []
 
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
         with _locked(self.out / "claims" / "inbox.tsv.lock", wait=True):
             here = {row.file for row in rows}
             gone = [row.model_copy(update={"fate": "gone"}) for row in self.read_table() if row.file not in here]
-            text = io.StringIO()
-            writer = csv.DictWriter(text, COLUMNS, delimiter="\t", lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(self._refreshed(row).model_dump() for row in [*rows, *gone])
-            write_text_whole(self.table, text.getvalue())
+            rows = [self._with_fate(row) if row.fate in UNSETTLED else row for row in rows]
+            table = pd.DataFrame([row.model_dump() for row in [*rows, *gone]], columns=COLUMNS)
+            write_text_whole(self.table, table.to_csv(sep="\t", index=False, lineterminator="\n"))
 
-    def _refreshed(self, row: Row) -> Row:
-        """The row with the fate its content has by now: an overlapping run may have found it."""
-        if row.fate not in ("waiting", "busy", "duplicate"):
+    def _with_fate(self, row: Row) -> Row:
+        """The row with the fate its content has by now, an overlapping run's too; as it was while there is none."""
+        fate = self.fate(row.sha256)
+        if fate is None:
             return row
-        return _with_fate(row, self.fate(row.sha256))
+        reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
+        known = row.model_copy(update={"run": fate.run, "reads": reads, "viral": viral})
+        if fate.file != row.file:
+            return known.but("duplicate", f"same content as {fate.file}")
+        return known.but(fate.fate, fate.error or "")
 
 
-def _with_fate(row: Row, fate: Fate | None) -> Row:
-    if fate is None:
-        return row
-    reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
-    known = row.model_copy(update={"run": fate.run, "reads": reads, "viral": viral})
-    if fate.file != row.file:
-        return known.but("duplicate", f"same content as {fate.file}")
-    return known.but(fate.fate, fate.error or "")
+def _mark_duplicates(rows: list[Row]) -> list[Row]:
+    # the file a fate was written for comes first, else the oldest
+    first = {row.sha256: row.file for row in reversed(rows) if row.sha256 and row.note == ""}
+    twins = ((row, first.get(row.sha256, row.file)) for row in rows)
+    return [row if twin == row.file else row.but("duplicate", f"same content as {twin}") for row, twin in twins]
 
 
 def _digest(path: Path) -> str:

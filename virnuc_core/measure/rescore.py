@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 import torch
@@ -20,13 +19,11 @@ from virnuc_core.results import THRESHOLD, ResultSummary, write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, read_record, write
 
-SCHEMA_VERSION: Final = 1
-
 
 class RescoreSummary(RunFile):
     """`rescore.json`: what the result files beside it stand on."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     run: str  # the run whose embeddings were scored
     reads: str  # fingerprint of its reads
     head: str  # fingerprint of the head that scored
@@ -49,7 +46,10 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     store = OrfStore.open(run.root / record.store)
     if store.fingerprint != record.fingerprints["reads"]:
         raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
-    _check_finished(run)
+    plan = shards.read_plan(run)
+    missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
+    if missing:
+        raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
     if new_head is None:
         scores, failed = shards.read_scores(run)
         digest = record.fingerprints["head"]
@@ -60,13 +60,12 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         _check_fit(head, store, record.widths, folder)
         scores, failed = head_scores(run, head, store.n_uniques)
         digest = part_digest(folder)
-    results = write_results(out, store, scores, failed, threshold=threshold)
     summary = RescoreSummary(
         run=str(run.root.resolve()),
         reads=store.fingerprint,
         head=digest,
         model_length=store.model_length,
-        results=results,
+        results=write_results(out, store, scores, failed, threshold=threshold),
         elapsed_s=time.perf_counter() - started,
     )
     write(out.root / "rescore.json", summary)
@@ -91,15 +90,6 @@ def head_scores(run: RunDir, head: Head, uniques: int) -> tuple[NDArray[np.float
         scores[lo:hi] = head.scores(torch.from_numpy(result.embeddings)).numpy()
     failed: NDArray[np.bool_] = np.isnan(scores[:, 0])
     return scores, failed
-
-
-def _check_finished(run: RunDir) -> None:
-    plan = shards.read_plan(run)
-    missing = [shard for shard in range(len(plan)) if not shards.shard_path(run, shard).exists()]
-    if missing:
-        raise ConfigError(
-            f"{run.root}: {len(missing)} of {len(plan)} shards are not computed yet; finish the run first"
-        )
 
 
 def _check_fit(head: Head, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
