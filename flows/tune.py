@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from prefect import flow
 from prefect.client.schemas.objects import State
 
@@ -14,29 +11,16 @@ from flows.measure_parameters import SWEPT, TuneSettings
 from tasks.artifacts import publish_table
 from tasks.step import done
 from tasks.tools import measure, trial_rows
-from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.tune import Sweep, candidates, recommend, rounds, write_settings
+from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds, write_settings
 from virnuc_core.profiles import load_profile
 from virnuc_core.rundir import RunDir
-
-SETTINGS = "settings.toml"
-
-
-@dataclass(frozen=True, slots=True)
-class Tuned:
-    """What a sweep came to."""
-
-    engine: EngineSpec
-    gain: float  # over the base; 0 when the base is recommended
-    settings: Path  # for --settings
-    record: Path  # tune.json
 
 
 @flow(name="tune", flow_run_name=named("reads", "profile", "devices"))
 @takes(TuneSettings)
-def tune(settings: TuneSettings) -> State[Tuned]:
+def tune(settings: TuneSettings) -> State[Recommendation]:
     """Finds the fastest engine settings for this machine, weights and reads that leave the results as they are.
 
     Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
@@ -58,8 +42,8 @@ def tune(settings: TuneSettings) -> State[Tuned]:
     rows = trial_rows(tried, chosen, tolerance)
     publish_table(f"tune-{label}-{devices}", rows, f"**{chosen.reason}** — {label} on {devices}")
     record = sweep.write(tried, chosen, profile=profile.name, tolerance=tolerance, search=settings.search)
-    engine, file = chosen.candidate.engine, settings.out / SETTINGS
-    write_settings(file, engine, sorted(set(SWEPT.values())), f"{chosen.reason}; see {record.name}")
+    told = f"{chosen.reason}; see {record.name}"
+    write_settings(settings.out / "settings.toml", chosen.candidate.engine, sorted(SWEPT.values()), told)
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")
-    return done(Tuned(engine, chosen.gain, file, record), message, reused=old)
+    return done(chosen, message, reused=old)

@@ -120,10 +120,10 @@ def overhead_rows(found: OverheadFile) -> Rows:
 
 def overhead_sentence(found: OverheadFile) -> str:
     """What commits cost, in a sentence."""
-    shares = sorted(share for pair in found.pairs if (share := pair.overhead) is not None)
+    shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
     if not shares:
         return "commits were not timed"
-    return f"commits cost {percent(shares[len(shares) // 2])} of the tokens/s, over {len(shares)} pairs of runs"
+    return f"commits cost {percent(median(shares))} of the tokens/s, over {len(shares)} pairs of runs"
 
 
 @step("measure", "{name}")

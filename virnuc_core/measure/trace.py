@@ -109,12 +109,10 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
 
 def write_profile(found: Traces, stages: Mapping[str, float | None], total_s: float) -> Path:
     """`profile.json` beside the traces: the nine stages of the undisturbed run, and what was recorded."""
-    body = {
-        "schema_version": SCHEMA_VERSION,
-        "run": {"total_s": total_s, "stages": dict(stages)},
-        "recorded": [table.model_dump(exclude={"schema_version"}) for table in found.tables],
-    }
+    recorded = [table.model_dump(exclude={"schema_version"}) for table in found.tables]
+    run = {"total_s": total_s, "stages": dict(stages)}
     path = found.folder / "profile.json"
+    body = {"schema_version": SCHEMA_VERSION, "run": run, "recorded": recorded}
     write_text_whole(path, json.dumps(body, indent=1) + "\n")
     return path
 
@@ -142,7 +140,6 @@ class Recorder:
         self._take, self._spec, self._device = take, spec, device
         self._profiler: profile | None = None
         self._begun = self._ended = self._batches = self._tokens = 0
-        self._done = False
 
     def take(self) -> tuple[Item, float]:
         """The next item; the wait for it is a range of the trace."""
@@ -153,7 +150,7 @@ class Recorder:
         match item:
             case ShardTask():
                 self._begun += 1
-                if self._begun > self._spec.skip and not self._done and self._profiler is None:
+                if self._begun == self._spec.skip + 1:
                     self._start()
             case Batch() if self._profiler is not None:
                 self._batches += 1
@@ -184,43 +181,37 @@ class Recorder:
         if self._device.kind == "cuda":
             torch.cuda.synchronize()
         self._profiler.stop()
-        recorded, self._profiler, self._done = self._profiler, None, True
-        folder = Path(self._spec.folder)
-        size = self._export(recorded, folder / f"{self._device.id}.json.gz")
-        write(folder / TABLE.format(self._device.id), self._table(recorded, size))
-
-    def _export(self, recorded: profile, path: Path) -> int:
-        """Write the trace, gzipped; its size, though it was removed again for being too large."""
-        with whole_file(path) as aside:
-            gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
-            recorded.export_chrome_trace(str(gz))
-            gz.replace(aside)
-            size = aside.stat().st_size
-        if size > self._spec.max_bytes:
-            path.unlink()
-        return size
-
-    def _table(self, recorded: profile, size: int) -> TraceTable:
+        recorded, self._profiler = self._profiler, None
+        folder, name = Path(self._spec.folder), f"{self._device.id}.json.gz"
+        size = _export(recorded, folder / name)
+        kept = size <= self._spec.max_bytes
+        if not kept:
+            (folder / name).unlink()
         averages = recorded.key_averages(group_by_input_shape=self._spec.shapes)
-        return TraceTable(
+        spans = [event.time_range for event in recorded.events() or ()]
+        first, last = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+        table = TraceTable(
             device=self._device.id,
             kind=self._device.kind,
             shards=self._ended,
             batches=self._batches,
             tokens=self._tokens,
-            window_ms=_window_ms(recorded),
+            window_ms=(last - first) / 1e3,
             marks=_marks(averages),
             operations=_operations(averages, self._spec.operations),
-            trace=None if size > self._spec.max_bytes else f"{self._device.id}.json.gz",
+            trace=name if kept else None,
             trace_bytes=size,
         )
+        write(folder / TABLE.format(self._device.id), table)
 
 
-def _window_ms(recorded: profile) -> float:
-    """First beginning to last end of anything that was recorded."""
-    events = recorded.events() or []
-    spans = [(event.time_range.start, event.time_range.end) for event in events]
-    return (max(end for _, end in spans) - min(start for start, _ in spans)) / 1e3 if spans else 0.0
+def _export(recorded: profile, path: Path) -> int:
+    """Write the trace, gzipped; its size."""
+    with whole_file(path) as aside:
+        gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
+        recorded.export_chrome_trace(str(gz))
+        gz.replace(aside)
+    return path.stat().st_size
 
 
 def _marks(averages: Any) -> tuple[Operation, ...]:
@@ -229,9 +220,8 @@ def _marks(averages: Any) -> tuple[Operation, ...]:
     for name in MARKS:
         rows = [row for row in averages if row.key == name and _on(row) == "host"]
         if rows:
-            calls, host, device = (
-                sum(getattr(row, figure) for row in rows) for figure in ("count", "cpu_time_total", "device_time_total")
-            )
+            host, device = sum(row.cpu_time_total for row in rows), sum(row.device_time_total for row in rows)
+            calls = sum(row.count for row in rows)
             found.append(Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3))
     return tuple(found)
 
@@ -250,9 +240,9 @@ def _operations(averages: Any, limit: int) -> tuple[Operation, ...]:
         for row in averages
         if row.key not in MARKS
     ]
-    kernels = sorted((row for row in rows if row.on == "device"), key=lambda row: row.device_ms, reverse=True)
-    host = sorted((row for row in rows if row.on == "host"), key=lambda row: row.host_ms, reverse=True)
-    return (*kernels[:limit], *host[:limit])
+    rows.sort(key=lambda row: row.device_ms if row.on == "device" else row.host_ms, reverse=True)
+    kernels, host = ([row for row in rows if row.on == on][:limit] for on in ("device", "host"))
+    return (*kernels, *host)
 
 
 def _on(row: Any) -> Literal["host", "device"]:
