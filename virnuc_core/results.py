@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import STDIN, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL, OrfStore
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
 from virnuc_core.rundir import RunDir, whole_file
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")

@@ -6,6 +6,7 @@ After a broken record reading can go on.
 from __future__ import annotations
 
 import io
+from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -43,37 +44,35 @@ class Text(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
-class _Rest(io.RawIOBase):
-    """What the fast cutter left, followed by the rest of the source. Damage ends it and is kept for later."""
-
-    def __init__(self, data: bytes, source: Text) -> None:
-        self._data, self._source = data, source
-        self.damage: DamagedInput | None = None
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: object) -> int:
-        target = memoryview(buffer).cast("B")  # type: ignore[arg-type]
-        if not self._data and self.damage is None:
-            try:
-                self._data = self._source.read(_READ_BYTES)
-            except DamagedInput as error:
-                self.damage = error
-        piece, self._data = self._data[: len(target)], self._data[len(target) :]
-        target[: len(piece)] = piece
-        return len(piece)
-
-
 class _Lines:
-    """Text lines with a counter, and those of the current record to go back to. Looks like a text file to Biopython."""
+    """Text lines with a counter, and those of the current record to go back to. Looks like a text file to Biopython.
 
-    def __init__(self, text: Iterator[str], line: int) -> None:
-        self._text = text
+    They are those of `data` and of what is left of the source; damage ends them.
+    """
+
+    def __init__(self, source: Text, data: bytes, line: int) -> None:
+        self._text = self._split(source, data)
         self._again: deque[str] = deque()
         self.number = line - 1  # of the last line given out
         self.last = ""
         self.since: list[str] = []  # lines of the current record; its header first
+        self.damage: DamagedInput | None = None
+
+    def _split(self, source: Text, data: bytes) -> Iterator[str]:
+        """Any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are."""
+        decoder = io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
+        begun, ended = "", False
+        while not ended:
+            try:
+                data = data or source.read(max(_READ_BYTES, len(begun)))
+            except DamagedInput as error:
+                self.damage = error
+            ended = not data
+            *lines, begun = (begun + decoder.decode(data, final=ended)).split("\n")
+            yield from (f"{line}\n" for line in lines)
+            data = b""
+        if begun:
+            yield begun
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -106,13 +105,6 @@ class _Lines:
         self.since = []
 
 
-def _open(source: Text, data: bytes, line: int) -> tuple[_Rest, _Lines]:
-    rest = _Rest(data, source)
-    # any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are
-    text = io.TextIOWrapper(io.BufferedReader(rest, _READ_BYTES), "utf-8", errors="surrogateescape", newline=None)
-    return rest, _Lines(text, line)
-
-
 def _bytes(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
@@ -126,7 +118,7 @@ def iterate_fasta(source: Text, data: bytes, line: int, broken: Broken) -> Itera
 
     Text before the first header and a damaged end are given to `broken`; the record that stands there is left out.
     """
-    rest, lines = _open(source, data, line)
+    lines = _Lines(source, data, line)
     headers: deque[int] = deque()
     held: Record | None = None
     for title, bases in SimpleFastaParser(  # type: ignore[no-untyped-call]
@@ -136,8 +128,8 @@ def iterate_fasta(source: Text, data: bytes, line: int, broken: Broken) -> Itera
             yield held
         letters = "".join(bases.split())
         held = Record(_id(title), _bytes(letters), headers.popleft(), _bytes(f">{title}\n{letters}\n"))
-    if rest.damage is not None:
-        broken(rest.damage)
+    if lines.damage is not None:
+        broken(lines.damage)
     elif held is not None:
         yield held
 
@@ -166,7 +158,7 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
 
     After a broken record reading goes on at the next lines that look like a record.
     """
-    rest, lines = _open(source, data, line)
+    lines = _Lines(source, data, line)
     while _skip_blank(lines):
         start = lines.number + 1
         try:
@@ -176,7 +168,7 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
                 lines.begin()
         except ValueError as error:
             taken = lines.since
-            at_the_cut = rest.damage is not None and not _skip_blank(lines)
+            at_the_cut = lines.damage is not None and not _skip_blank(lines)
             if (whole := _complete(taken, start)) is not None:  # what is broken stands behind it, without a header
                 record, ends = whole
                 yield record
@@ -186,8 +178,8 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
             # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
             if _find_record(lines) or not at_the_cut:
                 broken(_explain(error, source.name, start, taken[0]))
-    if rest.damage is not None:
-        broken(rest.damage)
+    if lines.damage is not None:
+        broken(lines.damage)
 
 
 def _complete(lines: list[str], start: int) -> tuple[Record, int] | None:

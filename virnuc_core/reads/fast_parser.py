@@ -89,10 +89,9 @@ class Block:
     next_line: int = 0  # line on which the rest begins
     irregular: bool = False  # the rest begins with something the cutter does not handle
 
-    def batch(self, file: int, form: Format, reads_before: int) -> tuple[ReadBatch, int]:
-        """The reads, and how many had no id: those are named by their number, counted from `reads_before`."""
-        ids, unnamed = _clean_ids(self.ids, reads_before)
-        return ReadBatch(file, form, ids, self.bases, self.lines, self.text), unnamed
+    def batch(self, file: int, form: Format, reads_before: int) -> ReadBatch:
+        """The reads; those without an id are named by their number, counted from `reads_before`."""
+        return ReadBatch(file, form, _clean_ids(self.ids, reads_before), self.bases, self.lines, self.text)
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -111,15 +110,14 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _clean_ids(ids: Strings, reads_before: int) -> tuple[Strings, int]:
-    """Ids as printable UTF-8 words, and how many were missing; nearly always they are just that already."""
+def _clean_ids(ids: Strings, reads_before: int) -> Strings:
+    """Ids as printable UTF-8 words; nearly always they are just that already."""
     raw = np.frombuffer(ids.data, np.uint8)
     if ids.lengths.all() and not ((raw < 33) | (raw > 126)).any():
-        return ids, 0
+        return ids
     texts = (ids[i].decode("utf-8", "backslashreplace") for i in range(len(ids)))
-    words = [_printable("".join(text.split(None, 1)[:1])).encode() for text in texts]
-    named = [word or f"unnamed_{reads_before + i + 1}".encode() for i, word in enumerate(words)]
-    return Strings.of(named), words.count(b"")
+    words = [_printable("".join(text.split(None, 1)[:1])) for text in texts]
+    return Strings.of([(word or f"unnamed_{reads_before + i}").encode() for i, word in enumerate(words, 1)])
 
 
 def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputError]]:

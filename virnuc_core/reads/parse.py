@@ -32,20 +32,20 @@ class ParseLog:
 
     on_error: OnError = "stop"
     report: Callable[[InputError], None] | None = None  # given each broken record that is left out
-    reads: int = 0
     left_out: int = 0  # reads with letters that are no nucleotides
-    skipped: int = 0  # broken records, those reads among them
-    unnamed: int = 0
     empty_files: int = 0
-    slow_files: int = 0  # files of which a part went through Biopython
     reads_by_file: Counter[str] = field(default_factory=Counter)
-    skipped_by_file: Counter[str] = field(default_factory=Counter)
+    skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
+
+    @property
+    def reads(self) -> int:
+        """Good ones so far."""
+        return self.reads_by_file.total()
 
     def broken(self, error: InputError) -> None:
         """Stop at a broken record, or count it and go on, as was asked."""
         if self.on_error == "stop":
             raise error
-        self.skipped += 1
         self.skipped_by_file[str(error.file)] += 1
         if self.report is not None:
             self.report(error)
@@ -130,7 +130,6 @@ class _File:
         """The rest of the file through Biopython, from `data` on."""
         from virnuc_core.reads.biopython_parser import iterate_fasta, iterate_fastq  # few runs need it
 
-        self._log.slow_files += 1
         held: list[Record] = []
         size = 0
         for record in (iterate_fastq if form == "fastq" else iterate_fasta)(self, data, self._line, self._log.broken):
@@ -144,11 +143,8 @@ class _File:
     def _batch(self, block: Block, form: Format) -> Iterator[ReadBatch]:
         """One batch, if any of the records is good."""
         log = self._log
-        batch, unnamed = block.batch(self._number, form, log.reads + log.left_out)
-        batch, broken = without_illegal(batch, self.name)
-        log.reads += len(batch)
+        batch, broken = without_illegal(block.batch(self._number, form, log.reads + log.left_out), self.name)
         log.reads_by_file[self.name] += len(batch)
-        log.unnamed += unnamed
         for error in broken:
             log.left_out += 1
             log.broken(error)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import itertools
 import logging
 import os
 import re
-import socket
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Final, cast
+from typing import IO, Final, TypeVar, cast
 
-from Bio import Entrez
 from pydantic import ValidationError
 
 from virnuc_core.config import Spec
@@ -24,17 +23,19 @@ from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.sources import NCBI_PREFIX, is_remote
 from virnuc_core.rundir import fsync_folder, whole_file, write_text_whole
 
+NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 _PIECE_BYTES: Final = 1 << 18
 _NCBI_TIMEOUT_S: Final = 60.0
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class _Remembered(Spec):
     """What is known of a download, kept beside it."""
 
     url: str
-    validator: str | None  # ETag or date by which the server recognises the same content
+    validator: str  # ETag or date by which the server recognises the same content; empty if it named none
     sha256: str | None  # of the whole file; unset while it is incomplete
 
 
@@ -73,29 +74,34 @@ def fetch(
     folder.mkdir(parents=True, exist_ok=True)
     if sha256 is not None and target.is_file() and _sha256(target) == sha256.lower():
         return target
-    for attempt in range(1, attempts + 1):
-        try:
-            _download(url, target, timeout_s)
-            break
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code < 500 and error.code not in (408, 416, 425, 429):
-                raise InputError(f"the server says {error.code} {error.reason}", file=url, hint="check it") from error
-            problem: Exception = error
-        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, connections that break off
-            problem = error
-        _log.warning("%s: attempt %d of %d: %s", url, attempt, attempts, problem)
-        if attempt == attempts:
-            raise InputError(
-                f"cannot be fetched: {getattr(problem, 'reason', None) or problem}",
-                file=url,
-                hint="is this machine offline? what came so far is kept, try again",
-            ) from problem
-        time.sleep(pause_s * 2 ** (attempt - 1))
+    _patiently(url, lambda: _download(url, target, timeout_s), attempts, pause_s)
     if sha256 is not None and (found := _sha256(target)) != sha256.lower():
         target.unlink()
         raise InputError(f"the content has sha256 {found}, not {sha256}", file=url, hint="nothing was kept")
     return target
+
+
+def _patiently(name: str, work: Callable[[], T], attempts: int, pause_s: float) -> T:
+    """What `work` gives in one of several attempts, each pause twice as long. Errors: `InputError`, in words."""
+    for attempt in itertools.count(1):
+        try:
+            return work()
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code < 500 and error.code not in (408, 416, 425, 429):
+                raise InputError(f"the server says {error.code} {error.reason}", file=name, hint="check it") from error
+            problem: Exception = error
+        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, connections that break off
+            problem = error
+        _log.warning("%s: attempt %d of %d: %s", name, attempt, attempts, problem)
+        if attempt >= attempts:
+            raise InputError(
+                f"cannot be fetched: {getattr(problem, 'reason', None) or problem}",
+                file=name,
+                hint="is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere",
+            ) from problem
+        time.sleep(pause_s * 2 ** (attempt - 1))
+    raise AssertionError
 
 
 def _download(url: str, target: Path, timeout_s: float) -> None:
@@ -103,12 +109,11 @@ def _download(url: str, target: Path, timeout_s: float) -> None:
     part = target.with_name(f"{target.name}.part")
     notes, part_notes = target.with_name(f".{target.name}.json"), target.with_name(f".{target.name}.part.json")
     headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity"}
-    known = _recall(notes, url) if target.is_file() else None
-    begun = _recall(part_notes, url) if part.is_file() else None
-    if known is not None and known.validator is not None and known.sha256 == _sha256(target):
+    known, begun = _recall(notes, url, target), _recall(part_notes, url, part)
+    if known is not None and known.sha256 == _sha256(target):
         headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
-    have = part.stat().st_size if begun is not None and begun.validator is not None else 0
-    if have and begun is not None and begun.validator is not None:
+    have = 0 if begun is None else part.stat().st_size
+    if have and begun is not None:
         headers |= {"Range": f"bytes={have}-", "If-Range": begun.validator}
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s)
@@ -121,7 +126,7 @@ def _download(url: str, target: Path, timeout_s: float) -> None:
         raise
     with answer:
         goes_on = answer.status == 206 and _begins_at(answer.headers.get("Content-Range"), have)
-        validator = _strong(answer.headers.get("ETag")) or answer.headers.get("Last-Modified")
+        validator = _strong(answer.headers.get("ETag")) or answer.headers.get("Last-Modified", "")
         write_text_whole(part_notes, _Remembered(url=url, validator=validator, sha256=None).model_dump_json())
         with part.open("ab" if goes_on else "wb") as out:
             _copy(cast(IO[bytes], answer), out, answer.headers.get("Content-Length"))
@@ -152,12 +157,13 @@ def _copy(answer: IO[bytes], out: IO[bytes], announced: str | None) -> None:
         raise http.client.IncompleteRead(b"", int(announced) - got)
 
 
-def _recall(notes: Path, url: str) -> _Remembered | None:
+def _recall(notes: Path, url: str, of: Path) -> _Remembered | None:
+    """What makes it possible to ask for no more than what `of` lacks."""
     try:
         remembered = _Remembered.model_validate_json(notes.read_bytes())
     except (OSError, ValidationError):
         return None
-    return remembered if remembered.url == url else None
+    return remembered if remembered.url == url and remembered.validator and of.is_file() else None
 
 
 def _sha256(path: Path) -> str:
@@ -183,7 +189,14 @@ def fetch_accessions(
         return target
     if not email:
         raise ConfigError("NCBI asks for a mail address with each request; give one, or download the FASTA yourself")
-    text = _ask_ncbi(wanted, email, attempts, pause_s)
+    query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
+    sent = urllib.parse.urlencode(query | {"tool": "virnuc", "email": email}).encode()
+
+    def ask() -> str:
+        with urllib.request.urlopen(NCBI_ADDRESS, sent, timeout=_NCBI_TIMEOUT_S) as answer:
+            return cast(bytes, answer.read()).decode()
+
+    text = _patiently(f"{NCBI_PREFIX}{','.join(wanted)}", ask, attempts, pause_s)
     given = {line[1:].split()[0] for line in text.splitlines() if line.startswith(">") and line[1:].strip()}
     missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
     if missing:
@@ -191,28 +204,3 @@ def fetch_accessions(
     with whole_file(target) as aside:
         aside.write_text(text, encoding="utf-8")
     return target
-
-
-def _ask_ncbi(wanted: list[str], email: str, attempts: int, pause_s: float) -> str:
-    # Biopython takes these from its module, and opens connections that wait for ever unless told otherwise here
-    ours = {"email": email, "tool": "virnuc", "max_tries": attempts, "sleep_between_tries": pause_s}
-    before = {name: getattr(Entrez, name) for name in ours}
-    patience = socket.getdefaulttimeout()
-    vars(Entrez).update(ours)
-    socket.setdefaulttimeout(_NCBI_TIMEOUT_S)
-    try:
-        query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
-        with Entrez.efetch(**query) as answer:  # type: ignore[no-untyped-call]
-            return cast(str, answer.read())
-    except urllib.error.HTTPError as error:
-        raise InputError(
-            f"NCBI says {error.code} {error.reason} to {', '.join(wanted)}", hint="check the accessions, or try later"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise InputError(
-            f"NCBI cannot be reached: {getattr(error, 'reason', None) or error}",
-            hint="is this machine offline? download the FASTA elsewhere and name the file instead",
-        ) from error
-    finally:
-        socket.setdefaulttimeout(patience)
-        vars(Entrez).update(before)

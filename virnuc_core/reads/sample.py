@@ -12,16 +12,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from xopen import xopen
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import ParseLog, parse
-from virnuc_core.reads.sources import STDIN, Source, find_inputs
-from virnuc_core.rundir import whole_file
+from virnuc_core.reads.sources import STDIN, Source, find_inputs, reads_file
 
 _MOST_BINS: Final = 50
 _COPY_BYTES: Final = 1 << 20
@@ -151,7 +149,7 @@ def _draw(
     upper = np.array([part.longest for part in bins])
     seen = np.zeros(len(bins), np.int64)
     drawn: Counter[int] = Counter()
-    with whole_file(out) as aside, _opened(aside, out) as target:
+    with reads_file(out) as target:
         for batch in parse(files, ParseLog()):
             lengths = batch.bases.lengths
             bin_of = np.searchsorted(upper, lengths)
@@ -165,12 +163,6 @@ def _draw(
                 target.write(batch.text[i])
                 drawn[int(lengths[i])] += 1
     return drawn
-
-
-def _opened(path: Path, named: Path) -> BinaryIO:
-    if named.suffix == ".gz":
-        return xopen(path, "wb", compresslevel=1, threads=0, format="gz")
-    return path.open("wb")
 
 
 def _distance(before: Counter[int], after: Counter[int]) -> float:

@@ -11,17 +11,17 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, BinaryIO, Final, Literal
+from typing import Annotated, Final, Literal
 
 import numpy as np
 from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
-from xopen import xopen
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.sources import reads_file
 from virnuc_core.rundir import whole_file
 
 PRESETS: Final = {
@@ -62,13 +62,6 @@ class SimulateSpec(Spec):
     duplicate_share: Share = Field(0.02, description="reads that are exact copies of another")
     seed: int = Field(0, ge=0)
 
-    @classmethod
-    def preset(cls, name: str, **changes: object) -> SimulateSpec:
-        """A spec by the name of its size: tiny, small, medium, large, 100k, 1m, 6m."""
-        if name not in PRESETS:
-            raise ConfigError(f"preset '{name}' is not known; choose {', '.join(PRESETS)}")
-        return cls.model_validate({"reads": PRESETS[name], **changes})
-
     @model_validator(mode="after")
     def _reads_fit(self) -> SimulateSpec:
         if self.lengths is None and self.read_length > self.genome_length // 2:
@@ -103,14 +96,14 @@ class _Genomes:
 
 @dataclass(frozen=True, slots=True)
 class _Reads:
-    """Some reads: letters padded to the longest."""
+    """Some reads: letters padded to the longest. A copy has all of another read but its place."""
 
     letters: NDArray[np.uint8]  # [n, longest] codes 0..4
     lengths: NDArray[np.int64]
     genome: NDArray[np.int64]
     start: NDArray[np.int64]
     reverse: NDArray[np.bool_]
-    copy_of: NDArray[np.int64]  # index among these reads, or -1
+    source: NDArray[np.int64]  # the read it is a copy of, among these; itself if it is none
 
 
 def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
@@ -129,9 +122,8 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
     genomes = _make_genomes(spec, int(lengths.max()), rng)
     made = viral = bases = copies = 0
     with ExitStack() as files:
-        reads_out = files.enter_context(_packed(files.enter_context(whole_file(out)), out))
+        reads_out, genomes_out = (files.enter_context(reads_file(path)) for path in (out, genomes_file))
         truth_out = files.enter_context(files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8"))
-        genomes_out = files.enter_context(_packed(files.enter_context(whole_file(genomes_file)), genomes_file))
         genomes_out.write(_genomes_text(genomes))
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
         while made < spec.reads:
@@ -143,14 +135,8 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
             made += size
             viral += int(np.count_nonzero(genomes.viral[reads.genome]))
             bases += int(reads.lengths.sum())
-            copies += int(np.count_nonzero(reads.copy_of >= 0))
+            copies += int(np.count_nonzero(reads.source != np.arange(size)))
     return SimulateSummary(made, viral, bases, copies, len(genomes.names), out, truth_file, genomes_file)
-
-
-def _packed(path: Path, named: Path) -> BinaryIO:
-    if named.suffix == ".gz":
-        return xopen(path, "wb", compresslevel=1, threads=0, format="gz")
-    return path.open("wb")
 
 
 def _length_choices(spec: SimulateSpec) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
@@ -239,7 +225,8 @@ def _make_reads(spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64
     wrong = rng.integers(0, flat.size, rng.binomial(flat.size, spec.error_rate))
     flat[wrong] = (flat[wrong] + rng.integers(1, 4, len(wrong))) % 4
     flat[rng.integers(0, flat.size, rng.binomial(flat.size, spec.n_rate))] = 4
-    return _with_copies(spec, _Reads(letters, lengths, genome, start, reverse, np.full(n, -1)), rng)
+    source = _copied(spec, n, rng)
+    return _Reads(letters[source], lengths[source], genome[source], start[source], reverse[source], source)
 
 
 def _choose_genomes(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
@@ -256,23 +243,15 @@ def _choose_genomes(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.rando
     return genome
 
 
-def _with_copies(spec: SimulateSpec, reads: _Reads, rng: np.random.Generator) -> _Reads:
-    """Some reads replaced by exact copies of others before them."""
-    n = len(reads.lengths)
+def _copied(spec: SimulateSpec, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
+    """For each of `n` reads itself, or an original before it that it becomes an exact copy of."""
     source = np.arange(n)
     copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)
     copies = copies[copies > 0]
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     fine = ~np.isin(originals, copies)
     source[copies[fine]] = originals[fine]
-    return _Reads(
-        reads.letters[source],
-        reads.lengths[source],
-        reads.genome[source],
-        reads.start[source],
-        reads.reverse[source],
-        np.where(source == np.arange(n), -1, source),
-    )
+    return source
 
 
 def _reads_text(reads: _Reads, ids: list[str], form: Literal["fasta", "fastq"]) -> bytes:
@@ -289,11 +268,11 @@ def _reads_text(reads: _Reads, ids: list[str], form: Literal["fasta", "fastq"]) 
 
 
 def _truth_lines(reads: _Reads, ids: list[str], genomes: _Genomes) -> Iterator[str]:
-    columns = (reads.genome.tolist(), reads.start.tolist(), reads.reverse.tolist(), reads.copy_of.tolist())
+    columns = (reads.genome.tolist(), reads.start.tolist(), reads.reverse.tolist(), reads.source.tolist())
     labels = [LABELS[int(viral)] for viral in genomes.viral]
-    for name, genome, start, reverse, copy in zip(ids, *columns, strict=True):
-        source = ids[copy] if copy >= 0 else ""
-        yield f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{'-' if reverse else '+'}\t{source}\n"
+    for name, genome, start, reverse, source in zip(ids, *columns, strict=True):
+        copied = ids[source] if ids[source] != name else ""
+        yield f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{'-' if reverse else '+'}\t{copied}\n"
 
 
 def _genomes_text(genomes: _Genomes) -> bytes:

@@ -7,16 +7,23 @@ import importlib
 import lzma
 import stat
 import sys
-import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, Final, cast
 
+from xopen import xopen
+
 from virnuc_core.errors import InputError
+from virnuc_core.rundir import whole_file
+
+try:  # ISA-L is about three times as fast; both check the sums of every member
+    from isal import isal_zlib as gzip_zlib
+except ImportError:
+    import zlib as gzip_zlib  # type: ignore[no-redef]
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
@@ -39,6 +46,15 @@ def is_remote(name: str) -> bool:
 def can_be_read_twice(name: str) -> bool:
     """Whether an input is a file: what comes through a pipe is gone once it was read."""
     return name != STDIN and stat.S_ISREG(Path(name).stat().st_mode)
+
+
+@contextmanager
+def reads_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write reads to, gzipped if its name ends in .gz; it appears once all is written."""
+    with whole_file(path) as aside:
+        packed = path.suffix == ".gz"
+        with xopen(aside, "wb", compresslevel=1, threads=0, format="gz") if packed else aside.open("wb") as out:
+            yield out
 
 
 class DamagedInput(InputError):  # noqa: N818  # named for what the caller has in hand
@@ -107,8 +123,8 @@ class Source:
         self.name = name
         self._stream = stream
         head = _read_some(stream, _PIECE_BYTES)
-        self.packed_as, make = _unpacker_for(head, name)
-        self._pieces = self._plain(head) if make is None else self._unpacked(head, make)
+        packed_as, make, damage = _unpacker_for(head, name)
+        self._pieces = self._plain(head) if make is None else self._unpacked(head, packed_as, make, damage)
         self._damage: DamagedInput | None = None
 
     @classmethod
@@ -146,7 +162,9 @@ class Source:
             yield piece
             piece = self._next_piece()
 
-    def _unpacked(self, packed: bytes, make: Callable[[], Any]) -> Iterator[bytes]:
+    def _unpacked(
+        self, packed: bytes, packed_as: str, make: Callable[[], Any], damage: tuple[Any, ...]
+    ) -> Iterator[bytes]:
         unpacker = None
         while packed or (packed := self._next_piece()):
             if unpacker is None:
@@ -156,14 +174,14 @@ class Source:
                 unpacker = make()
             try:
                 yield unpacker.decompress(packed)
-            except _damage_types() as error:
-                problem = f"damaged {self.packed_as} data: {str(error) or type(error).__name__}"
+            except damage as error:
+                problem = f"damaged {packed_as} data: {str(error) or type(error).__name__}"
                 raise DamagedInput(problem, file=self.name, hint="copy it again") from error
             packed = b""
             if unpacker.eof:
                 packed, unpacker = unpacker.unused_data, None
         if unpacker is not None:
-            problem = f"the {self.packed_as} data ends early: the file is cut off"
+            problem = f"the {packed_as} data ends early: the file is cut off"
             raise DamagedInput(problem, file=self.name, hint="copy it again")
 
     def _next_piece(self) -> bytes:
@@ -196,41 +214,20 @@ def _read_some(stream: BinaryIO, size: int) -> bytes:
     return b"".join(pieces)
 
 
-def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None]:
-    """What a file is packed as by its first bytes, and what makes an unpacker (as of `zlib.decompressobj`) for it."""
+def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:
+    """What a file is packed as by its first bytes, what makes an unpacker (as of `zlib.decompressobj`) for it, and the
+    errors by which that says that the data is damaged."""
     if head.startswith(b"\x1f\x8b"):
-        return "gzip", _gzip_unpacker()
+        return "gzip", partial(gzip_zlib.decompressobj, wbits=31), (gzip_zlib.error,)
     if head.startswith(b"BZh"):
-        return "bzip2", bz2.BZ2Decompressor
+        return "bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError)
     if head.startswith(b"\xfd7zXZ\0"):
-        return "xz", lzma.LZMADecompressor
+        return "xz", lzma.LZMADecompressor, (lzma.LZMAError, EOFError)
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
-        return "zstd", _zstd_unpacker(name)
-    return "plain", None
-
-
-def _gzip_unpacker() -> Callable[[], Any]:
-    """ISA-L where it is installed (about three times as fast), else zlib; both check the sums of every member."""
-    try:
-        module = importlib.import_module("isal.isal_zlib")
-    except ImportError:
-        module = zlib
-    return partial(module.decompressobj, wbits=31)
-
-
-def _zstd_unpacker(name: str) -> Callable[[], Any]:
-    try:
-        zstandard = importlib.import_module("zstandard")
-    except ImportError as error:
-        problem = "zstd data, but the package zstandard is not installed"
-        raise InputError(problem, file=name, hint="install it, or unpack the file first") from error
-    return lambda: zstandard.ZstdDecompressor().decompressobj()
-
-
-def _damage_types() -> tuple[type[Exception], ...]:
-    """Exceptions by which the decompressors in use say that the data is damaged."""
-    types: list[type[Exception]] = [OSError, EOFError, ValueError, zlib.error, lzma.LZMAError]
-    for module, attribute in (("isal.isal_zlib", "IsalError"), ("zstandard", "ZstdError")):
-        if module in sys.modules:
-            types.append(getattr(sys.modules[module], attribute))
-    return tuple(types)
+        try:
+            zstandard = importlib.import_module("zstandard")
+        except ImportError as error:
+            problem = "zstd data, but the package zstandard is not installed"
+            raise InputError(problem, file=name, hint="install it, or unpack the file first") from error
+        return "zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)
+    return "plain", None, ()

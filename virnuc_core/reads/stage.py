@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final, TextIO
+from typing import Final
 
 import numpy as np
 import psutil
@@ -23,9 +24,9 @@ from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentI
 from virnuc_core.reads.fast_parser import ReadBatch
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import DUPLICATE_ID, EMPTY, OrfStore, StoreCounts
+from virnuc_core.reads.store import OrfStore, StoreCounts
 from virnuc_core.reads.store_writer import StoreWriter, fingerprint_for
-from virnuc_core.reads.translate import fingerprint_batch, process
+from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, fingerprint_batch, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
 
@@ -75,15 +76,7 @@ class StageSummary(Timings):
     files: tuple[str, ...]
     by_file: tuple[FileReads, ...]  # in the order of `files`
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
-    empty_files: int
     skipped_records: int
-    skipped_list: Path | None  # where they are listed
-    unnamed_reads: int  # had no id and were given one
-
-    @property
-    def reads_per_s(self) -> float:
-        """Reads staged per second of wall time."""
-        return self.counts.n_reads / self.total_s if self.total_s > 0 else 0.0
 
     @property
     def tally(self) -> dict[str, int]:
@@ -118,27 +111,12 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-class _Clock:
-    """Seconds by stage since it was made."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._seconds = dict.fromkeys(("parse_s", "chunk_s", "translate_s", "store_s"), 0.0)
-
-    def add(self, stage: str, seconds: float) -> None:
-        """Count what was taken."""
-        self._seconds[stage] += seconds
-
-    @contextmanager
-    def measure(self, stage: str) -> Iterator[None]:
-        """Count what the body takes."""
-        before = time.perf_counter()
-        yield
-        self.add(stage, time.perf_counter() - before)
-
-    def timings(self, fingerprint: str) -> Timings:
-        """All of it, up to now."""
-        return Timings(fingerprint=fingerprint, **self._seconds, total_s=time.perf_counter() - self._started)
+@contextmanager
+def _measured(seconds: dict[str, float], part: str) -> Iterator[None]:
+    """Add what the body takes."""
+    before = time.perf_counter()
+    yield
+    seconds[part] += time.perf_counter() - before
 
 
 def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
@@ -163,14 +141,10 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
 
 
 def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> StageSummary:
-    clock = _Clock()
+    began, seconds = time.perf_counter(), defaultdict[str, float](float)
     try:
-        with (
-            _scratch(out) as folder,
-            _skip_list(spec, out) as listing,
-            Workers(spec.workers) as workers,
-        ):
-            log = _new_log(spec, listing)
+        with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers) as workers:
+            log = new_log()
             reused = _is_current(spec, inputs, out, log, workers)
             if not reused:
                 if out.exists() and not may_replace:
@@ -178,43 +152,52 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
                         f"{out.parent} holds a run of other reads, or of reads cut otherwise; "
                         "choose another directory or --force"
                     )
-                log = _new_log(spec, listing)
-                _write(spec, inputs, out, folder, log, workers, clock)
+                log = new_log()
+                with closing(StoreWriter(folder, spec.model_length)) as writer:
+                    _fill(writer, spec, inputs, log, workers, seconds)
+                    with _measured(seconds, "store_s"):
+                        writer.write(out, workers)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
         ) from error
-    summary = _summary(spec, inputs, out, log, clock, reused)
+    seconds["total_s"] = time.perf_counter() - began
+    summary = _summary(spec, inputs, out, log, seconds, reused)
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
 
 
-def _write(
-    spec: StageSpec, inputs: Inputs, out: Path, folder: Path, log: ParseLog, workers: Workers, clock: _Clock
+def _fill(
+    writer: StoreWriter,
+    spec: StageSpec,
+    inputs: Inputs,
+    log: ParseLog,
+    workers: Workers,
+    seconds: dict[str, float],
 ) -> None:
-    def timed() -> Iterator[ReadBatch]:
+    """Give the writer all reads, translated, and find what repeats among them."""
+
+    def parsed() -> Iterator[ReadBatch]:
         batches = parse(inputs.files, log)
         while True:
-            with clock.measure("parse_s"):
+            with _measured(seconds, "parse_s"):
                 batch = next(batches, None)
             if batch is None:
                 return
             yield batch.without_text()
 
-    with closing(StoreWriter(folder, spec.model_length)) as writer:
-        for segment in workers.map(partial(process, model_length=spec.model_length), timed(), ReadBatch.nbytes):
-            with clock.measure("store_s"):
-                writer.add(segment)
-            for stage_name, seconds in segment.seconds.items():
-                clock.add(stage_name, seconds / spec.workers)  # side by side with those of others
-        if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
-            raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
-        with clock.measure("store_s"):
-            twice = writer.find_repeats(workers)
-            if spec.strict and twice is not None:
-                raise _shared_id(writer, log, *twice)
-            writer.write(out, workers)
+    for segment in workers.map(partial(process, model_length=spec.model_length), parsed(), ReadBatch.nbytes):
+        with _measured(seconds, "store_s"):
+            writer.add(segment)
+        for part, taken in segment.seconds.items():
+            seconds[part] += taken / spec.workers  # side by side with those of others
+    if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
+        raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
+    with _measured(seconds, "store_s"):
+        twice = writer.find_repeats(workers)
+        if spec.strict and twice is not None:
+            raise _shared_id(writer, log, *twice)
 
 
 def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
@@ -246,11 +229,11 @@ def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, worke
 
 
 def _summary(
-    spec: StageSpec, inputs: Inputs, out: Path, counted: ParseLog, clock: _Clock, reused: bool
+    spec: StageSpec, inputs: Inputs, out: Path, counted: ParseLog, seconds: dict[str, float], reused: bool
 ) -> StageSummary:
     store = OrfStore.open(out)
     kept = out.with_name(f"{out.stem}.made.json")
-    timings = clock.timings(store.fingerprint)
+    timings = Timings(fingerprint=store.fingerprint, **seconds)
     if reused:
         timings = _kept_timings(kept, store.fingerprint) or timings
     else:
@@ -264,10 +247,7 @@ def _summary(
         files=inputs.files,
         by_file=_by_file(inputs.files, counted, store),
         ignored_files=inputs.ignored,
-        empty_files=counted.empty_files,
-        skipped_records=counted.skipped,
-        skipped_list=out.with_name(SKIPPED_LIST) if spec.on_error == "skip" else None,
-        unnamed_reads=counted.unnamed,
+        skipped_records=counted.skipped_by_file.total(),
     )
 
 
@@ -293,32 +273,28 @@ def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[Fi
 
 
 @contextmanager
-def _skip_list(spec: StageSpec, out: Path) -> Iterator[TextIO | None]:
-    """A file for what is skipped, which appears beside `out` once all is done."""
+def _logs(spec: StageSpec, out: Path) -> Iterator[Callable[[], ParseLog]]:
+    """What makes a log for each reading; the records that the last one skipped are listed beside `out` in the end."""
     if spec.on_error == "stop":
-        yield None
+        yield ParseLog
         return
     with (
         whole_file(out.with_name(SKIPPED_LIST)) as aside,
         aside.open("w", encoding="utf-8", errors="backslashreplace") as listing,
     ):
-        yield listing
 
+        def note(error: InputError) -> None:
+            fields = (error.file, error.line, error.read_id, error)
+            cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
+            listing.write("\t".join(cells) + "\n")
 
-def _new_log(spec: StageSpec, listing: TextIO | None) -> ParseLog:
-    """A log that lists broken records as they come; the list begins anew."""
-    if listing is None:
-        return ParseLog(spec.on_error)
-    listing.seek(0)
-    listing.truncate()
-    listing.write("file\tline\tread\tproblem\n")
+        def begin() -> ParseLog:
+            listing.seek(0)
+            listing.truncate()
+            listing.write("file\tline\tread\tproblem\n")
+            return ParseLog(spec.on_error, note)
 
-    def note(error: InputError) -> None:
-        fields = (error.file, error.line, error.read_id, error)
-        cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
-        listing.write("\t".join(cells) + "\n")
-
-    return ParseLog(spec.on_error, note)
+        yield begin
 
 
 @contextmanager

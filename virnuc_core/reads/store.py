@@ -16,15 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.translate import (
-    AMBIGUOUS,
-    DUPLICATE_ID,
-    EMPTY,
-    FRAMES,
-    SHORT_FOR_MODEL,
-)
-
-__all__ = ["AMBIGUOUS", "DUPLICATE_ID", "EMPTY", "SHORT_FOR_MODEL", "OrfStore", "StoreCounts"]
+from virnuc_core.reads.translate import FRAMES
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2

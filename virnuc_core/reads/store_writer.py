@@ -19,17 +19,8 @@ from numpy.typing import NDArray
 
 from virnuc_core.reads.fast_parser import Strings, offsets_of
 from virnuc_core.reads.fingerprint import Fingerprint, digests
-from virnuc_core.reads.store import (
-    AMBIGUOUS,
-    COLUMNS,
-    DUPLICATE_ID,
-    EMPTY,
-    FORMAT,
-    SCHEMA_VERSION,
-    SHORT_FOR_MODEL,
-    StoreCounts,
-)
-from virnuc_core.reads.translate import SEGMENT_COLUMNS, Segment
+from virnuc_core.reads.store import COLUMNS, FORMAT, SCHEMA_VERSION, StoreCounts
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SEGMENT_COLUMNS, SHORT_FOR_MODEL, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
 

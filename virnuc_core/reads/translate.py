@@ -76,9 +76,6 @@ def chunk(lengths: NDArray[np.int64], size: int) -> Chunks:
     """
     counts = -(-lengths // size)
     read = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
-    if (counts == 1).all():  # nothing but whole reads, as nearly always: no arithmetic needed
-        none = np.zeros(len(read), np.int64)
-        return Chunks(read, none.astype(np.int32), none, lengths.astype(np.int64))
     number = np.arange(len(read), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
     length, count = lengths[read], counts[read]
     lower, extra = np.divmod(count * size - length, count)
@@ -156,7 +153,7 @@ def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.i
     by_frame: list[NDArray[np.uint8]] = []
     is_open = np.empty((len(starts), 6), bool)
     for strand, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
-        residues = _windows(letters, begin, 3 * width)
+        residues = sliding_window_view(letters, 3 * width)[begin]  # a copy: [n, letters]
         residues *= inside  # a codon that runs over the end of the chunk is none
         stops = residues == _STOP
         for offset in range(3):
@@ -183,11 +180,6 @@ def _shorter(width: int, lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
         lengths = lengths[:1]
     inside: NDArray[np.bool_] = np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
     return inside
-
-
-def _windows(letters: NDArray[np.uint8], begins: NDArray[np.int64], width: int) -> NDArray[np.uint8]:
-    """A copy of `width` letters from each beginning on. [n, width]"""
-    return sliding_window_view(letters, width)[begins]
 
 
 def _gather(

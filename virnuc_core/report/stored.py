@@ -9,7 +9,8 @@ import numpy as np
 
 from virnuc_core.baseline.files import choose_reads
 from virnuc_core.errors import InputError
-from virnuc_core.reads.store import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL, OrfStore
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.compare import load_results
 
 ROWS_A_BLOCK = 1 << 16

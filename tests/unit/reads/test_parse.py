@@ -82,7 +82,7 @@ def test_wrapped_fastq_goes_through_biopython(write: WriteReads) -> None:
     path = write("@a\nACGT\n+\nIIII\n@b\nAC\nGT\n+\n@@\n++\n@c\nA\n+\nI\n")
     assert reads_of(path, log=log) == [("a", "ACGT"), ("b", "ACGT"), ("c", "A")]
     assert lines_of(path) == [1, 5, 11]
-    assert (log.slow_files, log.reads) == (1, 3)
+    assert log.reads == 3
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\r"])
@@ -138,7 +138,6 @@ def test_reads_without_id_are_named_by_their_number(write: WriteReads) -> None:
     log = ParseLog()
     first, second = write(">a\nAC\n>\nGG\n", "a.fa"), write("> \nTT\n", "b.fa")
     assert reads_of(first, second, log=log) == [("a", "AC"), ("unnamed_2", "GG"), ("unnamed_3", "TT")]
-    assert log.unnamed == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\t\n", b"\xef\xbb\xbf\n"])
@@ -199,7 +198,7 @@ def test_reading_goes_on_after_a_broken_record(write: WriteReads, broken: tuple[
     path = write(f"@a\nAC\n+\nII\n{broken[0]}@c\nGG\n+\nII\n@d\nTT\n+\nII\n")
     reads, log, listed = skipping(path)
     assert reads == [("a", "AC"), ("c", "GG"), ("d", "TT")]
-    assert log.skipped == len(listed) == 1
+    assert log.skipped_by_file.total() == len(listed) == 1
     assert (listed[0].file, listed[0].line) == (path, 5)
 
 
@@ -208,7 +207,7 @@ def test_fastq_that_ends_within_a_record(write: WriteReads) -> None:
         path = write(f"@a\nAC\n+\nII\n{end}")
         assert (refusal(path).line, refusal(path).read_id) == (5, "b")
         reads, log, _ = skipping(path)
-        assert (reads, log.skipped) == ([("a", "AC")], 1)
+        assert (reads, log.skipped_by_file.total()) == ([("a", "AC")], 1)
 
 
 @pytest.mark.parametrize("first", ["", ";comment\n"], ids=["fast", "through biopython"])
@@ -231,7 +230,7 @@ def test_text_before_the_first_header(write: WriteReads) -> None:
     path = write(";comment\nACGT\n>a\nAC\n")
     assert (refusal(path).line, "before the first header" in str(refusal(path))) == (2, True)
     reads, log, _ = skipping(path)
-    assert (reads, log.skipped) == ([("a", "AC")], 1)
+    assert (reads, log.skipped_by_file.total()) == ([("a", "AC")], 1)
 
 
 @pytest.mark.parametrize("form", [">{}\n{}\n", "@{}\n{}\n+\nIIIIII\n"])
@@ -247,7 +246,7 @@ def test_letters_that_are_no_nucleotides(write: WriteReads, form: str, bases: st
     assert "base 4" in str(error)
     assert "protein" in str(error)
     reads, log, _ = skipping(path)
-    assert ([name for name, _ in reads], log.skipped, log.reads) == (["good", "last"], 1, 2)
+    assert ([name for name, _ in reads], log.skipped_by_file.total(), log.reads) == (["good", "last"], 1, 2)
 
 
 @pytest.mark.parametrize("text", [">{}\nEE\n", "@{}\nAC\n+\nI\n", "@{}\nEE\n+\nII\n"])
@@ -355,7 +354,7 @@ def test_blocks_make_no_difference_to_what_is_said_and_counted(
                 reads = reads_of(*files, log=log, block_bytes=size)
             except InputError as error:
                 refused = str(error)
-            counts = (log.reads, log.unnamed, log.empty_files, log.reads_by_file, log.skipped_by_file)
+            counts = (log.reads, log.empty_files, log.reads_by_file, log.skipped_by_file)
             seen.append(
                 (reads, refused, [*map(str, skipped)], counts if not refused else ())
             )  # who stops may have seen more
@@ -391,7 +390,9 @@ def test_any_bytes_are_read_or_refused(
     except InputError:
         assert stopped is None
         return
-    assert log.skipped > 0 if stopped is None else (skipped, log.skipped) == (stopped, 0)
+    assert (
+        log.skipped_by_file.total() > 0 if stopped is None else (skipped, log.skipped_by_file.total()) == (stopped, 0)
+    )
 
 
 # real files that break parsers
@@ -468,7 +469,7 @@ def test_nasty_files_that_are_refused(real_data: Path, name: str) -> None:
             skipping(path)
         return
     reads, log, listed = skipping(path)
-    assert (len(reads), log.skipped, len(listed)) == (*kept, kept[1])
+    assert (len(reads), log.skipped_by_file.total(), len(listed)) == (*kept, kept[1])
 
 
 def test_the_truncated_file_gives_what_is_whole(real_data: Path) -> None:

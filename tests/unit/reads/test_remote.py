@@ -7,12 +7,13 @@ import http.server
 import io
 import threading
 import urllib.error
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from Bio import Entrez
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.remote import fetch, fetch_accessions, fetch_all
@@ -209,20 +210,23 @@ def test_fetch_all_leaves_files_alone(server: Server, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Requests to NCBI, which is played from here: it knows NC_1.1 and NC_2.1 only."""
-    requests: list[dict[str, object]] = []
+    requests: list[dict[str, str]] = []
 
-    def efetch(**keywords: object) -> io.StringIO:
-        requests.append({**keywords, "email": Entrez.email})
+    def answer(address: str, sent: bytes, timeout: float) -> io.BytesIO:
+        assert address.startswith("https://eutils.ncbi.nlm.nih.gov/")
+        assert timeout > 0
+        query = dict(urllib.parse.parse_qsl(sent.decode()))
+        requests.append(query)
         known = {"NC_000001": ">NC_000001.1 one\nACGT\n", "NC_000002": ">NC_000002.1 two\nGG\n"}
-        return io.StringIO("".join(known.get(name.split(".")[0], "") for name in str(keywords["id"]).split(",")))
+        return io.BytesIO("".join(known.get(name.split(".")[0], "") for name in query["id"].split(",")).encode())
 
-    monkeypatch.setattr(Entrez, "efetch", efetch)
+    monkeypatch.setattr(urllib.request, "urlopen", answer)
     return requests
 
 
-def test_accessions_come_as_one_file_once(tmp_path: Path, asked: list[dict[str, object]]) -> None:
+def test_accessions_come_as_one_file_once(tmp_path: Path, asked: list[dict[str, str]]) -> None:
     wanted = "ncbi:NC_000001.1, NC_000002"
     (path,) = fetch_all((wanted,), tmp_path, email="lab@example.org")
     assert Path(path).read_text() == ">NC_000001.1 one\nACGT\n>NC_000002.1 two\nGG\n"
@@ -233,7 +237,6 @@ def test_accessions_come_as_one_file_once(tmp_path: Path, asked: list[dict[str, 
     )
     assert fetch_all((wanted,), tmp_path) == (path,)
     assert len(asked) == 1
-    assert Entrez.email is None
 
 
 @pytest.mark.usefixtures("asked")
@@ -257,10 +260,10 @@ def test_accessions_that_are_missing_or_none(tmp_path: Path) -> None:
     ],
 )
 def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str) -> None:
-    def refuse(_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(Entrez, "urlopen", refuse)
+    monkeypatch.setattr(urllib.request, "urlopen", refuse)
     with pytest.raises(InputError, match=words) as caught:
         fetch_accessions(["NC_045512.2"], tmp_path, email="lab@example.org", attempts=2, pause_s=0)
     assert "\n" not in str(caught.value)
