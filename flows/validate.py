@@ -23,7 +23,7 @@ from prefect.flow_runs import pause_flow_run
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, staged, takes
 from flows.measure_parameters import MeasureSettings, ValidateSettings
-from tasks.approval import Approval, approval_form, as_markdown, record, time_out
+from tasks.approval import TIMED_OUT, Approval, approval_form, record
 from tasks.artifacts import publish_markdown
 from tasks.guard import TimeLimitError
 from tasks.predict import embed
@@ -38,10 +38,10 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import RUN_PREFIX
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import rerender
+from virnuc_core.report.render import fill, rerender
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops
-from virnuc_core.validation import record_validation
+from virnuc_core.validation import ApprovalRecord, record_validation
 
 HISTORY: Final = "virnuc-history.jsonl"
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
@@ -80,7 +80,7 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     return done(result, message)
 
 
-def in_short(out: Path, judged: Report, approval: Approval | None = None) -> Judged:
+def in_short(out: Path, judged: Report, approval: ApprovalRecord | None = None) -> Judged:
     """What a flow's state keeps of a report."""
     failed = tuple(criterion.title for criterion in judged.failed)
     return Judged(RunDir(out).report, judged.met, failed, None if approval is None else approval.verdict)
@@ -201,17 +201,17 @@ def _runs(
     return tuple(names)
 
 
-def _approval(settings: ValidateSettings, judged: Report) -> Approval:
+def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
     """The reviewer's answer, which from then on stands in every form of the report."""
     folder = RunDir(settings.out).report
     approval = ask(folder, approval_form(judged, settings.out), timeout_s=settings.approval_timeout_s)
-    rerender(settings.out)
+    text = fill("sections.md.j2", rerender(settings.out), only="Approval")
     said = f"{approval.verdict} by {approval.reviewer}"
-    publish_markdown(f"approval-{judged.profile.name}", as_markdown(approval), said, folder)
+    publish_markdown(f"approval-{judged.profile.name}", text, said, folder)
     return approval
 
 
-def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> Approval:
+def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
     """Pause the current flow run until a reviewer has answered; the answer is kept in the report's directory.
 
     `form` is an `Approval` with the figures the answer is about. No device is held meanwhile. The time-out answers
@@ -229,14 +229,12 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
         answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
     finally:
         timer.cancel()
-    approval = Approval.model_validate(answer.model_dump())
-    record(report_dir, approval, flow_run=str(context.flow_run.id))
-    return approval
+    return record(report_dir, answer, flow_run=str(context.flow_run.id))
 
 
 def _answer_for_nobody(flow_run_id: UUID) -> None:
     try:
         with get_client(sync_client=True) as client:
-            client.resume_flow_run(flow_run_id, run_input=time_out())
+            client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)
     except (httpx.HTTPError, PrefectException, OSError) as error:
         logger.warning("the time-out of the approval could not be recorded: %s", error)

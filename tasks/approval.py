@@ -12,6 +12,7 @@ from pydantic import Field, create_model
 
 from tasks.artifacts import file_link, markdown_table
 from tasks.validate import met_sentence, rows_of
+from virnuc_core.report.approval import APPROVAL, QUESTIONS
 from virnuc_core.report.model import Report
 from virnuc_core.report.views import criteria
 from virnuc_core.rundir import RunDir
@@ -20,8 +21,12 @@ from virnuc_core.validation import ApprovalRecord
 
 Answer = Literal["yes", "no", "not answered"]
 Verdict = Literal["approved", "rejected", "pending"]
-NOBODY: Final = "nobody (time-out)"
-FILE: Final = "approval.json"
+# the answer given when nobody answers in time
+TIMED_OUT: Final = {
+    "verdict": "pending",
+    "reviewer": "nobody (time-out)",
+    "note": "no answer came before the time-out",
+}
 
 
 class Approval(RunInput):
@@ -30,15 +35,11 @@ class Approval(RunInput):
     The form renders descriptions as Markdown, in which a number at the start would become a list of its own.
     """
 
-    all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
-    target_realistic: Answer = Field("not answered", description="If not: was the target realistic?")
-    tuning_could_help: Answer = Field(
-        "not answered", description="If not: could tuning help (loader workers, token budget, prefetch)?"
-    )
-    code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
-    esm2_still_bottleneck: Answer = Field(
-        "not answered", description="Is ESM-2 still the bottleneck? How large is the share of non-GPU work?"
-    )
+    all_criteria_met: Answer = Field("not answered", description=QUESTIONS["all_criteria_met"])
+    target_realistic: Answer = Field("not answered", description=QUESTIONS["target_realistic"])
+    tuning_could_help: Answer = Field("not answered", description=QUESTIONS["tuning_could_help"])
+    code_fix_needed: Answer = Field("not answered", description=QUESTIONS["code_fix_needed"])
+    esm2_still_bottleneck: Answer = Field("not answered", description=QUESTIONS["esm2_still_bottleneck"])
     verdict: Verdict = Field(description="The decision")
     reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
@@ -57,28 +58,12 @@ def form(figures: Mapping[str, str], description: str) -> type[Approval]:
     return made.with_initial_data(description=description)
 
 
-def time_out() -> dict[str, str]:
-    """The answer given when nobody answers in time."""
-    return {"verdict": "pending", "reviewer": NOBODY, "note": "no answer came before the time-out"}
-
-
-def record(report_dir: Path, approval: Approval, *, flow_run: str, when: datetime | None = None) -> Path:
-    """Keep who decided what and when beside the report; returns the file."""
-    path = report_dir / FILE
-    moment = (when or datetime.now(UTC)).isoformat(timespec="seconds")
-    return write(path, ApprovalRecord(when=moment, flow_run=flow_run, **approval.model_dump(mode="json")))
-
-
-def as_markdown(approval: Approval) -> str:
-    """The answer as a section of the report."""
-    lines = [f"## Approval: {approval.verdict}", "", f"By {approval.reviewer}.", ""]
-    for name, field in Approval.model_fields.items():
-        value = getattr(approval, name)
-        if name not in ("verdict", "reviewer", "note") and value != "not answered":
-            lines.append(f"- {field.description} **{value}**")
-    if approval.note:
-        lines += ["", *(f"> {line}" for line in approval.note.splitlines())]
-    return "\n".join(lines) + "\n"
+def record(report_dir: Path, answer: Approval, *, flow_run: str) -> ApprovalRecord:
+    """Keep who decided what and when beside the report."""
+    moment = datetime.now(UTC).isoformat(timespec="seconds")
+    kept = ApprovalRecord(when=moment, flow_run=flow_run, **answer.model_dump(mode="json"))
+    write(report_dir / APPROVAL, kept)
+    return kept
 
 
 def approval_form(judged: Report, out: Path) -> type[Approval]:
@@ -92,7 +77,8 @@ def approval_form(judged: Report, out: Path) -> type[Approval]:
         {
             "all_criteria_met": f"**{met_sentence(judged)}**",
             "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
-            "esm2_still_bottleneck": shares_of_time(judged),
+            "tuning_could_help": "(loader workers, token budget, prefetch)",
+            "esm2_still_bottleneck": f"How large is the share of non-GPU work? {shares_of_time(judged)}",
         },
         f"{table}\nBottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} [The whole report]({link})\n",
     )

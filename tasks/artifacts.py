@@ -17,10 +17,10 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final
 from urllib.parse import quote
 
 import httpx
@@ -88,11 +88,6 @@ def percent(share: float | None) -> str:
     return "–" if share is None else f"{100 * share:,.1f} %"
 
 
-def verdict_cell(verdict: str) -> str:
-    """A verdict that is seen at a glance."""
-    return VERDICT_MARKS.get(verdict, cell(verdict))
-
-
 def bounded_rows(rows: Sequence[Mapping[str, str]], limit: int = MAX_BYTES) -> list[dict[str, str]]:
     """The first rows that stay below `limit` bytes, and a last row that says how many were left out."""
     kept: list[dict[str, str]] = []
@@ -115,14 +110,6 @@ def bounded_markdown(text: str, full_text: Path | str, limit: int = MAX_BYTES) -
     note = f"\n\n… cut here; the whole text is `{full_text}`\n"
     head = text.encode()[: limit - len(note.encode())].decode("utf-8", "ignore")
     return head[: head.rfind("\n")] + note
-
-
-def without_front_matter(text: str) -> str:
-    """A Markdown text without the block of settings it may begin with, which Prefect would show as headings."""
-    if not text.startswith("---\n"):
-        return text
-    _, end, rest = text[4:].partition("\n---\n")
-    return rest.lstrip("\n") if end else text
 
 
 def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
@@ -175,6 +162,44 @@ def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> No
     )
 
 
+@contextmanager
+def progress_artifact(
+    name: str, description: str, *, every_s: float = EVERY_S, send: Callable[[float], None] | None = None
+) -> Iterator[Callable[[float], None]]:
+    """Gives what takes a share of work done, 0 to 1; the newest is sent every `every_s` seconds, and at the end.
+
+    Outside a run nothing is sent. A server that is away is noted in the log and never stops the work.
+    """
+    if send is None and not inside_a_run():
+        yield lambda share: None
+        return
+    sends, stop, newest = send or _publisher(name, description), threading.Event(), 0.0
+
+    def show(share: float) -> None:
+        nonlocal newest
+        newest = round(100 * min(max(share, 0.0), 1.0), 1)
+
+    def loop() -> None:
+        shown, ended = -1.0, False
+        while not ended:
+            ended = stop.wait(every_s)
+            if (percent := newest) != shown:
+                try:
+                    sends(percent)
+                    shown = percent
+                except (httpx.HTTPError, OSError) as error:
+                    logger.warning("progress not shown: %s", error)
+
+    context = contextvars.copy_context()  # the run this thread belongs to
+    thread = threading.Thread(target=context.run, args=(loop,), name="progress artifact", daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        stop.set()
+        thread.join(timeout=2 * every_s)
+
+
 def _publisher(name: str, description: str) -> Callable[[float], None]:
     """Sends percentages to one progress artifact, created by the first."""
     artifact: list[object] = []
@@ -186,57 +211,3 @@ def _publisher(name: str, description: str) -> Callable[[float], None]:
             artifact.append(create_progress_artifact(percent, key=key(name), description=description))
 
     return send
-
-
-class ProgressArtifact:
-    """`show` a share of work done; the newest is sent every `every_s` seconds, and once more at the end.
-
-    Outside a run nothing is sent. A server that is away is noted in the log and never stops the work.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        description: str,
-        *,
-        every_s: float = EVERY_S,
-        send: Callable[[float], None] | None = None,
-    ) -> None:
-        self._send = send if send is not None else _publisher(name, description) if inside_a_run() else None
-        self._every_s = every_s
-        self._newest = 0.0
-        self._shown = -1.0
-        self._stop = threading.Event()
-        context = contextvars.copy_context()  # the run this thread belongs to
-        self._thread = threading.Thread(target=context.run, args=(self._loop,), name="progress artifact", daemon=True)
-
-    def show(self, share: float) -> None:
-        """Remember how much is done, from 0 to 1; returns at once."""
-        self._newest = round(100 * min(max(share, 0.0), 1.0), 1)
-
-    def __enter__(self) -> Self:
-        if self._send is not None:
-            self._thread.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=2 * self._every_s)
-
-    def _loop(self) -> None:
-        ended = False
-        while not ended:
-            ended = self._stop.wait(self._every_s)
-            percent = self._newest
-            if percent != self._shown:
-                self._show_now(percent)
-
-    def _show_now(self, percent: float) -> None:
-        assert self._send is not None
-        try:
-            self._send(percent)
-        except (httpx.HTTPError, OSError) as error:
-            logger.warning("progress not shown: %s", error)
-        else:
-            self._shown = percent

@@ -10,7 +10,7 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from tasks.artifacts import ProgressArtifact, Rows, cell, percent, publish_table
+from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
 from tasks.guard import device_slots, time_limit
 from tasks.step import done, first_attempt, step
 from virnuc_core.engine.devices import resolve
@@ -73,14 +73,14 @@ def embed(
     which is not tried again; else those of `classify`.
     """
     devices = spec.devices
-    progress = ProgressArtifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
-    watch = replace(watch or Watch(), on_progress=lambda snapshot: progress.show(snapshot.percent / 100))
+    progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
     before = _summary_before(run)
-    with device_slots(resolve(devices)), progress, closing(prewarmed) if prewarmed else nullcontext():
+    with device_slots(resolve(devices)), progress as show, closing(prewarmed) if prewarmed else nullcontext():
+        watch = replace(watch or Watch(), on_progress=lambda snapshot: show(snapshot.percent / 100))
         with time_limit(run.root, time_limit_s, lambda wall_s: _write_stopped(run, staging, spec, wall_s)):
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
-        progress.show(1.0)
+        show(1.0)
     publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
     return done(summary, _what_was_done(summary, before), reused=summary == before)
 

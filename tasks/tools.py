@@ -8,7 +8,7 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from tasks.artifacts import ProgressArtifact, Rows, cell, percent, publish_table
+from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
 from tasks.guard import device_slots
 from tasks.step import done, first_attempt, step
 from virnuc_core.config import Devices, EngineSpec
@@ -47,9 +47,9 @@ def train(run: RunDir, *, truth: Path, models: Path, spec: TrainSpec, seed: int,
 @step("commits", "commits of {label} on {bench.devices}")
 def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False) -> State[OverheadFile]:
     """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
-    progress = ProgressArtifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
-    with device_slots(bench.resolved()), progress:
-        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=progress.show)
+    progress = progress_artifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
+    with device_slots(bench.resolved()), progress as show:
+        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show)
     publish_table(f"commits-{label}", overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
     return done(found, overhead_sentence(found))
 

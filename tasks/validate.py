@@ -8,17 +8,16 @@ from pathlib import Path
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import (
-    ProgressArtifact,
+    VERDICT_MARKS,
     Rows,
     cell,
     emit,
     key,
     percent,
+    progress_artifact,
     publish_link,
     publish_markdown,
     publish_table,
-    verdict_cell,
-    without_front_matter,
 )
 from tasks.guard import device_slots
 from tasks.step import done, first_attempt, step
@@ -31,7 +30,7 @@ from virnuc_core.report.compare import bitwise, cosines
 from virnuc_core.report.compare import compare as hold
 from virnuc_core.report.formatting import Mark, Table
 from virnuc_core.report.model import Criterion, Report
-from virnuc_core.report.render import write_report
+from virnuc_core.report.render import fill, write_report
 from virnuc_core.report.verify import dna_width
 from virnuc_core.report.views import accounts, agreements, criteria, scaling
 from virnuc_core.rundir import RunDir
@@ -47,14 +46,14 @@ def baseline(
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
     if force and first_attempt():
         start_over(run)
-    progress = ProgressArtifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
+    progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
 
-    def show(so_far: BaselineProgress) -> None:
-        progress.show(so_far.rows / so_far.total_rows if so_far.total_rows else 1.0)
+    def share(so_far: BaselineProgress) -> float:
+        return so_far.rows / so_far.total_rows if so_far.total_rows else 1.0
 
-    with device_slots(resolve(devices)), progress:
-        summary = run_baseline(run, store, models, devices, spec, on_progress=show)
-        progress.show(1.0)
+    with device_slots(resolve(devices)), progress as show:
+        summary = run_baseline(run, store, models, devices, spec, on_progress=lambda so_far: show(share(so_far)))
+        show(1.0)
     return done(summary, _time_of(summary), reused=summary.reused)
 
 
@@ -135,7 +134,7 @@ def publish(judged: Report, out: Path, label: str) -> None:
         publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
     if judged.scaling:
         publish_table(f"scaling-{name}", rows_of(scaling(judged)), f"Scaling of {label}")
-    text = without_front_matter((folder / "report.md").read_text(encoding="utf-8"))
+    text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(f"report-{name}", text, met_sentence(judged), folder / "report.md")
     publish_link(f"report-html-{name}", folder / "report.html", "report.html", "The report with its charts")
 
@@ -177,7 +176,7 @@ def rows_of(*tables: Table) -> Rows:
     """Tables of a report's view, one below the other, as Prefect shows them."""
     return [
         {
-            name: verdict_cell(value.verdict) if isinstance(value, Mark) else cell(value)
+            name: VERDICT_MARKS[value.verdict] if isinstance(value, Mark) else cell(value)
             for name, value in zip(table.header, row, strict=True)
         }
         for table in tables

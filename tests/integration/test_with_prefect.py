@@ -29,7 +29,7 @@ from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, takes
 from flows.validate import ask
 from tasks.approval import Approval, form
-from tasks.artifacts import ProgressArtifact, publish_markdown, publish_table
+from tasks.artifacts import progress_artifact, publish_markdown, publish_table
 from tasks.guard import device_slots, slot_name
 from tasks.step import core_logs, done, not_met, step
 from virnuc_core.config import Spec
@@ -142,10 +142,10 @@ def test_artifacts_are_recorded_as_written() -> None:
     def whole() -> None:
         publish_table("criteria-x", [{"verdict": "✅ **PASS**", "required": "≥ 90 %"}], "7 criteria")
         publish_markdown("report-x", "# Report", "the report", Path("/r"))
-        with ProgressArtifact("progress-x", "", every_s=0.05) as progress:
-            progress.show(0.5)
+        with progress_artifact("progress-x", "", every_s=0.05) as show:
+            show(0.5)
             time.sleep(0.2)
-            progress.show(1.0)
+            show(1.0)
 
     whole()
     table = Artifact.get("criteria-x")

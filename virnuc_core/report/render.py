@@ -104,9 +104,12 @@ def render(report: Report) -> dict[str, str]:
     }
 
 
-def fill(template: str, report: Report) -> str:
-    """The report by one of `templates/`; in HTML every value is escaped, and a name that is not there is an error."""
-    return _templates().get_template(template).render(report=report)
+def fill(template: str, report: Report, only: str | None = None) -> str:
+    """The report by one of `templates/`; of its sections only the one of the title `only`, where that is given.
+
+    In HTML every value is escaped. A name that is not there is an error.
+    """
+    return _templates().get_template(template).render(report=report, only=only)
 
 
 @cache

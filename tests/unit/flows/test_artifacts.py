@@ -21,8 +21,6 @@ from tasks.artifacts import (
     markdown_table,
     publish_markdown,
     publish_table,
-    verdict_cell,
-    without_front_matter,
 )
 
 
@@ -91,20 +89,9 @@ def test_a_long_report_is_cut_at_a_line_and_names_the_file() -> None:
     assert bounded_markdown("short", "f") == "short"
 
 
-def test_the_report_is_shown_without_its_front_matter() -> None:
-    assert without_front_matter('---\nprofile: "x"\n---\n\n# Report\n') == "# Report\n"
-    assert without_front_matter("# Report\n---\nmore\n") == "# Report\n---\nmore\n"
-    assert without_front_matter("---\nnever closed\n") == "---\nnever closed\n"
-
-
 def test_tables_as_markdown() -> None:
     assert markdown_table([{"a": "1", "b": "2"}]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     assert markdown_table([]) == ""
-
-
-def test_a_verdict_nobody_knows_is_shown_as_it_is() -> None:
-    assert "PASS" in verdict_cell("pass")
-    assert verdict_cell("odd") == "odd"
 
 
 def test_links_survive_spaces() -> None:

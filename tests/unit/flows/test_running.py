@@ -12,7 +12,7 @@ import pytest
 from flows import preflight
 from flows.flow_commands import prepare_prefect
 from flows.flow_run import run_name, sample_of
-from tasks.artifacts import ProgressArtifact
+from tasks.artifacts import progress_artifact
 from tasks.step import can_help, first_attempt
 from virnuc_core.errors import (
     ConfigError,
@@ -80,13 +80,13 @@ def test_outside_a_run_every_attempt_is_the_first() -> None:
 
 def test_progress_is_sent_seldom_and_at_the_end() -> None:
     sent: list[float] = []
-    with ProgressArtifact("p", "", every_s=0.05, send=sent.append) as progress:
+    with progress_artifact("p", "", every_s=0.05, send=sent.append) as show:
         began = time.monotonic()
         for step in range(1000):
-            progress.show(step / 1000)
+            show(step / 1000)
         while sent[-1:] != [99.9]:
             time.sleep(0.01)
-        progress.show(1.0)
+        show(1.0)
     assert sent[-1] == 100.0
     assert len(sent) <= (time.monotonic() - began) / 0.05 + 2
     assert sent == sorted(set(sent))
@@ -96,14 +96,14 @@ def test_a_server_that_is_away_does_not_stop_the_work(caplog: pytest.LogCaptureF
     def refuse(_: float) -> None:
         raise httpx.ConnectError("refused")
 
-    with ProgressArtifact("p", "", every_s=0.01, send=refuse) as progress:
-        progress.show(0.5)
+    with progress_artifact("p", "", every_s=0.01, send=refuse) as show:
+        show(0.5)
     assert "progress not shown: refused" in caplog.text
 
 
 def test_no_thread_is_left_behind() -> None:
     before = threading.active_count()
-    with ProgressArtifact("p", "", every_s=0.01, send=lambda _: None):
+    with progress_artifact("p", "", every_s=0.01, send=lambda _: None):
         pass
     assert threading.active_count() == before
 
