@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,5 +20,7 @@ def real_data() -> Path:
     return folder
 
 
+# a shell starts background jobs deaf to Ctrl-C, and they hand that on to their children, which tests interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("virnuc", deadline=None)  # shared machines stall; pytest-timeout catches what hangs
 settings.load_profile("virnuc")
