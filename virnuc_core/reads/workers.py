@@ -61,11 +61,12 @@ class Workers:
             try:
                 return self._pool.submit(work, item)
             except BrokenProcessPool as error:
-                raise self._death() from error
+                broken = error
             except OSError as error:  # no more processes, or one that was killed as it began
                 raise WorkerError(f"a staging worker process could not be started: {error}") from error
             finally:
                 self._members |= {*multiprocessing.active_children()} - others
+        raise self._death() from broken
 
     def _result(self, future: Future[O]) -> O:
         try:
@@ -79,8 +80,10 @@ class Workers:
             raise WorkerError(problem, worker_traceback=str(error.__cause__)) from error
 
     def _death(self) -> WorkerError:
+        for member in self._members:
+            member.terminate()  # the pool does so too, but waits for ever for one that it started meanwhile
         if self._pool is not None:
-            self._pool.shutdown()  # it is ending all members: then their exit codes are known
+            self._pool.shutdown()  # all members have ended: then their exit codes are known
         ended = {member.exitcode for member in self._members} - {None, 0, -signal.SIGTERM}  # the pool ends the others
         return WorkerError(f"a staging worker process ended (exit code {', '.join(map(str, ended)) or 'unknown'})")
 
