@@ -293,22 +293,32 @@ class ModelFlops(RunFile):
         return self.esm2_ceiling_tokens_s if encoder == "esm2" else self.dnabert_s_ceiling_tokens_s
 
 
-class RunSummary(RunFile):
-    """`summary.json`: what a run did and how long it took. It is written last: with it a run is complete, unless it
-    says that it was ended at a time limit. `None`: the file does not tell."""
+class RunCounts(RunFile):
+    """What a run counted and timed of itself. `None`: nothing tells."""
 
-    schema_version: int = 1
     stopped_at_limit: Annotated[bool, BeforeValidator(bool)] = False
     wall_s: Seconds | None = None  # this run, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
-    stages: dict[str, Seconds | None] = {}  # the nine; None: fused
     n_reads: Count | None = None
     n_chunks: Count | None = None
     n_rows: Count | None = None
     n_uniques: Count | None = None
-    protein_tokens: Count | None = None  # of the uniques, specials included
     fates: dict[str, Count] = {}
+    resumed: Annotated[bool, BeforeValidator(bool)] = False  # whatever stands there: only a plain no is a no
+    shards_computed: Count | None = None
+    shards_reused: Count | None = None
+    restarts: Count | None = None
+    rows_set_aside: Count | None = None  # uniques that ended every worker
+
+
+class RunSummary(RunCounts):
+    """`summary.json`: what a run did and how long it took. It is written last: with it a run is complete, unless it
+    says that it was ended at a time limit. `None`: the file does not tell."""
+
+    schema_version: int = 1
+    stages: dict[str, Seconds | None] = {}  # the nine; None: fused
+    protein_tokens: Count | None = None  # of the uniques, specials included
     threshold: Share | None = None  # viral score from which a read is called viral
     rows_virus: Count | None = None
     chunks_virus: Count | None = None
@@ -316,14 +326,9 @@ class RunSummary(RunFile):
     telemetry: str | None = None  # file name within telemetry/; None when nothing had to be computed
     devices: tuple[DeviceRecord, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()
-    resumed: Annotated[bool, BeforeValidator(bool)] = False  # whatever stands there: only a plain no is a no
     shards: Count | None = None
-    shards_computed: Count | None = None
-    shards_reused: Count | None = None
-    restarts: Count | None = None
     deaths: tuple[str, ...] | None = None
     damaged: tuple[str, ...] = ()
-    rows_set_aside: Count | None = None  # uniques that ended every worker
     reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
     flops: ModelFlops | None = None
 

@@ -68,22 +68,14 @@ def _utilisation(telemetry: TelemetryMetrics | None, stage: str) -> float | None
 def bottleneck(run: RunMetrics | None) -> Bottleneck:
     """The one class that costs most."""
     if run is None or not run.total_s:
-        return Bottleneck(
-            kind="unknown", expected=False, stage=None, share=None, detail="no run was timed", advice="run validate"
-        )
+        return Bottleneck(kind="unknown", detail="no run was timed", advice="run validate")
     losses = [loss for loss in (_loader(run), _packing(run), _commit(run), _cpu_stage(run)) if loss is not None]
     if losses:
         return max(losses, key=lambda loss: loss.share or 0.0)
     share = sum(stage_seconds(run, stage) or 0.0 for stage in GPU_STAGES) / run.total_s
     if not share:
-        return Bottleneck(
-            kind="unknown",
-            expected=False,
-            stage=None,
-            share=None,
-            detail="the encoders' time was not measured",
-            advice="look at the log of the run",
-        )
+        detail, advice = "the encoders' time was not measured", "look at the log of the run"
+        return Bottleneck(kind="unknown", detail=detail, advice=advice)
     idle = [s for s in GPU_STAGES if (u := _utilisation(run.telemetry, s)) is not None and u < BUSY_PERCENT]
     detail = f"the encoders take {100 * share:.0f} % of the time"
     if idle:
@@ -108,7 +100,7 @@ def _loader(run: RunMetrics) -> Bottleneck | None:
     if telemetry.queue.starved <= STARVED_SHARE and waited / telemetry.span_s <= WAIT_SHARE:
         return None
     detail = f"{100 * telemetry.queue.starved:.0f} % of batches starved; {100 * share:.0f} % of the time spent waiting"
-    return Bottleneck(kind="loader", expected=False, stage=None, share=share, detail=detail, advice=LOADER_ADVICE)
+    return Bottleneck(kind="loader", share=share, detail=detail, advice=LOADER_ADVICE)
 
 
 def _packing(run: RunMetrics) -> Bottleneck | None:
@@ -118,7 +110,7 @@ def _packing(run: RunMetrics) -> Bottleneck | None:
     encoders = sum(stage_seconds(run, stage) or 0.0 for stage in GPU_STAGES)
     share = min(1.0, encoders / (run.total_s or 1.0)) * (1.0 - telemetry.packing_efficiency)
     detail = f"packing efficiency {100 * telemetry.packing_efficiency:.1f} %: the rest of the slots is computed in vain"
-    return Bottleneck(kind="packing", expected=False, stage=None, share=share, detail=detail, advice=PACKING_ADVICE)
+    return Bottleneck(kind="packing", share=share, detail=detail, advice=PACKING_ADVICE)
 
 
 def _commit(run: RunMetrics) -> Bottleneck | None:
@@ -133,7 +125,7 @@ def _commit(run: RunMetrics) -> Bottleneck | None:
     if share <= COMMIT_SHARE:
         return None
     detail = f"a device stands still for {idle:.0f} s of the embedding, and its commits take {commit:.0f} s"
-    return Bottleneck(kind="commit I/O", expected=False, stage=None, share=share, detail=detail, advice=COMMIT_ADVICE)
+    return Bottleneck(kind="commit I/O", share=share, detail=detail, advice=COMMIT_ADVICE)
 
 
 def _cpu_stage(run: RunMetrics) -> Bottleneck | None:
@@ -143,11 +135,4 @@ def _cpu_stage(run: RunMetrics) -> Bottleneck | None:
         return None
     worst = max(slow, key=lambda stage: stage.share or 0.0)
     detail = f"stages off the GPU take {100 * share:.0f} % of the time, {worst.name} most"
-    return Bottleneck(
-        kind="CPU stage",
-        expected=False,
-        stage=worst.name,
-        share=share,
-        detail=detail,
-        advice=STAGE_ADVICE[worst.name],
-    )
+    return Bottleneck(kind="CPU stage", stage=worst.name, share=share, detail=detail, advice=STAGE_ADVICE[worst.name])

@@ -18,9 +18,8 @@ from virnuc_core.report.chart_data import charts
 from virnuc_core.report.criteria import checks, scaling, seven
 from virnuc_core.report.files import BASELINE, RECORD, RUN_PREFIX, SUMMARY, RawFolder, run_names
 from virnuc_core.report.measured import Measured
-from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
+from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import Accounting, Criterion, HistoryPoint, Provenance, Regression, Report, RunMetrics
-from virnuc_core.report.overhead import overhead_metrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, RunSummary, differing, made_from, write

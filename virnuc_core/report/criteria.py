@@ -20,7 +20,7 @@ from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 NOT_ASKED: Final = "the profile does not ask for it"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One criterion. `target` names a field of the profile's targets."""
 
@@ -31,9 +31,10 @@ class Row:
     unit: Literal["s", "x", "%", ""]
     target: str
     samples_of: str
-    run: Literal["single", "many", "judged"]  # whose figures they are
-    evidence: Literal["speed", "reads", ""]  # what a run must be to say something: large enough, and on such devices
-    raw: tuple[str, ...]  # files; or "summary", "single" and "telemetry" of the run
+    run: Literal["single", "many", "judged"] = "judged"  # whose figures they are
+    # what a run must be to say something: large enough (reads), and on the devices that are meant (speed)
+    evidence: Literal["speed", "reads", ""] = "speed"
+    raw: tuple[str, ...] = ("telemetry",)  # files; or "summary", "single" and "telemetry" of the run
     find: Callable[[Measured], Finding]
 
 
@@ -46,7 +47,6 @@ SCALING: Final = Row(
     target="scaling",
     samples_of="reads",
     run="many",
-    evidence="speed",
     raw=("single", "summary"),
     find=measured.scaling,
 )
@@ -60,7 +60,6 @@ CRITERIA: Final = (
         target="one_device_seconds",
         samples_of="reads",
         run="single",
-        evidence="speed",
         raw=("summary",),
         find=partial(measured.time, devices=1),
     ),
@@ -73,7 +72,6 @@ CRITERIA: Final = (
         target="two_device_seconds",
         samples_of="reads",
         run="many",
-        evidence="speed",
         raw=("summary",),
         find=partial(measured.time, devices=2),
     ),
@@ -86,8 +84,6 @@ CRITERIA: Final = (
         unit="x",
         target="speedup",
         samples_of="reads of the baseline",
-        run="judged",
-        evidence="speed",
         raw=("baseline/summary.json", "summary"),
         find=measured.speedup,
     ),
@@ -99,7 +95,6 @@ CRITERIA: Final = (
         unit="%",
         target="consensus_agreement",
         samples_of="chunks",
-        run="judged",
         evidence="",
         raw=("comparison.json",),
         find=measured.consensus,
@@ -113,9 +108,6 @@ CRITERIA: Final = (
         unit="%",
         target="gpu_utilisation",
         samples_of="NVML samples of that device",
-        run="judged",
-        evidence="speed",
-        raw=("telemetry",),
         find=measured.utilisation,
     ),
     Row(
@@ -126,9 +118,7 @@ CRITERIA: Final = (
         unit="%",
         target="packing_efficiency",
         samples_of="batches",
-        run="judged",
         evidence="reads",
-        raw=("telemetry",),
         find=measured.packing,
     ),
 )
@@ -141,9 +131,6 @@ CHECKS: Final = (
         unit="%",
         target="starved_share",
         samples_of="batches",
-        run="judged",
-        evidence="speed",
-        raw=("telemetry",),
         find=measured.starved,
     ),
     Row(
@@ -155,8 +142,6 @@ CHECKS: Final = (
         unit="%",
         target="checkpoint_overhead",
         samples_of="pairs of runs",
-        run="judged",
-        evidence="speed",
         raw=("checkpoint_overhead.json",),
         find=measured.checkpoint_overhead,
     ),
@@ -169,8 +154,6 @@ CHECKS: Final = (
         target="device_time_spread",
         samples_of="devices",
         run="many",
-        evidence="speed",
-        raw=("telemetry",),
         find=measured.spread,
     ),
 )

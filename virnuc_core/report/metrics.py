@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 from virnuc_core.profiles import Profile
@@ -11,13 +13,13 @@ from virnuc_core.report.model import (
     BaselineMetrics,
     DeviceMetrics,
     EncoderMetrics,
+    OverheadMetrics,
     RunMetrics,
     ScalingMetrics,
     StageMetrics,
     TelemetryMetrics,
 )
-from virnuc_core.runfiles import DeviceRecord, ModelFlops, RunRecord, RunSummary
-from virnuc_core.telemetry.flops import EncoderWork, mean_ceiling, mfu_of_ceiling, mfu_of_datasheet
+from virnuc_core.runfiles import DeviceRecord, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import (
     Span,
@@ -32,11 +34,12 @@ from virnuc_core.telemetry.statistics import (
     windows,
 )
 from virnuc_core.telemetry.tables import STAGES, BatchTable, Encoder
-from virnuc_core.validation import BaselineSummary
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, BaselineSummary, OverheadFile
 
 VENDOR_WORDS: Final = ("NVIDIA", "GeForce", "Tesla", "Graphics Device")
 RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
+MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
 NEVER: Final[Span] = (1.0, 0.0)  # holds no sample
 
 
@@ -90,27 +93,15 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     timed_s = None if resumed else total_s
     reads_per_s = summary.n_reads / timed_s if summary.n_reads and timed_s else None
     energy_kwh = None if telemetry is None else telemetry.energy_kwh
+    counted = {field: getattr(summary, field) for field in RunCounts.model_fields}
     return RunMetrics(
+        **counted | {"total_s": total_s, "resumed": resumed},
         name=name,
         devices=devices,
         label=label(devices),
-        total_s=total_s,
-        wall_s=summary.wall_s,
-        staging_s=summary.staging_s,
         stages=stage_metrics(summary.stages, total_s),
-        n_reads=summary.n_reads,
-        n_chunks=summary.n_chunks,
-        n_rows=summary.n_rows,
-        n_uniques=summary.n_uniques,
-        fates=summary.fates,
-        resumed=resumed,
-        stopped_at_limit=summary.stopped_at_limit,
-        shards_computed=summary.shards_computed,
-        shards_reused=summary.shards_reused,
-        restarts=summary.restarts,
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
-        rows_set_aside=summary.rows_set_aside,
         precision=precision,
         attention=attention,
         missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
@@ -157,7 +148,7 @@ def telemetry_metrics(
         file=file,
         encoders=tuple(
             EncoderMetrics(
-                **dict(own), encoder=encoder, **_efficiency(batches, encoder, devices, flops, precision or "")
+                **dict(own), encoder=encoder, **_encoder_efficiency(batches, encoder, devices, flops, precision or "")
             )
             for encoder, own in by_encoder(batches).items()
         ),
@@ -188,7 +179,7 @@ def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
     )
 
 
-def _efficiency(
+def _encoder_efficiency(
     batches: BatchTable, encoder: Encoder, devices: Sequence[DeviceRecord], flops: ModelFlops, precision: str
 ) -> dict[str, float | None]:
     """An encoder's share of what its devices could have done; unknown when a device has no device time."""
@@ -204,10 +195,65 @@ def _efficiency(
     ceilings = flops.ceilings(encoder)
     # DNABERT-S stays at fp16 where ESM-2 runs at fp8
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
+    return efficiency(work, ceilings, flops.per_token(encoder), arithmetic)
+
+
+TERA: Final = 1e12
+
+# Dense peak of the tensor cores in TFLOP/s, from the makers' data sheets (without sparsity).
+# Keys: part of the device's name; the first that fits counts, so longer names stand first.
+DATASHEET_TFLOPS: Final[tuple[tuple[str, dict[str, float]], ...]] = (
+    ("H200", {"fp16": 989.5, "bf16": 989.5, "fp8": 1979.0, "fp32": 67.0}),
+    ("H100 PCIe", {"fp16": 756.0, "bf16": 756.0, "fp8": 1513.0, "fp32": 51.0}),
+    ("H100", {"fp16": 989.5, "bf16": 989.5, "fp8": 1979.0, "fp32": 67.0}),
+    ("A100", {"fp16": 312.0, "bf16": 312.0, "fp32": 19.5}),
+    ("L40S", {"fp16": 362.0, "bf16": 362.0, "fp8": 733.0, "fp32": 91.6}),
+    ("L4", {"fp16": 121.0, "bf16": 121.0, "fp8": 242.5, "fp32": 30.3}),
+    ("RTX 4090", {"fp16": 165.2, "bf16": 165.2, "fp8": 330.3, "fp32": 82.6}),
+    ("RTX 3090", {"fp16": 71.0, "bf16": 71.0, "fp32": 35.6}),
+    ("V100", {"fp16": 125.0, "fp32": 15.7}),
+    ("T4", {"fp16": 65.0, "fp32": 8.1}),
+)
+
+
+def datasheet_flops(device_name: str, precision: str) -> float | None:
+    """Peak FLOP/s of a device at a precision; `None` when the table does not have it."""
+    for part, peaks in DATASHEET_TFLOPS:
+        if part in device_name:
+            peak = peaks.get(precision)
+            return None if peak is None else peak * TERA
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderWork:
+    """What one device put through one encoder."""
+
+    device: str
+    name: str  # the device's model
+    tokens: int
+    device_s: float
+
+
+def efficiency(
+    work: Sequence[EncoderWork], ceilings: Mapping[str, float], flops_per_token: float | None, precision: str
+) -> dict[str, float | None]:
+    """What an encoder used of its devices: of what their linear layers alone sustain, and of what data sheets promise.
+
+    A ceiling is weighted by each device's seconds; unknown where one was not measured, or a sheet does not say.
+    """
+    tokens, spent = sum(one.tokens for one in work), sum(one.device_s for one in work)
+    peaks = [datasheet_flops(one.name, precision) for one in work]
+    promised = sum(one.device_s * peak for one, peak in zip(work, peaks, strict=True) if peak is not None)
+    ceiling = sheet = None
+    if spent > 0 and all(one.device in ceilings for one in work):
+        ceiling = sum(one.device_s * ceilings[one.device] for one in work) / spent
+    if flops_per_token is not None and None not in peaks and promised > 0:
+        sheet = tokens * flops_per_token / promised
     return {
-        "ceiling_tokens_per_s": mean_ceiling(work, ceilings),
-        "mfu_of_ceiling": mfu_of_ceiling(work, ceilings),
-        "mfu_of_datasheet": mfu_of_datasheet(work, flops.per_token(encoder), arithmetic),
+        "ceiling_tokens_per_s": ceiling,
+        "mfu_of_ceiling": tokens / (ceiling * spent) if ceiling else None,
+        "mfu_of_datasheet": sheet,
     }
 
 
@@ -299,3 +345,26 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
 def _stage_ratio(single: RunMetrics, many: RunMetrics, stage: str) -> float | None:
     one, other = (stage_seconds(run, stage) for run in (single, many))
     return one / other if one is not None and other else None
+
+
+def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
+    """1 − tokens/s with commits ÷ tokens/s without: the median over the pairs, with least and most."""
+    found = raw.read(OverheadFile, OVERHEAD)
+    if found is None:
+        return None
+    shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
+    shortest_s = min((pair.seconds for pair in found.pairs), default=0.0)
+    problem = None
+    if len(shares) < MIN_PAIRS:
+        problem = f"{len(shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"
+    elif shortest_s < MIN_SECONDS:
+        problem = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
+    return OverheadMetrics(
+        pairs=len(shares),
+        median=statistics.median(shares) if shares else None,
+        least=min(shares, default=None),
+        most=max(shares, default=None),
+        shards=found.shards,
+        shard_tokens=found.shard_tokens,
+        problem=problem,
+    )

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.runfiles import DeviceRecord, RunFile
+from virnuc_core.runfiles import DeviceRecord, RunCounts, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import Comparison
@@ -71,29 +71,15 @@ class TelemetryMetrics(BatchMetrics):
     alarms: tuple[str, ...]
 
 
-class RunMetrics(Record):
-    """One run of the validation: one device, or N."""
+class RunMetrics(RunCounts):
+    """One run of the validation, one device or N: what it counted, and what follows from its other files."""
 
     name: str
     devices: tuple[DeviceRecord, ...]
     label: str  # "2x RTX 4090"
-    total_s: float | None
-    wall_s: float | None
-    staging_s: float | None
     stages: tuple[StageMetrics, ...]
-    n_reads: int | None
-    n_chunks: int | None
-    n_rows: int | None
-    n_uniques: int | None
-    fates: dict[str, int]
-    resumed: bool
-    stopped_at_limit: bool
-    shards_computed: int | None
-    shards_reused: int | None
-    restarts: int | None
     shards_damaged: int  # found unreadable and computed again
     shards_on_less_memory: int  # computed with a part of the token budget
-    rows_set_aside: int | None
     precision: str | None
     attention: str | None
     missing_files: tuple[str, ...]
@@ -202,11 +188,11 @@ class Bottleneck(Record):
     """Where the time goes, by class."""
 
     kind: Literal["loader", "packing", "GPU compute", "commit I/O", "CPU stage", "unknown"]
-    expected: bool  # expected: the encoders doing their work well; else something can be done
-    stage: str | None
-    share: float | None
     detail: str
     advice: str
+    expected: bool = False  # expected: the encoders doing their work well; else something can be done
+    stage: str | None = None
+    share: float | None = None
 
 
 class StageFinding(Record):

@@ -34,18 +34,19 @@ from virnuc_core.report.compare import (
 )
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import Report
-from virnuc_core.report.overhead import contradictions
 from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
 from virnuc_core.report.stored import baseline_tokens, count_store, staging_tally
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, differing, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
+from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import BaselineSummary, Comparison, ValidationRecord
+from virnuc_core.validation import OVERHEAD, BaselineSummary, Comparison, OverheadFile, OverheadPair, ValidationRecord
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3
+UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this where a commit would be
 GENERATOR: Final = re.compile(r'<meta name="generator"[^>]*>')
 IMAGE: Final = re.compile(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]+")
 ABSENT: Final = "nothing"
@@ -339,6 +340,39 @@ def _one_job(found: Verification, raw: RawFolder) -> None:
         found.figures += len(own)
         for part, (said, wanted) in differing(own, first).items():
             found.wrong(f"{name}/{RECORD}: {part} {said}, that of the first run is {wanted}")
+
+
+def contradictions(out: Path) -> list[str]:
+    """What in `checkpoint_overhead.json` its runs' telemetry and records do not bear out."""
+    raw = RawFolder(out)
+    found = raw.read(OverheadFile, OVERHEAD)
+    said = [] if found is None else [line for pair in found.pairs for line in _of_pair(raw, found, pair)]
+    return [f"{OVERHEAD}: {line}" for line in (*said, *raw.problems.get(OVERHEAD, ()))]
+
+
+def _of_pair(raw: RawFolder, found: OverheadFile, pair: OverheadPair) -> Iterator[str]:
+    spans = []
+    for run, rate, commits in (
+        (pair.with_run, pair.with_tokens_per_s, True),
+        (pair.without_run, pair.without_tokens_per_s, False),
+    ):
+        measured = raw.telemetry(run, None)
+        again = None if measured is None else committed_tokens_per_s(measured[1].batches, measured[1].shards)
+        if again is None or not math.isclose(rate, again, rel_tol=RELATIVE):
+            yield f"{run} says {rate} tokens/s, its telemetry gives {again}"
+        record = raw.read(RunRecord, run, RECORD)
+        if record is None or record.spec.get("commit") is not commits:
+            yield f"{run} was not made with commits {'on' if commits else 'off'}"
+        if measured is None:
+            continue
+        shards = measured[1].shards
+        spans += [float(measured[1].batches.tokens.sum()) / again] if again else []
+        if len(shards) != found.shards:
+            yield f"{run} computed {len(shards)} shards, not {found.shards}"
+        if not commits and (spent := float(shards.commit_s.sum())) > UNCOMMITTED_S * len(shards):
+            yield f"{run} spent {spent:.3f} s on commits although they were off"
+    if not math.isclose(pair.seconds, min(spans, default=0.0), rel_tol=RELATIVE):
+        yield f"{pair.with_run} and its pair say {pair.seconds} s, telemetry gives {min(spans, default=0.0)}"
 
 
 def report_lines(found: Verification) -> Iterator[str]:

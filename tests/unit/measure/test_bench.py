@@ -9,7 +9,7 @@ import pytest
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.measure.bench import Bench, measure_again, measure_overhead
-from virnuc_core.report.overhead import contradictions
+from virnuc_core.report.verify import contradictions
 
 
 def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench, engine: EngineSpec) -> None:

@@ -14,9 +14,8 @@ from tasks.validate import rows_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.model import EncoderMetrics, Report
-from virnuc_core.report.overhead import contradictions
 from virnuc_core.report.render import fill, render, rerender, write_report
-from virnuc_core.report.verify import verify_report
+from virnuc_core.report.verify import contradictions, verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write

@@ -7,15 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.report.metrics import cost_per_million
+from virnuc_core.report.metrics import EncoderWork, cost_per_million, datasheet_flops, efficiency
 from virnuc_core.runfiles import ModelFlops, read, read_usable, write
-from virnuc_core.telemetry.flops import (
-    EncoderWork,
-    datasheet_flops,
-    mean_ceiling,
-    mfu_of_ceiling,
-    mfu_of_datasheet,
-)
 
 
 @pytest.mark.parametrize(
@@ -37,24 +30,32 @@ def test_a_device_or_precision_the_sheet_does_not_have_is_unknown() -> None:
     assert datasheet_flops("NVIDIA A100", "fp8") is None
 
 
+H200 = EncoderWork("a", "NVIDIA H200", 600, 10.0)
+
+
 def test_mfu_weighs_each_device_by_its_seconds() -> None:
-    work = [EncoderWork("a", "NVIDIA H200", 600, 10.0), EncoderWork("b", "NVIDIA L4", 100, 5.0)]
-    ceilings = {"a": 100.0, "b": 40.0}
-    assert mean_ceiling(work, ceilings) == pytest.approx((10 * 100 + 5 * 40) / 15)
-    assert mfu_of_ceiling(work, ceilings) == pytest.approx(700 / (10 * 100 + 5 * 40))
+    found = efficiency([H200, EncoderWork("b", "NVIDIA L4", 100, 5.0)], {"a": 100.0, "b": 40.0}, 5e9, "fp16")
+    assert found["ceiling_tokens_per_s"] == pytest.approx((10 * 100 + 5 * 40) / 15)
+    assert found["mfu_of_ceiling"] == pytest.approx(700 / (10 * 100 + 5 * 40))
     peaks = 10 * 989.5e12 + 5 * 121e12
-    assert mfu_of_datasheet(work, 5e9, "fp16") == pytest.approx(700 * 5e9 / peaks)
+    assert found["mfu_of_datasheet"] == pytest.approx(700 * 5e9 / peaks)
 
 
-def test_mfu_is_unknown_when_a_ceiling_a_time_or_the_work_is() -> None:
-    work = [EncoderWork("a", "NVIDIA H200", 600, 10.0), EncoderWork("b", "Some Processor", 100, 5.0)]
-    assert mfu_of_ceiling(work, {"a": 100.0}) is None
-    assert mfu_of_ceiling([], {"a": 100.0}) is None
-    assert mfu_of_ceiling([EncoderWork("a", "x", 5, 0.0)], {"a": 100.0}) is None
-    assert mfu_of_datasheet(work, 5e9, "fp16") is None
-    assert mfu_of_datasheet(work[:1], None, "fp16") is None
-    assert mfu_of_datasheet(work[:1], 5e9, "") is None
-    assert mfu_of_datasheet([], 5e9, "fp16") is None
+@pytest.mark.parametrize(
+    "work",
+    [
+        [],
+        [EncoderWork("a", "x", 5, 0.0)],
+        [H200, EncoderWork("b", "Some Processor", 100, 5.0)],
+    ],
+)
+def test_mfu_is_unknown_when_a_ceiling_a_time_or_the_work_is(work: list[EncoderWork]) -> None:
+    assert set(efficiency(work, {"a": 100.0}, 5e9, "fp16").values()) == {None}
+
+
+@pytest.mark.parametrize(("flops_per_token", "precision"), [(None, "fp16"), (5e9, "")])
+def test_mfu_of_the_datasheet_needs_flops_and_a_precision(flops_per_token: float | None, precision: str) -> None:
+    assert efficiency([H200], {"a": 100.0}, flops_per_token, precision)["mfu_of_datasheet"] is None
 
 
 def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> None:
