@@ -43,14 +43,13 @@ T = TypeVar("T")
 TAG: Final = "virnuc"
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"
 SAME_START_S: Final = 1.0
-FREE_NOW_S: Final = 1.0  # a device's slot that takes longer to get is another run's
 PACKED: Final = (".gz", ".bz2", ".xz", ".zst", ".bgz")
 READS: Final = (".fastq", ".fq", ".fasta", ".fa", ".fna", ".ffn")
 MAX_NAME: Final = 60
 logger = logging.getLogger(__name__)
 
 
-def takes(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
+def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
     """Turn a function of one settings model into a flow's: parameters one by one, and all that surrounds its work.
 
     Its child processes end with it, the core's log lines reach the run, a cancelled run ends, and an error of ours is
@@ -152,7 +151,7 @@ def _is_dead(flow_run: FlowRun) -> bool:
         return True
 
 
-def staged(settings: RunSettings, label: str) -> StageSummary:
+def stage_input(settings: RunSettings, label: str) -> StageSummary:
     """The flow's reads in the store of its directory. Errors: those of the stage task."""
     spec = StageSpec(
         reads=settings.reads,

@@ -74,7 +74,7 @@ Decision = Annotated[bool, Parameter(negative=())]
 YesOrNo = Literal["yes", "no"]
 
 
-class Answer(Spec):
+class ApprovalOptions(Spec):
     """A reviewer's answer to a validation."""
 
     run: str = Field(description="flow run: its id or its name")
@@ -99,9 +99,9 @@ class Answer(Spec):
         return {"verdict": chosen[0], "reviewer": getpass.getuser(), **kept}
 
 
-@command(Answer, "run")
-def approve(answer: Answer, debug: bool) -> int:
-    """Answer a validation that was started with --approval and waits."""
+@command(ApprovalOptions, "run")
+def approve(answer: ApprovalOptions, debug: bool) -> int:
+    """ApprovalOptions a validation that was started with --approval and waits."""
     form = answer.form()
     prepare_prefect()
     from prefect.client.orchestration import get_client

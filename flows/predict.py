@@ -12,7 +12,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import preflight
-from flows.flow_run import announce, named, sample_of, staged, takes
+from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
 from tasks.artifacts import emit, publish_table
 from tasks.guard import device_slots
@@ -73,21 +73,21 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
                 held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))
                 prewarmed = prewarm(settings.models, devices, engine)
                 held.callback(prewarmed.close)
-        staging = staged(settings, label)
+        staging = stage_input(settings, label)
         yield StagedRun(run, staging, label, devices, engine, settings.models, settings.force, prewarmed)
 
 
 @flow(name="predict", flow_run_name=named("reads", "devices"))
-@takes(PredictSettings)
+@with_parameters(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
-    with staged_run(settings) as begun:
-        run, label = begun.run, begun.label
+    with staged_run(settings) as staged:
+        run, label = staged.run, staged.label
         before = read_summary(run)
-        summary = begun.embed(threshold=settings.threshold)
+        summary = staged.embed(threshold=settings.threshold)
         if settings.write_viral:
-            viral_reads(run, begun.staging, threshold=settings.threshold, on_error=settings.on_error).result()
-        fates = fate_rows(summary, begun.staging.tally)
+            viral_reads(run, staged.staging, threshold=settings.threshold, on_error=settings.on_error).result()
+        fates = fate_rows(summary, staged.staging.tally)
         publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
         viral = summary.fates.get("viral", 0)
         payload = {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())}

@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import preflight
-from flows.flow_run import announce, named, takes
+from flows.flow_run import announce, named, with_parameters
 from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
 from tasks.artifacts import cell, publish_table
@@ -20,7 +20,7 @@ from virnuc_core.runfiles import RunSummary
 
 
 @flow(name="predict-inbox", flow_run_name=named("inbox", "devices"))
-@takes(InboxSettings)
+@with_parameters(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
     preflight.check(settings, EngineSpec())

@@ -69,7 +69,7 @@ def devices(settings: ComputeSettings, base: EngineSpec) -> tuple[Device, ...]:
     return found
 
 
-def named(found: tuple[Device, ...]) -> Devices:
+def by_name(found: tuple[Device, ...]) -> Devices:
     """Devices by name, where `auto` was asked for too."""
     if found[0].kind == "cpu":
         return Devices.parse(f"cpu:{len(found)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.flow_run import named, takes
+from flows.flow_run import named, with_parameters
 from flows.measure_parameters import ProfileSettings
 from flows.predict import staged_run
 from tasks.artifacts import markdown_table, publish_markdown, publish_table
@@ -21,7 +21,7 @@ MEBIBYTE = 1 << 20
 
 
 @flow(name="profile", flow_run_name=named("reads", "devices"))
-@takes(ProfileSettings)
+@with_parameters(ProfileSettings)
 def profile(settings: ProfileSettings) -> State[Traces]:
     """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
 

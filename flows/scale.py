@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.flow_run import named, takes
+from flows.flow_run import named, with_parameters
 from flows.measure_parameters import ScaleSettings
 from flows.validate import Judged, in_short, measure
 from tasks.artifacts import percent
@@ -15,7 +15,7 @@ from virnuc_core.report.model import Report
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
-@takes(ScaleSettings)
+@with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
     judged, message = measure(settings, steps, with_baseline=False)
@@ -35,7 +35,6 @@ def steps(devices: int) -> list[int]:
 def describe(judged: Report) -> str:
     """The curve in a sentence."""
     parts = [
-        f"{figure.num_gpus} devices: {number(figure.speedup, 2, 'x')} ({percent(figure.efficiency)})"
-        for figure in judged.scaling
+        f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)})" for row in judged.scaling
     ]
     return "; ".join(parts) or "one device only: there is no curve"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows.flow_run import named, takes
+from flows.flow_run import named, with_parameters
 from flows.measure_parameters import TrainSettings
 from flows.predict import staged_run
 from tasks.step import done
@@ -19,7 +19,7 @@ from virnuc_core.measure.train import TrainSpec, TrainSummary, install_head, rea
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))
-@takes(TrainSettings)
+@with_parameters(TrainSettings)
 def train(settings: TrainSettings) -> State[TrainSummary]:
     """Fits a head on reads whose origin is known; no genome is on both sides of the split.
 

@@ -6,11 +6,11 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import preflight
-from flows.flow_run import announce, named, sample_of, staged, takes
+from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.measure_parameters import SWEPT, TuneSettings
 from tasks.artifacts import publish_table
 from tasks.step import done
-from tasks.tools import measure, trial_rows
+from tasks.tools import run_trial, trial_rows
 from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds, write_settings
@@ -19,7 +19,7 @@ from virnuc_core.rundir import RunDir
 
 
 @flow(name="tune", flow_run_name=named("reads", "profile", "devices"))
-@takes(TuneSettings)
+@with_parameters(TuneSettings)
 def tune(settings: TuneSettings) -> State[Recommendation]:
     """Finds the fastest engine settings for this machine, weights and reads that leave the results as they are.
 
@@ -28,16 +28,16 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     profile = load_profile(settings.profile)
     preflight.check(settings, profile.engine)
     found = preflight.devices(settings, profile.engine)
-    devices, base = preflight.named(found), resolve_engine(settings.engine(profile.engine), found[0].kind)
+    devices, base = preflight.by_name(found), resolve_engine(settings.engine(profile.engine), found[0].kind)
     tried = candidates(base, settings.swept())
     label, tolerance = sample_of(settings.reads), profile.score_tolerance
     announce(label, profile.name, devices.kind)
-    staged(settings, label)
+    stage_input(settings, label)
     sweep = Sweep(settings.out, Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s), base)
     if settings.force:
         sweep.forget()
     for candidate, repeat, name in rounds(tried, settings.repeats, halving=settings.search == "halving"):
-        candidate.add(measure(sweep, candidate, repeat, name=name).result())
+        candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)
     rows = trial_rows(tried, chosen, tolerance)
     publish_table(f"tune-{label}-{devices}", rows, f"**{chosen.reason}** — {label} on {devices}")

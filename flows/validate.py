@@ -21,7 +21,7 @@ from prefect.exceptions import PrefectException
 from prefect.flow_runs import pause_flow_run
 
 from flows import preflight
-from flows.flow_run import announce, named, sample_of, staged, takes
+from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.measure_parameters import MeasureSettings, ValidateSettings
 from tasks.approval import TIMED_OUT, Approval, approval_form, record
 from tasks.artifacts import publish_markdown
@@ -60,7 +60,7 @@ class Judged:
 
 
 @flow(name="validate", flow_run_name=named("reads", "profile", "devices"))
-@takes(ValidateSettings)
+@with_parameters(ValidateSettings)
 def validate(settings: ValidateSettings) -> State[Judged]:
     """Proves a machine: the same reads by the baseline, on one device and on all, compared and judged by a profile.
 
@@ -96,9 +96,9 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
     preflight.check(settings, profile.engine)
     found = preflight.devices(settings, profile.engine)
     counts, before = steps(len(found)), _finished_runs(settings.out)
-    common = Measurement(settings, profile, sample_of(settings.reads), preflight.named(found))
+    common = SharedSettings(settings, profile, sample_of(settings.reads), preflight.by_name(found))
     announce(common.label, profile.name, common.devices.kind)
-    staging = staged(settings, common.label)
+    staging = stage_input(settings, common.label)
     record_validation(
         settings.out,
         spec=settings.model_dump(mode="json") | {"engine": common.engine.model_dump(mode="json")},
@@ -124,8 +124,8 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
 
 
 @dataclass(frozen=True, slots=True)
-class Measurement:
-    """What all runs of a measurement have in common."""
+class SharedSettings:
+    """What all measured runs have in common."""
 
     settings: MeasureSettings
     profile: Profile
@@ -155,7 +155,7 @@ def _finished_runs(out: Path) -> dict[str, int]:
     return {name: summary.stat().st_mtime_ns for name, summary in found.items() if summary.is_file()}
 
 
-def _baseline(common: Measurement) -> bool:
+def _baseline(common: SharedSettings) -> bool:
     """Run the baseline; whether it covers a part of the reads only."""
     settings = common.settings
     summary = baseline(
@@ -170,7 +170,7 @@ def _baseline(common: Measurement) -> bool:
     return summary.subset is not None
 
 
-def _ceiling(common: Measurement, counts: Sequence[int]) -> ModelFlops | None:
+def _ceiling(common: SharedSettings, counts: Sequence[int]) -> ModelFlops | None:
     """The GPUs' ceilings; None without a GPU, or when every run is there already and nothing is to be computed."""
     settings = common.settings
     complete = all(read_summary(RunDir(settings.out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
@@ -180,7 +180,7 @@ def _ceiling(common: Measurement, counts: Sequence[int]) -> ModelFlops | None:
 
 
 def _runs(
-    common: Measurement, staging: StageSummary, counts: Sequence[int], flops: ModelFlops | None
+    common: SharedSettings, staging: StageSummary, counts: Sequence[int], flops: ModelFlops | None
 ) -> tuple[str, ...]:
     """Names of the runs that came to an end."""
     names = []

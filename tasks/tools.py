@@ -127,7 +127,7 @@ def overhead_sentence(found: OverheadFile) -> str:
 
 
 @step("measure", "{name}")
-def measure(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> State[Trial | str]:
+def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> State[Trial | str]:
     """One trial of a candidate, or why it cannot run; a trial that was made before, over the same all, is reused."""
     with device_slots(sweep.bench.resolved()):
         found = sweep.trial(candidate, repeat)

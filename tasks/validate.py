@@ -27,7 +27,7 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, cosines
-from virnuc_core.report.compare import compare as hold
+from virnuc_core.report.compare import compare as compare_results
 from virnuc_core.report.formatting import Mark, Table
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.render import fill, write_report
@@ -91,14 +91,14 @@ def comparisons(out: Path, names: tuple[str, ...], *, tolerance: float, subset: 
     found = []
     if RunDir(out / BASELINE).predictions.is_file():
         found += [
-            hold(out / BASELINE, out / name, tolerance=tolerance, subset_of_a=subset, names=(BASELINE, name))
+            compare_results(out / BASELINE, out / name, tolerance=tolerance, subset_of_a=subset, names=(BASELINE, name))
             for name in names
         ]
     for name in names[1:]:
         first = names[0]
         a, b = out / first, out / name
         exact = {"cosines": cosines(a, b, dna_width(a)), "bitwise": bitwise(a, b)}
-        found.append(hold(a, b, tolerance=tolerance, names=(first, name)).model_copy(update=exact))
+        found.append(compare_results(a, b, tolerance=tolerance, names=(first, name)).model_copy(update=exact))
     return tuple(found)
 
 

@@ -163,12 +163,12 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     found = resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     weights = fingerprint(models)
-    prints = shards.Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
+    fingerprints = shards.Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
     fresh = runfiles.new_record(
         spec=spec.asked,
         model_length=length,
         widths={"dna": dnabert_s.width, "protein": esm2.width},
-        fingerprints=asdict(prints),
+        fingerprints=asdict(fingerprints),
         resolved={**shards.result_settings(resolved), "kind": found[0].kind},
         devices=[device.record() for device in found],
         store=os.path.relpath(store, run.root),
@@ -180,7 +180,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
         orfs.protein_offsets,
         resolved.shard_tokens,
         resolved.token_budget,
-        shards.job_fingerprint(prints, resolved, found[0].kind),
+        shards.job_fingerprint(fingerprints, resolved, found[0].kind),
     )
     shards.write_plan(run, plan)
     write(run.record, record)

@@ -26,7 +26,7 @@ from prefect.states import Cancelled, Running
 from pydantic import Field
 
 from flows.cli import main
-from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, takes
+from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
 from flows.validate import ask
 from tasks.approval import Approval, form
 from tasks.artifacts import progress_artifact, publish_markdown, publish_table
@@ -124,7 +124,7 @@ def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(caplog: pytest.
         number: int = Field(1, description="a number")
 
     @flow
-    @takes(Given)
+    @with_parameters(Given)
     def whole(given: Given) -> State[None]:
         return done(broken().result(), "")
 
