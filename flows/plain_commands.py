@@ -114,7 +114,7 @@ def init_random(
         dtype: what the encoders are stored in
         seed: equal seeds give equal bytes
     """
-    from virnuc_core.encoders.checkpoint import init_random as write
+    from virnuc_core.encoders.convert import init_random as write
 
     write(out, esm2=esm2, dnabert_s=dnabert_s, model_length=head, seed=seed, dtype=dtype)
     print(f"{out}: random weights, ESM-2 {esm2}, DNABERT-S {dnabert_s}, head for length {head}")

@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +29,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import choose_backend
-from virnuc_core.encoders.checkpoint import RandomTensors
+from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
@@ -108,8 +109,8 @@ def mixed_batch(name: Name, vocab: int, device: torch.device) -> PackedBatch:
 def place(shape: Esm2Shape | DnabertShape, precision: Resolved, device: torch.device) -> Any:
     """Random weights on the device, in the form `precision` runs on."""
     if isinstance(shape, Esm2Shape):
-        return place_esm2(RandomTensors(shape), shape, precision, device)
-    return place_dnabert(RandomTensors(shape), shape, precision, device)
+        return place_esm2(partial(random_tensor, shape), shape, precision, device)
+    return place_dnabert(partial(random_tensor, shape), shape, precision, device)
 
 
 def build(

@@ -25,7 +25,8 @@ from typing import Any
 import torch
 
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import init_random, load_dnabert_s, load_esm2
+from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job, Watch, measure_embedding

@@ -134,7 +134,7 @@ def once(way: str, given: argparse.Namespace, out: Path, environments: dict[str,
 
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each way, once per pair, after one unmeasured round that fills caches and makes databases."""
-    from virnuc_core.encoders.checkpoint import init_random
+    from virnuc_core.encoders.convert import init_random
     from virnuc_core.reads.simulate import SimulateSpec, simulate
 
     given.scratch.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.checkpoint import init_random
+from virnuc_core.encoders.convert import init_random
 
 HERE = Path(__file__).resolve().parent
 ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=8192, heartbeat_s=0.2)

@@ -23,7 +23,7 @@ from prefect.settings import (
 )
 from prefect.testing.utilities import prefect_test_harness
 
-from virnuc_core.encoders.checkpoint import init_random
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 from .processes import PATIENCE_S, PREFECT, background, own_server, wait_for

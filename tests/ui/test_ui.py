@@ -20,7 +20,7 @@ import httpx
 import psutil
 import pytest
 
-from virnuc_core.encoders.checkpoint import init_random
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '.[ui]', or make test-ui")

@@ -7,9 +7,9 @@ longest and masked; attention is written out as matrix products.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -37,18 +37,10 @@ def _real(lengths: Tensor, longest: int) -> Tensor:
     return torch.arange(longest, device=lengths.device) < lengths[:, None]
 
 
-class Readable(Protocol):
-    """A checkpoint under the names of `encoders.model_config`."""
-
-    def names(self) -> list[str]: ...
-
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor: ...
-
-
-def placed(source: Readable, device: torch.device, dtype: torch.dtype) -> Tensors:
-    """All tensors on the device, one at a time, in `dtype`; rotary frequencies stay float32."""
+def placed(read: Callable[[str], Tensor], names: Iterable[str], device: torch.device, dtype: torch.dtype) -> Tensors:
+    """The tensors of these names on the device, one at a time, in `dtype`; rotary frequencies stay float32."""
     kept = {"inv_freq": torch.float32}
-    return {name: source.read(name, device).to(kept.get(name, dtype)) for name in source.names()}
+    return {name: read(name).to(device).to(kept.get(name, dtype)) for name in names}
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,21 +80,23 @@ def load_esm2(models: Path, device: torch.device, dtype: torch.dtype) -> Reader:
     """ESM-2 from a models directory; `WeightsError` when it cannot be used."""
     shape, tensors = open_esm2(models)
     sizes = Sizes(shape.layers, shape.heads, shape.norm_eps)
-    network = PaddedEsm2(placed(tensors, device, dtype), sizes, token_dropout=shape.token_dropout)
+    network = PaddedEsm2(placed(tensors.read, shape.tensors(), device, dtype), sizes, token_dropout=shape.token_dropout)
     return Reader(network, Esm2Tokenizer())
 
 
 def load_dnabert_s(models: Path, device: torch.device, dtype: torch.dtype) -> Reader:
     """DNABERT-S from a models directory; `WeightsError` when it cannot be used."""
     shape, tensors = open_dnabert(models)
-    network = PaddedDnabertS(placed(tensors, device, dtype), Sizes(shape.layers, shape.heads, shape.norm_eps))
+    network = PaddedDnabertS(
+        placed(tensors.read, shape.tensors(), device, dtype), Sizes(shape.layers, shape.heads, shape.norm_eps)
+    )
     return Reader(network, DnabertTokenizer(models))
 
 
 def load_head(models: Path, device: torch.device) -> PlainHead:
     """The classifier, float32."""
     shape, tensors = open_head(models)
-    return PlainHead(placed(tensors, device, torch.float32), norm_eps=shape.norm_eps)
+    return PlainHead(placed(tensors.read, shape.tensors(), device, torch.float32), norm_eps=shape.norm_eps)
 
 
 def embed_rows(

@@ -75,6 +75,11 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes + [2.0 ** (-8.0 * (i + 1) / (2 * whole)) for i in range(0, 2 * (heads - whole), 2)]
 
 
+def inv_freq(head_dim: int) -> Tensor:
+    """Rotary frequencies in base 10,000, float32 [head_dim / 2]."""
+    return 1.0 / (10_000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
+
+
 def rotary_tables(inv_freq: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the angles of positions 0 … length-1, float32 [length, head_dim / 2] each."""
     angles = torch.outer(torch.arange(length, device=inv_freq.device, dtype=torch.float32), inv_freq.float())

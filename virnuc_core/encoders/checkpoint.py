@@ -1,77 +1,53 @@
-"""A models directory: opened and checked, fingerprinted, loaded to a device, or made with random weights."""
+"""A models directory: opened and checked, fingerprinted, loaded to a device; its tensor files."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import zlib
-from concurrent.futures import ThreadPoolExecutor
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
-import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, Attention, EngineSpec, Precision
-from virnuc_core.encoders.attention import choose_backend
+from virnuc_core.config import Attention, EngineSpec, Precision
+from virnuc_core.encoders.attention import choose_backend, inv_freq
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.head import Head, place_head
-from virnuc_core.encoders.model_config import (
-    DNABERT_SIZES,
-    ESM2_SIZES,
-    RANDOM_ORIGIN,
-    DnabertShape,
-    DnabertSize,
-    Esm2Shape,
-    Esm2Size,
-    HeadShape,
-    Shape,
-    read_dnabert_shape,
-    read_esm2_shape,
-    read_head_shape,
-    write_shape,
-)
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.precision import resolve_precision
-from virnuc_core.encoders.tensor_files import (
-    Tensors,
-    dnabert_tensors,
-    esm2_tensors,
-    find_safetensors,
-    head_tensors,
-    inv_freq,
-    open_safetensors,
-    write_tensors,
-)
-from virnuc_core.encoders.tokenize import DnabertTokenizer, train_tokenizer
-from virnuc_core.errors import ConfigError, WeightsError
+from virnuc_core.encoders.tokenize import DnabertTokenizer
+from virnuc_core.errors import WeightsError
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
 Storage = Literal["fp32", "fp16", "bf16"]
 STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a tensor
-THREADS: Final = 16
-
 
 def open_esm2(models: Path) -> tuple[Esm2Shape, Tensors]:
     """Sizes and weights of `models/esm2`; raises `WeightsError` when they are missing or do not fit each other."""
-    shape = read_esm2_shape(_config(models, "esm2"))
-    return shape, esm2_tensors(open_safetensors(_tensor_files(models / "esm2")), shape)
+    return _open_part(_config(models, "esm2"), Esm2Shape)
 
 
 def open_dnabert(models: Path) -> tuple[DnabertShape, Tensors]:
     """Sizes and weights of `models/dnabert_s`; raises `WeightsError` when they are missing or do not fit each other."""
-    shape = read_dnabert_shape(_config(models, "dnabert_s"))
-    return shape, dnabert_tensors(open_safetensors(_tensor_files(models / "dnabert_s")), shape)
+    return _open_part(_config(models, "dnabert_s"), DnabertShape)
 
 
 def open_head(models: Path) -> tuple[HeadShape, Tensors]:
     """Sizes and weights of `models/head`; raises `WeightsError` also when its inputs are not what the encoders give."""
-    shape = read_head_shape(_config(models, "head"))
-    dna, protein = read_dnabert_shape(_config(models, "dnabert_s")), read_esm2_shape(_config(models, "esm2"))
+    shape = read_shape(_config(models, "head"), HeadShape)
+    dna = read_shape(_config(models, "dnabert_s"), DnabertShape)
+    protein = read_shape(_config(models, "esm2"), Esm2Shape)
     if (shape.dna_width, shape.protein_width) != (dna.width, protein.width):
         raise WeightsError(
             f"{models / 'head'}: made for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
@@ -84,8 +60,12 @@ def open_head_folder(folder: Path) -> tuple[HeadShape, Tensors]:
     """Sizes and weights of a head alone, wherever its folder lies; whether it fits is for the caller to check."""
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder}: no head here; it needs config.json and model.safetensors")
-    shape = read_head_shape(folder / "config.json")
-    return shape, head_tensors(open_safetensors(_tensor_files(folder)), shape)
+    return _open_part(folder / "config.json", HeadShape)
+
+
+def _open_part(config: Path, kind: type[S]) -> tuple[S, Tensors]:
+    shape = read_shape(config, kind)
+    return shape, fit(open_safetensors(_tensor_files(config.parent)), shape)
 
 
 def check_models(models: Path) -> None:
@@ -181,7 +161,7 @@ def load_esm2(models: Path, device: torch.device, precision: Precision = "auto",
     shape, tensors = open_esm2(models)
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
-    return Esm2(shape, place_esm2(tensors, shape, ready, device), precision=ready, attention=backend)
+    return Esm2(shape, place_esm2(tensors.read, shape, ready, device), precision=ready, attention=backend)
 
 
 def load_dnabert_s(
@@ -192,14 +172,14 @@ def load_dnabert_s(
     pad_id = _open_tokenizer(models, shape).pad_id
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
-    weights = place_dnabert(tensors, shape, ready, device)
+    weights = place_dnabert(tensors.read, shape, ready, device)
     return DnabertS(shape, weights, pad_id=pad_id, precision=ready, attention=backend)
 
 
 def load_head(models: Path, device: torch.device) -> Head:
     """The classifier of a models directory; `WeightsError` when its inputs are not what the encoders give."""
     shape, tensors = open_head(models)
-    return Head(shape, place_head(tensors, device))
+    return Head(shape, place_head(tensors.read, device))
 
 
 class Encoders(NamedTuple):
@@ -221,103 +201,175 @@ def load_all(models: Path, device: torch.device, engine: EngineSpec) -> Encoders
     )
 
 
-# -- random weights ----------------------------------------------------------------------------------------------------
+# -- tensor files ------------------------------------------------------------------------------------------------------
 
 
-def init_random(
-    out: Path,
-    esm2: Esm2Size = "tiny",
-    dnabert_s: DnabertSize = "tiny",
-    model_length: int = DEFAULT_MODEL_LENGTH,
-    seed: int = 0,
-    dtype: Storage = "fp32",
+class Source(NamedTuple):
+    """A checkpoint under whatever names its author chose."""
+
+    origin: str
+    tensors: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensors:
+    """A model's tensors under our names and in its order: all are there, each of the right shape."""
+
+    origin: str
+    parts: Mapping[str, list[Tensor]]  # what is joined along the first axis
+
+    def read(self, name: str) -> Tensor:
+        """One tensor in the precision it is stored in."""
+        parts = self.parts[name]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def open_safetensors(files: list[Path]) -> Source:
+    """One or several `.safetensors` files, mapped into memory: a tensor's numbers are read when they are used."""
+    found: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            found |= load_file(file)
+        except Exception as error:  # the library, and torch for it, raise many kinds
+            raise WeightsError(
+                f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
+            ) from error
+    return Source(str(files[0] if len(files) == 1 else files[0].parent), found)
+
+
+# Names of the public layouts (ESM-2 as fair-esm saved it and as ported to transformers, DNABERT-S), prefixes taken off
+_PREFIXES: Final = re.compile(r"^(?:esm\.|bert\.|encoder\.|sentence_encoder\.)+")
+_UNUSED: Final = re.compile(  # what predicts tokens or contacts, or pools the first token
+    r"(?:lm_head|contact_head|cls|pooler)\..*|embeddings\.position_(?:ids|embeddings\.weight)|bn1\.num_batches_tracked"
+)
+_IN_LAYER: Final = {
+    **{"attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v"},
+    **{"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "attention.self.Wqkv": "qkv"},
+    **{"attention.output.dense": "out", "self_attn.out_proj": "out"},
+    **{"attention.LayerNorm": "attn_norm", "attention.output.LayerNorm": "attn_norm"},
+    **{"self_attn_layer_norm": "attn_norm", "final_layer_norm": "ffn_norm", "LayerNorm": "ffn_norm"},
+    **{"mlp.layernorm": "ffn_norm", "mlp.gated_layers": "gated", "mlp.wo": "wo"},
+    **{"intermediate.dense": "fc1", "output.dense": "fc2", "fc1": "fc1", "fc2": "fc2"},
+}
+_OUTSIDE: Final = {
+    **{"embeddings.word_embeddings": "embed", "embed_tokens": "embed", "emb_layer_norm_after": "final_norm"},
+    **{"embeddings.token_type_embeddings": "token_type", "embeddings.LayerNorm": "embed_norm"},
+}
+
+
+def our_name(theirs: str) -> str:
+    """Our name for a tensor of a public layout: empty for what is not used here, theirs for what is not known."""
+    bare = _PREFIXES.sub("", theirs)
+    if bare.endswith(".inv_freq"):
+        return "inv_freq"  # each layer has the same
+    stem, _, end = bare.rpartition(".")
+    layer = re.fullmatch(r"layers?\.(\d+)\.(.+)", stem)
+    if layer and layer[2] in _IN_LAYER:
+        return f"layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{end}"
+    if stem in _OUTSIDE:
+        return f"{_OUTSIDE[stem]}.{end}"
+    return "" if _UNUSED.fullmatch(bare) else theirs
+
+
+def fit(source: Source, shape: Shape) -> Tensors:
+    """A checkpoint of any public layout under our names; `WeightsError` names what is missing, unexpected or misshapen.
+
+    It is held against the model by names, shapes and types: no weights are read. Newer ports do not save the rotary
+    frequencies, which follow from the head size: they are computed then.
+    """
+    wanted, given = shape.tensors(), dict(source.tensors)
+    if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
+        given["inv_freq"] = inv_freq(shape.head_dim)
+    ours = {theirs: theirs if theirs in wanted else our_name(theirs) for theirs in given}
+    theirs_of = {name: theirs for theirs, name in reversed(ours.items())}  # the first of several
+    parts = {
+        name: [name.replace(".qkv.", f".{one}.") for one in "qkv"]
+        if ".qkv." in name and name not in theirs_of
+        else [name]
+        for name in wanted
+    }
+    used = {"", *chain.from_iterable(parts.values())}
+    missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
+    unexpected = [theirs for theirs, name in ours.items() if name not in used]
+    problems = [f"no {_few(missing)}"] * bool(missing) + [f"unexpected {_few(unexpected)}"] * bool(unexpected)
+    if problems:
+        raise WeightsError(f"{source.origin}: {'; '.join(problems)}; not the model that config.json describes")
+    for name, needed in parts.items():
+        size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
+        for theirs in (theirs_of[part] for part in needed):
+            _check(f"{source.origin}: tensor {theirs}", given[theirs], size)
+    return Tensors(source.origin, {name: [given[theirs_of[part]] for part in parts[name]] for name in wanted})
+
+
+def _check(what: str, tensor: Tensor, size: tuple[int, ...]) -> None:
+    if tensor.shape != size:
+        raise WeightsError(f"{what} is {_size(tensor.shape)}, config.json makes it {_size(size)}")
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise WeightsError(f"{what} holds {kind}, wanted floating-point numbers")
+
+
+def _size(shape: Iterable[int]) -> str:
+    return "×".join(map(str, shape)) or "a scalar"
+
+
+def _few(names: list[str], most: int = 4) -> str:
+    tail = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"tensor{'s' * (len(names) > 1)} {', '.join(sorted(names)[:most])}{tail}"
+
+
+def find_safetensors(folder: Path) -> list[Path]:
+    """The safetensors files of a folder: `model.safetensors`, or the shards its index names; empty without either."""
+    single = folder / "model.safetensors"
+    return [single] if single.is_file() else read_index(folder / "model.safetensors.index.json")
+
+
+def read_index(path: Path) -> list[Path]:
+    """The shards that an index beside them names; empty when there is no index."""
+    if not path.is_file():
+        return []
+    try:
+        files = sorted({str(file) for file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path}: not an index of the shards of a checkpoint") from error
+    for file in files:
+        if Path(file).name != file or not (path.parent / file).is_file():
+            raise WeightsError(f"{path}: names {file}, which is not in {path.parent}")
+    return [path.parent / file for file in files]
+
+
+_DTYPE_NAMES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+
+
+def write_tensors(
+    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, make: Callable[[str], Tensor]
 ) -> None:
-    """Write a models directory with random weights, for machines without the real ones.
+    """Write a safetensors file, one tensor at a time (the library wants all in memory); the file appears whole.
 
-    The same arguments give the same bytes. Weights are drawn so that activations stay of the size of real ones, in half
-    precision too. `dtype` is what the encoders are stored in. Raises `ConfigError` for a size that is not known and
-    `WeightsError` when `out` already holds a model.
+    `make` gives each tensor in any floating type. Rotary frequencies, which lose their meaning in half precision, are
+    stored in float32, all others as `dtype`.
     """
-    for name, asked, known in (("esm2", esm2, ESM2_SIZES), ("dnabert_s", dnabert_s, DNABERT_SIZES)):
-        if asked not in known:
-            raise ConfigError(f"{name} size '{asked}' is not known; choose {', '.join(known)}")
-    if dtype not in STORAGE:
-        raise ConfigError(f"dtype '{dtype}' is not known; choose {', '.join(STORAGE)}")
-    taken = [part for part in PARTS if (out / part).exists()]
-    if taken:
-        raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
-    protein, dna = ESM2_SIZES[esm2], DNABERT_SIZES[dnabert_s]
-    head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
-    write_random(out / "esm2", protein, seed, STORAGE[dtype])
-    write_random(out / "dnabert_s", dna, seed, STORAGE[dtype])
-    train_tokenizer(out / "dnabert_s" / "tokenizer.json", dna.vocab, seed)
-    write_random(out / "head", head, seed, torch.float32)
-
-
-def write_random(folder: Path, shape: Shape, seed: int, dtype: torch.dtype) -> None:
-    """Write `config.json` and `model.safetensors` of one part with random weights."""
-    folder.mkdir(parents=True)
-    with ThreadPoolExecutor(THREADS) as threads:
-        write_tensors(
-            folder / "model.safetensors",
-            shape.tensors(),
-            dtype,
-            lambda name: _random_tensor(name, shape, seed, dtype, threads),
-        )
-    write_shape(shape.model_copy(update={"origin": f"{RANDOM_ORIGIN}, seed {seed}"}), folder / "config.json")
-
-
-def _random_tensor(name: str, shape: Shape, seed: int, dtype: torch.dtype, threads: ThreadPoolExecutor) -> Tensor:
-    """One tensor of a random model: a function of its name, its size and the seed only."""
-    size = shape.tensors()[name]
-    if name == "inv_freq":
-        return inv_freq(2 * size[0])
-    out = torch.empty(size, dtype=dtype)
-    pieces = out.view(-1).split(DRAWN_AT_ONCE)
-    middle, spread = _distribution(name, size, shape)
-    name_digest = zlib.crc32(f"{shape.model}/{name}".encode())
-
-    def draw(i: int) -> None:
-        random = np.random.Generator(np.random.SFC64((seed, name_digest, i * DRAWN_AT_ONCE)))
-        drawn = torch.from_numpy(random.random(len(pieces[i]), dtype=np.float32))
-        pieces[i].copy_(drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle))
-
-    list(threads.map(draw, range(len(pieces))))
-    return out
-
-
-class RandomTensors:
-    """Random weights made on the device they are wanted on, nothing written: for benchmarks and large checks."""
-
-    def __init__(self, shape: Shape, seed: int = 0) -> None:
-        self._shape, self._seed = shape, seed
-
-    def read(self, name: str, device: torch.device | str = "cpu") -> Tensor:
-        """One tensor, float32: a function of its name, its size, the seed and the kind of device."""
-        size = self._shape.tensors()[name]
-        if name == "inv_freq":
-            return inv_freq(2 * size[0]).to(device)
-        generator = torch.Generator(device).manual_seed(self._seed << 32 | zlib.crc32(name.encode()))
-        middle, spread = _distribution(name, size, self._shape)
-        drawn = torch.rand(size, generator=generator, device=device)
-        return drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle)
-
-
-def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's entries.
-
-    A matrix keeps the size of what passes through it; what is added to a stream is smaller the more layers add to it.
-    """
-    leaf = name.rsplit(".", 1)[-1]
-    if name.endswith("running_var"):
-        return 1.0, 0.1
-    if "norm" in name or name.startswith("bn1"):
-        return (1.0, 0.05) if leaf == "weight" else (0.0, 0.05)
-    if name.startswith(("embed", "token_type")):
-        return 0.0, 1.0
-    if leaf == "bias":
-        return 0.0, 0.02
-    fan_in = size[1] ** -0.5
-    if isinstance(shape, Esm2Shape) and name.split(".")[-2] in ("out", "fc2"):
-        return 0.0, 2 * fan_in * (2 * shape.layers) ** -0.5
-    return 0.0, fan_in
+    kinds = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * kinds[name].itemsize
+        header[name] = {"dtype": _DTYPE_NAMES[kinds[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            for name, shape in shapes.items():
+                tensor = make(name)
+                if tuple(tensor.shape) != tuple(shape):
+                    raise WeightsError(f"{path}: tensor {name} is {_size(tensor.shape)}, wanted {_size(shape)}")
+                raw = tensor.to("cpu", kinds[name]).contiguous()
+                file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,46 +1,58 @@
-"""Public checkpoints into a models directory: from files at hand, or fetched at pinned revisions."""
+"""A models directory made: of public checkpoints at hand, of fetched ones, or of random weights."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import pickle
 import re
 import shutil
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import STORAGE, Storage
-from virnuc_core.encoders.model_config import (
-    DnabertShape,
-    Esm2Shape,
-    HeadShape,
-    Shape,
-    read_dnabert_shape,
-    read_esm2_shape,
-    write_shape,
-)
-from virnuc_core.encoders.tensor_files import (
+from virnuc_core.config import DEFAULT_MODEL_LENGTH
+from virnuc_core.encoders.attention import inv_freq
+from virnuc_core.encoders.checkpoint import (
+    PARTS,
+    STORAGE,
     Source,
+    Storage,
     Tensors,
-    dnabert_tensors,
-    esm2_tensors,
     find_safetensors,
-    head_tensors,
-    in_memory,
+    fit,
     open_safetensors,
+    our_name,
     read_index,
     write_tensors,
 )
-from virnuc_core.encoders.tokenize import read_tokenizer
+from virnuc_core.encoders.model_config import (
+    DNABERT_SIZES,
+    ESM2_SIZES,
+    RANDOM_ORIGIN,
+    DnabertShape,
+    DnabertSize,
+    Esm2Shape,
+    Esm2Size,
+    HeadShape,
+    Shape,
+    read_shape,
+    write_shape,
+)
+from virnuc_core.encoders.tokenize import read_tokenizer, train_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 
+DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a tensor
+THREADS: Final = 16
 DNABERT_WIDTH: Final = 768
 HEAD_NAME: Final = re.compile(r"(\d+)_model\.pth")
 HEAD_CLASS: Final = "MLPClassifier"
@@ -62,8 +74,8 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
     """
     opened = open_public(source)
     config = _beside(source, "config.json")
-    shape = read_esm2_shape(config) if config else guess_esm2_shape(opened)
-    _write_part(out, shape, esm2_tensors(opened, shape), source, dtype)
+    shape = read_shape(config, Esm2Shape) if config else guess_esm2_shape(opened)
+    _write_part(out, shape, fit(opened, shape), source, dtype)
     return shape
 
 
@@ -78,16 +90,12 @@ def convert_dnabert_s(
     config = _beside(source, "config.json")
     if config is None:
         raise WeightsError(f"{source}: no config.json beside it; the sizes of DNABERT-S are read from there")
-    shape = read_dnabert_shape(config)
+    shape = read_shape(config, DnabertShape)
     file = tokenizer or _beside(source, "tokenizer.json")
     if file is None:
         raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
     read_tokenizer(file)
-
-    def add_tokenizer(folder: Path) -> None:
-        shutil.copyfile(file, folder / "tokenizer.json")
-
-    _write_part(out, shape, dnabert_tensors(opened, shape), source, dtype, add_tokenizer)
+    _write_part(out, shape, fit(opened, shape), source, dtype, file)
     return shape
 
 
@@ -102,14 +110,14 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if length is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
     safe = source.suffix == ".safetensors"
-    opened = open_safetensors([source]) if safe else in_memory(str(source), read_head(source))
+    opened = open_safetensors([source]) if safe else Source(str(source), read_head(source))
     if "hidden_layer.weight" not in opened.tensors:
         raise WeightsError(f"{source}: no tensor hidden_layer.weight; not a head of VirNucPro")
     hidden, width = opened.tensors["hidden_layer.weight"].shape
     if width <= dna_width:
         raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
     shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
-    _write_part(out, shape, head_tensors(opened, shape), source, "fp32")
+    _write_part(out, shape, fit(opened, shape), source, "fp32")
     return shape
 
 
@@ -167,7 +175,7 @@ def open_public(source: Path) -> Source:
     tensors: dict[str, Tensor] = {}
     for file in files:
         tensors |= _load_tensors(file)
-    return in_memory(str(source), tensors)
+    return Source(str(source), tensors)
 
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
@@ -266,12 +274,12 @@ def read_head(path: Path) -> dict[str, Tensor]:
 
 def guess_esm2_shape(source: Source) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
-    ends = {re.sub(r"^(encoder\.)?(sentence_encoder\.)?", "", name): one.shape for name, one in source.tensors.items()}
-    layers = {int(match[1]) for name in ends if (match := re.match(r"layers\.(\d+)\.", name))}
+    sizes = {our_name(name): tensor.shape for name, tensor in source.tensors.items()}
+    layers = {int(match[1]) for name in sizes if (match := re.match(r"layers\.(\d+)\.", name))}
     try:
-        vocab, width = ends["embed_tokens.weight"]
-        head_dim = 2 * ends["layers.0.self_attn.rot_emb.inv_freq"][0]
-        ffn_width = ends["layers.0.fc1.weight"][0]
+        vocab, width = sizes["embed.weight"]
+        head_dim = 2 * sizes["inv_freq"][0]
+        ffn_width = sizes["layers.0.fc1.weight"][0]
     except KeyError as error:
         raise WeightsError(
             f"{source.origin}: no config.json beside it, and not the layout of fair-esm's ESM-2"
@@ -291,19 +299,95 @@ def _write_part(
     tensors: Tensors,
     source: Path,
     dtype: Storage | None,
-    more: Callable[[Path], Any] = lambda folder: None,
+    tokenizer: Path | None = None,
 ) -> None:
     """Write one part of a models directory; it appears whole, or not at all."""
     target = out / shape.model
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
-    stored = tensors.read(tensors.names()[0]).dtype if dtype is None else STORAGE[dtype]
+    stored = tensors.read(next(iter(tensors.parts))).dtype if dtype is None else STORAGE[dtype]
     partial = out / f".{shape.model}.{os.getpid()}.partial"
     partial.mkdir(parents=True)
     try:
         write_tensors(partial / "model.safetensors", shape.tensors(), stored, tensors.read)
         write_shape(shape.model_copy(update={"origin": source.name}), partial / "config.json")
-        more(partial)
+        if tokenizer is not None:
+            shutil.copyfile(tokenizer, partial / "tokenizer.json")
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+# -- random weights ----------------------------------------------------------------------------------------------------
+
+
+def init_random(
+    out: Path,
+    esm2: Esm2Size = "tiny",
+    dnabert_s: DnabertSize = "tiny",
+    model_length: int = DEFAULT_MODEL_LENGTH,
+    seed: int = 0,
+    dtype: Storage = "fp32",
+) -> None:
+    """Write a models directory with random weights, for machines without the real ones.
+
+    The same arguments give the same bytes. Weights are drawn so that activations stay of the size of real ones, in half
+    precision too. `dtype` is what the encoders are stored in. Raises `WeightsError` when `out` already holds a model.
+    """
+    taken = [part for part in PARTS if (out / part).exists()]
+    if taken:
+        raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
+    protein, dna = ESM2_SIZES[esm2], DNABERT_SIZES[dnabert_s]
+    head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
+    write_random(out / "esm2", protein, seed, STORAGE[dtype])
+    write_random(out / "dnabert_s", dna, seed, STORAGE[dtype])
+    train_tokenizer(out / "dnabert_s" / "tokenizer.json", dna.vocab, seed)
+    write_random(out / "head", head, seed, torch.float32)
+
+
+def write_random(folder: Path, shape: Shape, seed: int, dtype: torch.dtype) -> None:
+    """Write `config.json` and `model.safetensors` of one part with random weights."""
+    folder.mkdir(parents=True)
+    read = functools.partial(random_tensor, shape, seed=seed)
+    write_tensors(folder / "model.safetensors", shape.tensors(), dtype, read)
+    write_shape(shape.model_copy(update={"origin": f"{RANDOM_ORIGIN}, seed {seed}"}), folder / "config.json")
+
+
+def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
+    """One tensor of a random model, float32: a function of its name, its size and the seed only."""
+    size = shape.tensors()[name]
+    if name == "inv_freq":
+        return inv_freq(2 * size[0])
+    out = torch.empty(size)
+    pieces = out.view(-1).split(DRAWN_AT_ONCE)
+    middle, spread = _distribution(name, size, shape)
+    name_digest = zlib.crc32(f"{shape.model}/{name}".encode())
+
+    def draw(i: int) -> None:
+        random = np.random.Generator(np.random.SFC64((seed, name_digest, i * DRAWN_AT_ONCE)))
+        drawn = torch.from_numpy(random.random(len(pieces[i]), dtype=np.float32))
+        pieces[i].copy_(drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle))
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        list(threads.map(draw, range(len(pieces))))
+    return out
+
+
+def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float, float]:
+    """Mean and standard deviation of a tensor's entries.
+
+    A matrix keeps the size of what passes through it; what is added to a stream is smaller the more layers add to it.
+    """
+    leaf = name.rsplit(".", 1)[-1]
+    if name.endswith("running_var"):
+        return 1.0, 0.1
+    if "norm" in name or name.startswith("bn1"):
+        return (1.0, 0.05) if leaf == "weight" else (0.0, 0.05)
+    if name.startswith(("embed", "token_type")):
+        return 0.0, 1.0
+    if leaf == "bias":
+        return 0.0, 0.02
+    fan_in = size[1] ** -0.5
+    if isinstance(shape, Esm2Shape) and name.split(".")[-2] in ("out", "fc2"):
+        return 0.0, 2 * fan_in * (2 * shape.layers) ** -0.5
+    return 0.0, fan_in

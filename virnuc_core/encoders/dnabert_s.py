@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes
-from virnuc_core.encoders.layers import Affine, Encoder, WeightReader
+from virnuc_core.encoders.layers import Affine, Encoder, Read, WeightReader
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
-from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.encoders.tokenize import PackedBatch
 
 
@@ -40,22 +39,22 @@ class DnabertWeights(NamedTuple):
     layers: tuple[DnabertLayer, ...]
 
 
-def place_dnabert(tensors: Readable, shape: DnabertShape, precision: Resolved, device: torch.device) -> DnabertWeights:
+def place_dnabert(read: Read, shape: DnabertShape, precision: Resolved, device: torch.device) -> DnabertWeights:
     """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    read = WeightReader(tensors, precision, device)
-    embed = read.wide("embed.weight") + read.wide("token_type.weight")[0]
+    weights = WeightReader(read, precision, device)
+    embed = weights.wide("embed.weight") + weights.wide("token_type.weight")[0]
     layers = tuple(
         DnabertLayer(
-            qkv=read.linear(f"layers.{i}.qkv"),
-            out=read.linear(f"layers.{i}.out"),
-            attn_norm=read.norm(f"layers.{i}.attn_norm"),
-            gated=read.linear(f"layers.{i}.gated", bias=False),
-            wo=read.linear(f"layers.{i}.wo"),
-            ffn_norm=read.norm(f"layers.{i}.ffn_norm"),
+            qkv=weights.linear(f"layers.{i}.qkv"),
+            out=weights.linear(f"layers.{i}.out"),
+            attn_norm=weights.norm(f"layers.{i}.attn_norm"),
+            gated=weights.linear(f"layers.{i}.gated", bias=False),
+            wo=weights.linear(f"layers.{i}.wo"),
+            ffn_norm=weights.norm(f"layers.{i}.ffn_norm"),
         )
         for i in range(shape.layers)
     )
-    return DnabertWeights(embed.to(DTYPES[precision]), read.norm("embed_norm"), layers)
+    return DnabertWeights(embed.to(DTYPES[precision]), weights.norm("embed_norm"), layers)
 
 
 class DnabertS(Encoder):

@@ -10,10 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Backend, Rows, positions, rotary_tables
-from virnuc_core.encoders.layers import Affine, Encoder, WeightReader
+from virnuc_core.encoders.layers import Affine, Encoder, Read, WeightReader
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
-from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
 
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
@@ -45,25 +44,25 @@ class Esm2Weights(NamedTuple):
     final_norm: Affine
 
 
-def place_esm2(tensors: Readable, shape: Esm2Shape, precision: Resolved, device: torch.device) -> Esm2Weights:
+def place_esm2(read: Read, shape: Esm2Shape, precision: Resolved, device: torch.device) -> Esm2Weights:
     """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    read = WeightReader(tensors, precision, device)
-    embed = read.wide("embed.weight")
+    weights = WeightReader(read, precision, device)
+    embed = weights.wide("embed.weight")
     if shape.token_dropout:
         embed = embed * TOKEN_DROPOUT_SCALE
     embed[ESM2_PAD] = 0
     layers = tuple(
         Esm2Layer(
-            attn_norm=read.norm(f"layers.{i}.attn_norm"),
-            qkv=read.linear(f"layers.{i}.qkv"),
-            out=read.linear(f"layers.{i}.out"),
-            ffn_norm=read.norm(f"layers.{i}.ffn_norm"),
-            fc1=read.linear(f"layers.{i}.fc1"),
-            fc2=read.linear(f"layers.{i}.fc2"),
+            attn_norm=weights.norm(f"layers.{i}.attn_norm"),
+            qkv=weights.linear(f"layers.{i}.qkv"),
+            out=weights.linear(f"layers.{i}.out"),
+            ffn_norm=weights.norm(f"layers.{i}.ffn_norm"),
+            fc1=weights.linear(f"layers.{i}.fc1"),
+            fc2=weights.linear(f"layers.{i}.fc2"),
         )
         for i in range(shape.layers)
     )
-    return Esm2Weights(embed.to(DTYPES[precision]), read.wide("inv_freq"), layers, read.norm("final_norm"))
+    return Esm2Weights(embed.to(DTYPES[precision]), weights.wide("inv_freq"), layers, weights.norm("final_norm"))
 
 
 class Esm2(Encoder):

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from virnuc_core.encoders.layers import Read
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.errors import WeightsError
 
 OTHERS: Final = 0
@@ -27,16 +27,19 @@ class HeadWeights(NamedTuple):
     output: tuple[Tensor, Tensor]  # [2, hidden], [2]
 
 
-def place_head(tensors: Readable, device: torch.device) -> HeadWeights:
-    """Read the weights to `device`; raises `WeightsError` naming a tensor that is absent or misshapen."""
+def place_head(read: Read, device: torch.device) -> HeadWeights:
+    """Read the weights to `device`."""
+
+    def wide(name: str) -> Tensor:
+        return read(name).to(device).float()
 
     def pair(name: str) -> tuple[Tensor, Tensor]:
-        return tensors.read(f"{name}.weight", device).float(), tensors.read(f"{name}.bias", device).float()
+        return wide(f"{name}.weight"), wide(f"{name}.bias")
 
     return HeadWeights(
         hidden=pair("hidden_layer"),
-        running_mean=tensors.read("bn1.running_mean", device).float(),
-        running_var=tensors.read("bn1.running_var", device).float(),
+        running_mean=wide("bn1.running_mean"),
+        running_var=wide("bn1.running_var"),
         norm=pair("bn1"),
         output=pair("output_layer"),
     )

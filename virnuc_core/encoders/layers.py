@@ -2,37 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Attend, Backend, reference
 from virnuc_core.encoders.model_config import EncoderShape
 from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, make_dense
-from virnuc_core.encoders.tensor_files import Readable
 from virnuc_core.encoders.tokenize import PackedBatch
 
+Read = Callable[[str], Tensor]  # a tensor of a model by our name for it
 Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
 
 
 class WeightReader:
     """Reads weights to `device`, one tensor at a time, in the form that `precision` runs on."""
 
-    def __init__(self, tensors: Readable, precision: Resolved, device: torch.device) -> None:
-        self._tensors, self._precision, self._device = tensors, precision, device
+    def __init__(self, read: Read, precision: Resolved, device: torch.device) -> None:
+        self._stored, self._precision, self._device = read, precision, device
 
     def wide(self, name: str) -> Tensor:
         """One tensor in float32."""
-        return self._tensors.read(name, self._device).float()
+        return self._read(name).float()
 
     def norm(self, name: str) -> Affine:
         """Weight and bias of a layer norm."""
-        weight, bias = (self._tensors.read(f"{name}.{end}", self._device) for end in ("weight", "bias"))
+        weight, bias = (self._read(f"{name}.{end}") for end in ("weight", "bias"))
         return weight.to(DTYPES[self._precision]), bias.to(DTYPES[self._precision])
 
     def linear(self, name: str, *, bias: bool = True) -> Dense:
         """A linear layer."""
-        weight = self._tensors.read(f"{name}.weight", self._device)
-        return make_dense(weight, self._tensors.read(f"{name}.bias", self._device) if bias else None, self._precision)
+        weight = self._read(f"{name}.weight")
+        return make_dense(weight, self._read(f"{name}.bias") if bias else None, self._precision)
+
+    def _read(self, name: str) -> Tensor:
+        return self._stored(name).to(self._device)
 
 
 class Encoder:

@@ -152,31 +152,8 @@ def write_shape(shape: Shape, path: Path) -> None:
     path.write_text(json.dumps(shape.model_dump(), indent=1) + "\n", encoding="utf-8")
 
 
-def read_esm2_shape(path: Path) -> Esm2Shape:
-    """ESM-2 sizes from our `config.json` or one in HF layout; `WeightsError` names the key that is wrong."""
-    raw = _read_json(path)
-    if "model" not in raw:
-        if raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before"):
-            raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
-        further = {"layer_norm_eps": "norm_eps", "token_dropout": "token_dropout"}
-        raw = _from_hf(raw, path, further)
-    return _checked(Esm2Shape, raw, path)
-
-
-def read_dnabert_shape(path: Path) -> DnabertShape:
-    """DNABERT-S sizes from our `config.json` or one in HF layout; `WeightsError` names the key that is wrong."""
-    raw = _read_json(path)
-    if "model" not in raw:
-        raw = _from_hf(raw, path, {"layer_norm_eps": "norm_eps", "type_vocab_size": "token_types"})
-    return _checked(DnabertShape, raw, path)
-
-
-def read_head_shape(path: Path) -> HeadShape:
-    """Head sizes from our `config.json`; `WeightsError` names the key that is wrong."""
-    return _checked(HeadShape, _read_json(path), path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_shape(path: Path, kind: type[S]) -> S:
+    """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -185,10 +162,8 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise WeightsError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")
-    return raw
-
-
-def _checked(kind: type[S], raw: dict[str, Any], path: Path) -> S:
+    if "model" not in raw and issubclass(kind, EncoderShape):
+        raw = _from_hf(raw, path, kind)
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
@@ -202,11 +177,14 @@ _HF_SIZES: Final = {
     "intermediate_size": "ffn_width",
     "vocab_size": "vocab",
 }
+_HF_FURTHER: Final = {"layer_norm_eps": "norm_eps", "token_dropout": "token_dropout", "type_vocab_size": "token_types"}
 
 
-def _from_hf(raw: Mapping[str, Any], path: Path, further: Mapping[str, str]) -> dict[str, Any]:
-    """Our keys from those of HF layout; the `further` ones have defaults."""
-    missing = [theirs for theirs in _HF_SIZES if theirs not in raw]
-    if missing:
+def _from_hf(raw: Mapping[str, Any], path: Path, kind: type[EncoderShape]) -> dict[str, Any]:
+    """Our keys from those of HF layout, which has many more."""
+    if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
+        raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
+    if missing := [theirs for theirs in _HF_SIZES if theirs not in raw]:
         raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
-    return {ours: raw[theirs] for theirs, ours in (_HF_SIZES | dict(further)).items() if theirs in raw}
+    known = (_HF_SIZES | _HF_FURTHER).items()
+    return {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}

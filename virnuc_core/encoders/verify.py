@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import (
+    Tensors,
     fingerprint,
     load_dnabert_s,
     load_esm2,
@@ -21,7 +22,6 @@ from virnuc_core.encoders.checkpoint import (
 )
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, RANDOM_ORIGIN, Shape
-from virnuc_core.encoders.tensor_files import Tensors
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.errors import WeightsError
 
@@ -114,7 +114,7 @@ def _part(name: str, opened: Callable[[], tuple[Shape, Tensors]]) -> Check:
     try:
         shape, tensors = opened()
         count = 0
-        for tensor in tensors.names():
+        for tensor in tensors.parts:
             values = tensors.read(tensor)
             if not bool(values.isfinite().all()):
                 raise WeightsError(f"{tensors.origin}: tensor {tensor} holds NaN or infinity")

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import check_models, fingerprint, init_random
+from virnuc_core.encoders.checkpoint import check_models, fingerprint
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import Device, resolve
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError

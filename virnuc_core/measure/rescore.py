@@ -56,7 +56,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     else:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, tensors = open_head_folder(folder)
-        head = Head(shape, place_head(tensors, torch.device("cpu")))
+        head = Head(shape, place_head(tensors.read, torch.device("cpu")))
         _check_fit(head, store, record.widths, folder)
         scores, failed = head_scores(run, head, store.n_uniques)
         digest = part_digest(folder)

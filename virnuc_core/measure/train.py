@@ -27,8 +27,8 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from virnuc_core.config import Spec
-from virnuc_core.encoders.model_config import HeadShape, read_dnabert_shape, read_esm2_shape, write_shape
-from virnuc_core.encoders.tensor_files import write_tensors
+from virnuc_core.encoders.checkpoint import write_tensors
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import InputError, ShardError
 from virnuc_core.reads.store import OrfStore
@@ -217,8 +217,8 @@ def train_head(
     labels = [torch.from_numpy(split.label) for split in splits]
     shape = HeadShape(
         model_length=store.model_length,
-        dna_width=read_dnabert_shape(models / "dnabert_s" / "config.json").width,
-        protein_width=read_esm2_shape(models / "esm2" / "config.json").width,
+        dna_width=read_shape(models / "dnabert_s" / "config.json", DnabertShape).width,
+        protein_width=read_shape(models / "esm2" / "config.json", Esm2Shape).width,
         hidden=spec.hidden,
     )
     with torch.random.fork_rng(devices=[]), _few_threads(spec.batch_rows * shape.width * shape.hidden):

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from virnuc_core.baseline.networks import PaddedEsm2, alibi_slopes, pad
 from virnuc_core.baseline.worker import Reader, embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
-from virnuc_core.encoders.checkpoint import init_random, open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.convert import init_random
 
 CPU = torch.device("cpu")
 PROTEINS = [b"MKV", b"ACDEFGHIKLMNPQRSTVWY", b"G", b"MLXBZUOKK" * 7, b"WW" * 40]
@@ -84,7 +85,7 @@ def test_esm2_scales_for_mask_tokens_as_fair_esm_does(models: Path) -> None:
 def slow_dnabert(models: Path, tokens: list[int]) -> Tensor:
     """One row of DNABERT-S in float64, token by token and head by head."""
     shape, tensors = open_dnabert(models)
-    w = {name: tensors.read(name).double() for name in tensors.names()}
+    w = {name: tensors.read(name).double() for name in tensors.parts}
     d, n = shape.head_dim, len(tokens)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -149,7 +150,7 @@ def test_slopes_of_twelve_heads() -> None:
 
 def test_head_is_written_out(models: Path) -> None:
     shape, tensors = open_head(models)
-    w = {name: tensors.read(name).double() for name in tensors.names()}
+    w = {name: tensors.read(name).double() for name in tensors.parts}
     features = torch.randn(5, shape.width, generator=torch.Generator().manual_seed(1))
     x = features.double() @ w["hidden_layer.weight"].T + w["hidden_layer.bias"]
     x = (x - w["bn1.running_mean"]) / (w["bn1.running_var"] + shape.norm_eps).sqrt() * w["bn1.weight"] + w["bn1.bias"]

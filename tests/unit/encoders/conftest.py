@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from virnuc_core.encoders.checkpoint import init_random
+from virnuc_core.encoders.convert import init_random
 
 
 @pytest.fixture(autouse=True, scope="package")

@@ -10,8 +10,15 @@ import torch
 import torch.nn.functional as F
 
 from virnuc_core.encoders import attention
-from virnuc_core.encoders.attention import Rows, alibi_slopes, choose_backend, reference, rotary_tables, rotate
-from virnuc_core.encoders.tensor_files import inv_freq
+from virnuc_core.encoders.attention import (
+    Rows,
+    alibi_slopes,
+    choose_backend,
+    inv_freq,
+    reference,
+    rotary_tables,
+    rotate,
+)
 from virnuc_core.errors import ConfigError, DeviceError
 
 CPU = torch.device("cpu")

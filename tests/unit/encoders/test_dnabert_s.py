@@ -12,10 +12,9 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import alibi_slopes
-from virnuc_core.encoders.checkpoint import load_dnabert_s
+from virnuc_core.encoders.checkpoint import Source, fit, load_dnabert_s
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.model_config import DnabertShape
-from virnuc_core.encoders.tensor_files import dnabert_tensors, in_memory
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed
@@ -60,7 +59,7 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    weights = place_dnabert(dnabert_tensors(in_memory("random", checkpoint()), SHAPE), SHAPE, "fp32", CPU)
+    weights = place_dnabert(fit(Source("random", checkpoint()), SHAPE).read, SHAPE, "fp32", CPU)
     return DnabertS(SHAPE, weights, pad_id=3, precision="fp32", attention="reference")
 
 

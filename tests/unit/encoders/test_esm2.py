@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from virnuc_core.encoders.checkpoint import load_esm2
+from virnuc_core.encoders.checkpoint import Source, fit, load_esm2
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.model_config import Esm2Shape
-from virnuc_core.encoders.tensor_files import esm2_tensors, in_memory
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
 from .encoder_batches import packed, proteins
@@ -42,8 +41,8 @@ def oracle() -> Any:
 @cache
 def ours() -> Esm2:
     """The same weights in our module."""
-    tensors = esm2_tensors(in_memory("oracle", oracle().state_dict()), SHAPE)
-    weights = place_esm2(tensors, SHAPE, "fp32", CPU)
+    tensors = fit(Source("oracle", oracle().state_dict()), SHAPE)
+    weights = place_esm2(tensors.read, SHAPE, "fp32", CPU)
     return Esm2(SHAPE, weights, precision="fp32", attention="reference")
 
 
@@ -125,13 +124,13 @@ def test_rotary_frequencies_are_the_saved_ones() -> None:
     for name in list(tensors):
         if name.endswith("inv_freq"):
             tensors[name] = tensors[name] * 2
-    weights = place_esm2(esm2_tensors(in_memory("doubled", tensors), SHAPE), SHAPE, "fp32", CPU)
+    weights = place_esm2(fit(Source("doubled", tensors), SHAPE).read, SHAPE, "fp32", CPU)
     assert torch.equal(weights.inv_freq, 2 * ours().weights.inv_freq)
 
 
 def test_half_precision_keeps_the_rotary_frequencies_in_float32() -> None:
-    tensors = esm2_tensors(in_memory("oracle", oracle().state_dict()), SHAPE)
-    weights = place_esm2(tensors, SHAPE, "fp16", CPU)
+    tensors = fit(Source("oracle", oracle().state_dict()), SHAPE)
+    weights = place_esm2(tensors.read, SHAPE, "fp16", CPU)
     assert weights.layers[0].qkv.weight.dtype == torch.float16
     assert weights.inv_freq.dtype == torch.float32
     assert torch.equal(weights.inv_freq, ours().weights.inv_freq)

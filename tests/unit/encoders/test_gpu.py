@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Backend
-from virnuc_core.encoders.checkpoint import RandomTensors, load_dnabert_s, load_esm2
+from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
+from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
 from virnuc_core.encoders.layers import Encoder
@@ -58,12 +59,12 @@ def dnabert(precision: Resolved, way: Backend) -> DnabertS:
 
 @cache
 def esm2_weights(shape: Esm2Shape, precision: Resolved) -> Any:
-    return place_esm2(RandomTensors(shape), shape, precision, GPU)
+    return place_esm2(partial(random_tensor, shape), shape, precision, GPU)
 
 
 @cache
 def dnabert_weights(precision: Resolved) -> Any:
-    return place_dnabert(RandomTensors(DNA), DNA, precision, GPU)
+    return place_dnabert(partial(random_tensor, DNA), DNA, precision, GPU)
 
 
 def protein_batch(order: list[int], *, slots: int = 4096, max_seqlen: int = 256) -> PackedBatch:
@@ -223,7 +224,7 @@ def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved) -> None:
 @cache
 def _big(precision: Resolved, way: Backend) -> Tensor:
     shape = ESM2_SIZES["t36_3B"]
-    weights = place_esm2(RandomTensors(shape), shape, precision, GPU)
+    weights = place_esm2(partial(random_tensor, shape), shape, precision, GPU)
     encoder = Esm2(shape, weights, precision=precision, attention=way)
     rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
     batch = packed(Esm2Tokenizer(), rows, slots=9216, capacity=128, max_seqlen=256).to(GPU)
@@ -238,7 +239,7 @@ def test_base_dnabert_s_keeps_its_direction() -> None:
     results = {}
     runs: tuple[tuple[Resolved, Backend], ...] = (("fp32", "reference"), ("fp16", "fused"), ("bf16", "fused"))
     for precision, way in runs:
-        weights = place_dnabert(RandomTensors(shape), shape, precision, GPU)
+        weights = place_dnabert(partial(random_tensor, shape), shape, precision, GPU)
         encoder = DnabertS(shape, weights, pad_id=3, precision=precision, attention=way)
         results[precision] = encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
     for precision in ("fp16", "bf16"):

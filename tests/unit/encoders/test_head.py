@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 1000])
 def test_scores_equal_torch_modules_in_eval(models: Path, rows: int) -> None:
     _, tensors = open_head(models)
-    state = {name: tensors.read(name) for name in tensors.names()}
+    state = {name: tensors.read(name) for name in tensors.parts}
     twin = nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 2))
     places = {"hidden_layer": "0", "bn1": "1", "output_layer": "4"}
     twin.load_state_dict(

@@ -123,13 +123,13 @@ def sharded(
 @pytest.fixture
 def esm2_tensors_of(models: Path) -> dict[str, Tensor]:
     _, tensors = open_esm2(models)
-    return {name: tensors.read(name) for name in tensors.names()}
+    return {name: tensors.read(name) for name in tensors.parts}
 
 
 @pytest.fixture
 def dnabert_tensors_of(models: Path) -> dict[str, Tensor]:
     _, tensors = open_dnabert(models)
-    return {name: tensors.read(name) for name in tensors.names()}
+    return {name: tensors.read(name) for name in tensors.parts}
 
 
 def esm2_batch() -> PackedBatch:
@@ -236,6 +236,14 @@ def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
     ("spoil", "says"),
     [
         (lambda t: t.pop("layers.1.self_attn.k_proj.weight"), r"no tensor layers\.1\.qkv\.weight"),
+        (
+            lambda t: t.update({"layers.1.self_attn.k_proj.weight": torch.ones(64, 65)}),
+            r"layers\.1\.self_attn\.k_proj\.weight is 64×65, config\.json makes it 64×64",
+        ),
+        (
+            lambda t: t.update({"layers.1.qkv.bias": torch.ones(192)}),
+            r"unexpected tensors layers\.1\.self_attn\.k_proj",
+        ),
         (lambda t: t.update(surprise=torch.ones(1)), "unexpected tensor surprise"),
         (lambda t: t.update({"layers.7.fc1.weight": torch.ones(1)}), r"no tensors layers\.2"),
         (

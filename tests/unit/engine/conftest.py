@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.config import Devices
-from virnuc_core.encoders.checkpoint import init_random
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import init_random
+from virnuc_core.encoders.convert import init_random
 from virnuc_core.measure.bench import Bench
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from virnuc_core import runfiles
-from virnuc_core.encoders.checkpoint import fingerprint, init_random, load_head, write_random
+from virnuc_core.encoders.checkpoint import fingerprint, load_head
+from virnuc_core.encoders.convert import init_random, write_random
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import nn
 
-from virnuc_core.encoders.checkpoint import init_random, load_head
-from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, read_head_shape
+from virnuc_core.encoders.checkpoint import load_head
+from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, HeadShape, read_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import InputError, ShardError
 from virnuc_core.measure import train as training
@@ -98,7 +99,7 @@ def test_a_signal_is_learnt_and_the_head_has_the_original_names(world: World, ne
         "output_layer.weight",
         "output_layer.bias",
     }
-    assert read_head_shape(models / "head" / "config.json").hidden == 32
+    assert read_shape(models / "head" / "config.json", HeadShape).hidden == 32
 
 
 def test_noise_is_not_learnt(tmp_path: Path, new_models: Callable[[], Path]) -> None:
