@@ -10,14 +10,14 @@ from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import IO, Final, Protocol, cast
+from typing import IO, Final, cast
 
 from Bio.SeqIO.FastaIO import SimpleFastaParser
 from Bio.SeqIO.QualityIO import FastqGeneralIterator
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import LETTERS, shortened
-from virnuc_core.reads.sources import DamagedInput
+from virnuc_core.reads.sources import Source
 
 _LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for broken: bounds what one error costs
 _READ_BYTES: Final = 1 << 20
@@ -36,38 +36,28 @@ class Record:
 Broken = Callable[[InputError], None]
 
 
-class Text(Protocol):
-    """What is left of a file. `read` gives about `size` bytes, none at the end; damage is told once, where it is."""
-
-    @property
-    def name(self) -> str: ...
-    def read(self, size: int, /) -> bytes: ...
-
-
 class _Lines:
     """Text lines with a counter, and those of the current record to go back to. Looks like a text file to Biopython.
 
-    They are those of `data` and of what is left of the source; damage ends them.
+    They are those of `data` and of what is left of the source.
     """
 
-    def __init__(self, source: Text, data: bytes, line: int) -> None:
+    def __init__(self, source: Source, data: bytes, line: int) -> None:
         self._text = self._split(source, data)
         self._again: deque[str] = deque()
         self.number = line - 1  # of the last line given out
         self.last = ""
         self.since: list[str] = []  # lines of the current record; its header first
-        self.damage: DamagedInput | None = None
+        self.cut_off = False  # no line will follow, but should
 
-    def _split(self, source: Text, data: bytes) -> Iterator[str]:
+    def _split(self, source: Source, data: bytes) -> Iterator[str]:
         """Any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are."""
         decoder = io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
         begun, ended = "", False
         while not ended:
-            try:
-                data = data or source.read(max(_READ_BYTES, len(begun)))
-            except DamagedInput as error:
-                self.damage = error
+            data = data or source.read(max(_READ_BYTES, len(begun)))
             ended = not data
+            self.cut_off = ended and source.damage is not None
             *lines, begun = (begun + decoder.decode(data, final=ended)).split("\n")
             yield from (f"{line}\n" for line in lines)
             data = b""
@@ -113,10 +103,10 @@ def _id(title: str) -> bytes:
     return _bytes("".join(title.split(None, 1)[:1]))
 
 
-def iterate_fasta(source: Text, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
+def iterate_fasta(source: Source, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
     """Records of the rest of a FASTA file; `;` lines are comments wherever they stand.
 
-    Text before the first header and a damaged end are given to `broken`; the record that stands there is left out.
+    Text before the first header is given to `broken`; the record at a damaged end is left out.
     """
     lines = _Lines(source, data, line)
     headers: deque[int] = deque()
@@ -128,9 +118,7 @@ def iterate_fasta(source: Text, data: bytes, line: int, broken: Broken) -> Itera
             yield held
         letters = "".join(bases.split())
         held = Record(_id(title), _bytes(letters), headers.popleft(), _bytes(f">{title}\n{letters}\n"))
-    if lines.damage is not None:
-        broken(lines.damage)
-    elif held is not None:
+    if source.damage is None and held is not None:
         yield held
 
 
@@ -153,7 +141,7 @@ def _fasta_lines(lines: _Lines, headers: deque[int], name: str, broken: Broken) 
         yield text
 
 
-def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
+def iterate_fastq(source: Source, data: bytes, line: int, broken: Broken) -> Iterator[Record]:
     """Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
 
     After a broken record reading goes on at the next lines that look like a record.
@@ -168,7 +156,7 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
                 lines.begin()
         except ValueError as error:
             taken = lines.since
-            at_the_cut = lines.damage is not None and not _skip_blank(lines)
+            at_the_cut = lines.cut_off and not _skip_blank(lines)
             if (whole := _complete(taken, start)) is not None:  # what is broken stands behind it, without a header
                 record, ends = whole
                 yield record
@@ -178,8 +166,6 @@ def iterate_fastq(source: Text, data: bytes, line: int, broken: Broken) -> Itera
             # a record at the cut is told of by the damage, unless it swallowed whole records on its way there
             if _find_record(lines) or not at_the_cut:
                 broken(_explain(error, source.name, start, taken[0]))
-    if lines.damage is not None:
-        broken(lines.damage)
 
 
 def _complete(lines: list[str], start: int) -> tuple[Record, int] | None:

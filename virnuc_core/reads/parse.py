@@ -15,7 +15,7 @@ import numpy as np
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Block, Format, ReadBatch, Strings, cut_fasta, cut_fastq, without_illegal
-from virnuc_core.reads.sources import DamagedInput, Source
+from virnuc_core.reads.sources import Source
 
 if TYPE_CHECKING:
     from virnuc_core.reads.biopython_parser import Record
@@ -66,36 +66,25 @@ def parse(
 
 
 class _File:
-    """One file on its way to batches. To Biopython it is what is left of the text."""
+    """One file on its way to batches."""
 
     def __init__(self, number: int, source: Source, log: ParseLog, block_bytes: int) -> None:
         self.name = source.name
         self._number, self._source, self._log, self._block_bytes = number, source, log, block_bytes
         self._line = 1  # of what comes next
         self._ended = False
-        self._damage: DamagedInput | None = None  # where the file cannot be unpacked any further
 
     def batches(self) -> Iterator[ReadBatch]:
         data = self._first_text()
         if not data:
-            self._log.empty_files += self._damage is None
+            self._log.empty_files += self._source.damage is None
         else:
             yield from self._quickly(data, _format(data, self.name))
-        if self._damage is not None:
-            self._log.broken(self._damage)
-
-    def read(self, size: int) -> bytes:
-        """What no block was cut from; `b""` at the end. Errors: `DamagedInput`, once, where the file is damaged."""
-        if self._damage is not None:
-            damage, self._damage = self._damage, None
-            raise damage
-        return self._source.read(size)
+        if self._source.damage is not None:
+            self._log.broken(self._source.damage)
 
     def _draw(self, size: int) -> bytes:
-        try:
-            data = self._source.read(size)
-        except DamagedInput as damage:  # all that came whole before it has been given out
-            data, self._damage = b"", damage
+        data = self._source.read(size)
         self._ended = not data
         return data
 
@@ -114,14 +103,14 @@ class _File:
         while data or not self._ended:
             while len(data) < wanted and not self._ended:
                 data += self._draw(wanted - len(data))
-            block = cut(data, self._line, self._ended and self._damage is None)
+            block = cut(data, self._line, self._ended and self._source.damage is None)
             yield from self._batch(block, form)
             data, self._line = data[block.consumed :], block.next_line
             # where lines end otherwise no block is ever whole
             if block.irregular or (not block.consumed and b"\r" in data.removesuffix(b"\r").replace(b"\r\n", b"")):
                 yield from self._slowly(data, form)
                 return
-            if self._ended and self._damage is not None:
+            if self._ended and self._source.damage is not None:
                 return  # within a record
             # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
             wanted = self._block_bytes if block.consumed else 2 * len(data)
@@ -132,7 +121,8 @@ class _File:
 
         held: list[Record] = []
         size = 0
-        for record in (iterate_fastq if form == "fastq" else iterate_fasta)(self, data, self._line, self._log.broken):
+        iterate = iterate_fastq if form == "fastq" else iterate_fasta
+        for record in iterate(self._source, data, self._line, self._log.broken):
             held.append(record)
             size += len(record.bases) + len(record.id) + 32
             if size >= self._block_bytes:

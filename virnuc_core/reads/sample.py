@@ -93,6 +93,8 @@ def _read_twice(source: str, folder: Path) -> Iterator[tuple[str, ...]]:
         with Source.open(STDIN) as stream:
             while piece := stream.read(_COPY_BYTES):
                 kept.write(piece)
+            if stream.damage is not None:
+                raise stream.damage
         kept.flush()
         yield (kept.name,)
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, Final, cast
 
 from xopen import xopen
@@ -55,10 +54,6 @@ def reads_file(path: Path) -> Iterator[BinaryIO]:
         packed = path.suffix == ".gz"
         with xopen(aside, "wb", compresslevel=1, threads=0, format="gz") if packed else aside.open("wb") as out:
             yield out
-
-
-class DamagedInput(InputError):  # noqa: N818  # named for what the caller has in hand
-    """Data that cannot be unpacked or read any further. What came before it is good."""
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
@@ -108,28 +103,30 @@ def _holds_reads(path: Path) -> bool:
     """Whether the file begins like FASTA or FASTQ; one that cannot be unpacked counts, to be named later."""
     try:
         with Source.open(str(path)) as source:
-            return source.read(1 << 12).lstrip(b"\xef\xbb\xbf \t\r\n")[:1] in (b">", b"@", b";")
+            head = source.read(1 << 12).lstrip(b"\xef\xbb\xbf \t\r\n")
+            return head[:1] in (b">", b"@", b";") or (not head and source.damage is not None)
     except InputError:
         return True
 
 
 class Source:
-    """One opened input: `read` gives unpacked bytes; damage is told by `InputError` after the last good bytes.
+    """One opened input: `read` gives unpacked bytes; `damage` says why they ended, where that was not their end.
 
     Gzip (many members, bgzip), bzip2, xz and zstd are recognised by their first bytes, never by name.
     """
 
     def __init__(self, name: str, stream: BinaryIO) -> None:
         self.name = name
+        self.damage: InputError | None = None  # unpacking or reading came no further; what came before is good
         self._stream = stream
         head = _read_some(stream, _PIECE_BYTES)
-        packed_as, make, damage = _unpacker_for(head, name)
-        self._pieces = self._plain(head) if make is None else self._unpacked(head, packed_as, make, damage)
-        self._damage: DamagedInput | None = None
+        packed_as, make, errors = _unpacker_for(head, name)
+        self._pieces = self._plain(head) if make is None else self._unpacked(head, packed_as, make, errors)
 
     @classmethod
-    def open(cls, name: str) -> Source:
-        """Open a path, or standard input for `-`. Errors: `InputError` when it cannot be opened."""
+    @contextmanager
+    def open(cls, name: str) -> Iterator[Source]:
+        """A path, or standard input for `-`, which stays open. Errors: `InputError` when it cannot be opened."""
         with ExitStack() as opened:
             try:
                 stdin = cast(BinaryIO, sys.stdin.buffer)
@@ -137,24 +134,14 @@ class Source:
                 source = cls(name, stream)
             except OSError as error:
                 raise _unreadable(name, error) from error
-            opened.pop_all()  # stays open: it is the caller's now
-            return source
+            yield source
 
     def read(self, size: int) -> bytes:
-        """At least `size` bytes, fewer only before the end or damage; `b""` at the end.
-
-        Errors: `DamagedInput`, once, when the input is damaged or cut off and everything before has been returned.
-        """
+        """At least `size` bytes, fewer only before the end; `b""` at the end."""
         pieces: list[bytes] = []
-        try:
-            while size > 0 and (piece := next(self._pieces, None)) is not None:
-                pieces.append(piece)
-                size -= len(piece)
-        except DamagedInput as damage:
-            self._damage = damage
-        if not any(pieces) and self._damage is not None:
-            told, self._damage = self._damage, None  # a caller that goes on finds the end
-            raise told
+        while size > 0 and (piece := next(self._pieces, None)) is not None:
+            pieces.append(piece)
+            size -= len(piece)
         return b"".join(pieces)
 
     def _plain(self, piece: bytes) -> Iterator[bytes]:
@@ -163,7 +150,7 @@ class Source:
             piece = self._next_piece()
 
     def _unpacked(
-        self, packed: bytes, packed_as: str, make: Callable[[], Any], damage: tuple[Any, ...]
+        self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
     ) -> Iterator[bytes]:
         unpacker = None
         while packed or (packed := self._next_piece()):
@@ -174,30 +161,24 @@ class Source:
                 unpacker = make()
             try:
                 yield unpacker.decompress(packed)
-            except damage as error:
-                problem = f"damaged {packed_as} data: {str(error) or type(error).__name__}"
-                raise DamagedInput(problem, file=self.name, hint="copy it again") from error
+            except errors as error:
+                self._end(f"damaged {packed_as} data: {str(error) or type(error).__name__}")
+                return
             packed = b""
             if unpacker.eof:
                 packed, unpacker = unpacker.unused_data, None
         if unpacker is not None:
-            problem = f"the {packed_as} data ends early: the file is cut off"
-            raise DamagedInput(problem, file=self.name, hint="copy it again")
+            self._end(f"the {packed_as} data ends early: the file is cut off")
+
+    def _end(self, problem: str, hint: str | None = "copy it again") -> None:
+        self.damage = self.damage or InputError(problem, file=self.name, hint=hint)
 
     def _next_piece(self) -> bytes:
         try:
             return _read_some(self._stream, _PIECE_BYTES)
         except OSError as error:
-            raise DamagedInput(f"reading failed: {error.strerror or error}", file=self.name) from error
-
-    def __enter__(self) -> Source:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.name != STDIN:  # standard input stays open
-            self._stream.close()
+            self._end(f"reading failed: {error.strerror or error}", hint=None)
+            return b""
 
 
 def _unreadable(name: str, error: OSError) -> InputError:
