@@ -14,7 +14,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report.approval import approval_state
 from virnuc_core.report.bottleneck import bottleneck, findings
 from virnuc_core.report.caveats import notes, warnings_of
-from virnuc_core.report.chart_data import charts
+from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import checks, scaling, seven
 from virnuc_core.report.files import BASELINE, RECORD, RUN_PREFIX, SUMMARY, RawFolder, run_names
 from virnuc_core.report.measured import Measured
@@ -87,7 +87,7 @@ def build_report(out: Path, profile: Profile) -> Report:
             *warnings_of(measured, accounts, regression, raw.remarks()),
             *(f"Not compared: {reason}." for reason in dict.fromkeys(unlike.values())),
         ),
-        notes=notes(measured, series, provenance.model_length),
+        notes=tuple(notes(measured, series, provenance.model_length)),
         evidence=raw.evidence(),
     )
 

@@ -16,12 +16,8 @@ MOST_MFU: Final = 1.02  # a little above 1 is the clock of the device; more is a
 NOT_OF_SPEED: Final = {"consensus_agreement", "starved_share", "checkpoint_overhead", "device_time_spread"}
 
 
-def notes(measured: Measured, charts: Charts, model_length: int | None) -> tuple[str, ...]:
+def notes(measured: Measured, charts: Charts, model_length: int | None) -> Iterator[str]:
     """Every limit of the figures that a reader should know, in plain sentences."""
-    return tuple(_notes(measured, charts, model_length))
-
-
-def _notes(measured: Measured, charts: Charts, model_length: int | None) -> Iterator[str]:
     run, profile, baseline = measured.judged, measured.profile, measured.baseline
     if run is not None:
         yield from _size(run, profile)
@@ -81,14 +77,8 @@ def _lengths(run: RunMetrics, charts: Charts, model_length: int | None) -> Itera
 
 def warnings_of(
     measured: Measured, accounts: Accounting | None, regression: Regression | None, problems: Sequence[str]
-) -> tuple[str, ...]:
-    """What went otherwise than it should, in plain sentences, worst first."""
-    return tuple(_warnings(measured, accounts, regression, problems))
-
-
-def _warnings(
-    measured: Measured, accounts: Accounting | None, regression: Regression | None, problems: Sequence[str]
 ) -> Iterator[str]:
+    """What went otherwise than it should, in plain sentences, worst first."""
     run = measured.judged
     yield from (f"Raw file problem: {problem}." for problem in problems)
     if run is not None:

@@ -1,4 +1,7 @@
-"""The charts of the report, as SVG text: the same data gives the same bytes."""
+"""The charts of the report: their series, thinned to a few hundred points, and the SVG text drawn of them.
+
+The series stand in the report's data; the same data gives the same bytes of SVG.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,26 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, Final
 
-from virnuc_core.report.model import (
-    Bar,
-    Histogram,
-    HistoryPoint,
-    Line,
-    Report,
-    ScalingMetrics,
-)
-from virnuc_core.telemetry.statistics import QueueShares
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from virnuc_core.profiles import Profile
+from virnuc_core.report.files import RawFolder
+from virnuc_core.report.model import Bar, Charts, Histogram, HistoryPoint, Line, Report, RunMetrics, ScalingMetrics
+from virnuc_core.rundir import RunDir
+from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.statistics import QueueShares, device_busy, embedding_span, windows
+from virnuc_core.telemetry.tables import ENCODERS, STAGES
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.axes import Axes
 
+POINTS: Final = 240
+SCORE_BINS: Final = 20
+LENGTH_BINS: Final = 30
 WIDTH_IN: Final = 4.8  # narrow, so that letters stay readable on a phone
 INK: Final = "#24292f"
 FAINT: Final = "#8c959f"
@@ -43,6 +53,125 @@ STYLE: Final[dict[Any, Any]] = {
 }
 
 
+# --- the series ------------------------------------------------------------------------------------------------------
+
+
+def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, profile: Profile) -> Charts:
+    """All series of the judged run; what was not measured is empty."""
+    if run is None:
+        return Charts()
+    folder = RunDir(raw.root / run.name)
+    lengths, scores = _column(raw, folder.reads_table, "length"), _column(raw, folder.predictions, "score2")
+    seconds = {stage.name: stage.seconds for stage in run.stages if stage.seconds is not None}
+    found = Charts(
+        gantt=tuple(_one_after_another(seconds, seconds, 0.0)),
+        read_lengths=None if lengths is None else length_histogram(lengths),
+        scores=None if scores is None else _histogram(*np.histogram(scores, SCORE_BINS, (0.0, 1.0))),
+    )
+    if measured is None:
+        return found
+    host, samples, origin_s = measured.host, measured.samples, measured.origin_s
+    used = ((device, samples.of_device(device)) for device in samples.devices)
+    series = {
+        "utilisation": tuple(thin(name, own.time_s - origin_s, own.utilisation) for name, own in used if len(own)),
+        "cpu": thin("CPU", host.time_s - origin_s, host.cpu_percent) if len(host) else None,
+        "gantt": _gantt(seconds, measured),
+        "throughput": _throughput(measured, profile.window_s),
+    }
+    return found.model_copy(update=series)
+
+
+def thin(label: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> Line:
+    """Means over at most `POINTS` stretches of equal count; a stretch with nothing known is `None`."""
+    points = min(POINTS, len(x))
+    stretch = np.repeat(np.arange(points), [len(part) for part in np.array_split(x, points or 1)][:points])
+    means = pd.DataFrame({"x": x, "y": y}).groupby(stretch).mean().round(3)
+    return Line(label=label, x=tuple(means["x"]), y=tuple(None if np.isnan(mean) else mean for mean in means["y"]))
+
+
+def _throughput(measured: Telemetry, window_s: float) -> Line | None:
+    span = embedding_span(measured.batches)
+    if span is None:
+        return None
+    length = min(window_s, max((span[1] - span[0]) / 20, 0.05))
+    cut = windows(measured.batches, measured.samples, length, measured.origin_s)
+    middles = np.array([(w.start_s + w.end_s) / 2 for w in cut])
+    return thin("tokens/s", middles, np.array([w.tokens_per_s for w in cut]))
+
+
+def _gantt(seconds: dict[str, float], measured: Telemetry) -> tuple[Bar, ...]:
+    """Every stage with seconds, encoders by device, in seconds since the run's start; staging was before it.
+
+    A stage whose start was not measured stands where it must have been: staging ends as the run starts, results begin
+    after the last shard.
+    """
+    known = {
+        s.name: Bar(label=s.name, start_s=s.started_s - measured.origin_s, end_s=s.finished_s - measured.origin_s)
+        for s in measured.stages
+        if s.started_s is not None and s.finished_s is not None and s.finished_s >= s.started_s
+    }
+    encoders = _encoder_bars(measured) or tuple(known[name] for name in STAGES[4:6] if name in known)
+    staging, results = (
+        [name for name in part if name in seconds and name not in known] for part in (STAGES[:4], STAGES[6:])
+    )
+    last_s = max((bar.end_s for bar in (*encoders, *known.values())), default=0.0)
+    placed = (
+        *_one_after_another(staging, seconds, -sum(seconds[name] for name in staging)),
+        *(known[name] for name in (*STAGES[:4], *STAGES[6:]) if name in known),
+        *encoders,
+        *_one_after_another(results, seconds, last_s),
+    )
+    return tuple(sorted(placed, key=lambda bar: bar.start_s))
+
+
+def _one_after_another(names: Iterable[str], seconds: dict[str, float], start_s: float) -> list[Bar]:
+    found = []
+    for name in names:
+        found.append(Bar(label=name, start_s=start_s, end_s=start_s + seconds[name], measured=False))
+        start_s = found[-1].end_s
+    return found
+
+
+def _encoder_bars(measured: Telemetry) -> tuple[Bar, ...]:
+    """Each encoder on each device, from its first batch launched to its last finished."""
+    bars = []
+    for place, busy in enumerate(device_busy(measured.shards), start=1):
+        own = measured.batches.of_device(busy.device)
+        for encoder, title in zip(ENCODERS, STAGES[4:6], strict=True):
+            span = embedding_span(own.of_encoder(encoder))
+            if span is not None:
+                start_s, end_s = (moment - measured.origin_s for moment in span)
+                bars.append(Bar(label=f"{title} on device {place}", start_s=start_s, end_s=end_s))
+    return tuple(bars)
+
+
+def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
+    """A column of a table of the run; `None` when the table is not there or holds no number."""
+    if not path.is_file():
+        return None
+    raw.use(path)
+    try:
+        values = pd.read_csv(path, sep="\t", usecols=[column], quoting=3, na_filter=True)[column].dropna().to_numpy()
+    except (ValueError, pd.errors.ParserError) as error:
+        raw.problems[path.name] = (f"cannot be read: {error}",)
+        return None
+    return values if len(values) and np.issubdtype(values.dtype, np.number) else None
+
+
+def length_histogram(values: NDArray[np.float64]) -> Histogram:
+    """Lengths in bins of whole bases, over their range."""
+    low, high = int(values.min()), int(values.max())
+    width = max(1, -(-(high - low + 1) // LENGTH_BINS))
+    return _histogram(*np.histogram(values, bins=np.arange(low, high + width + 1, width)))
+
+
+def _histogram(counts: NDArray[np.intp], edges: NDArray[np.float64]) -> Histogram:
+    return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(counts.tolist()))
+
+
+# --- the drawing -----------------------------------------------------------------------------------------------------
+
+
 def generator() -> str:
     """What draws the charts: other versions draw the same figures in other bytes."""
     return f"virnuc, matplotlib {version('matplotlib')}"
@@ -52,19 +181,19 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     """Title, description and SVG of every chart there is data for."""
     series, telemetry = report.charts, report.run.telemetry if report.run else None
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
+    used += () if series.cpu is None else (series.cpu,)
+    tokens = series.throughput and ((series.throughput,), "tokens/s")
     scaled = (report.scaling, _bands(report)) if report.scaling else None
+    lengths = series.read_lengths and (series.read_lengths, "read length (bases)", "reads")
+    scores = series.scores and (series.scores, "score of virus", "rows")
     found = (
-        ("Stages over time", "When each stage ran", _svg(_gantt, series.gantt)),
-        (
-            "Utilisation",
-            "GPU and CPU utilisation over the run",
-            _svg(_utilisation, (*used, *filter(None, [series.cpu]))),
-        ),
-        ("Throughput", "Tokens per second over the run", _svg(_throughput, series.throughput)),
-        ("Scaling", "Speed-up against number of devices", _svg(_scaling, scaled)),
-        ("Queue states", "How ready the next batch was", _svg(_queue, telemetry.queue if telemetry else None)),
-        ("Read lengths", "Reads by length", _svg(_lengths, series.read_lengths)),
-        ("Scores", "Rows by score of virus", _svg(_scores, series.scores)),
+        ("Stages over time", "When each stage ran", _svg(_draw_gantt, series.gantt)),
+        ("Utilisation", "GPU and CPU utilisation over the run", _svg(_draw_lines, used and (used, "percent"))),
+        ("Throughput", "Tokens per second over the run", _svg(_draw_lines, tokens)),
+        ("Scaling", "Speed-up against number of devices", _svg(_draw_scaling, scaled)),
+        ("Queue states", "How ready the next batch was", _svg(_draw_queue, telemetry.queue if telemetry else None)),
+        ("Read lengths", "Reads by length", _svg(_draw_histogram, lengths)),
+        ("Scores", "Rows by score of virus", _svg(_draw_histogram, scores)),
         ("History", "Earlier runs like this one", history(report.history)),
     )
     return [(title, what, svg) for title, what, svg in found if svg is not None]
@@ -73,7 +202,7 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
 def history(points: Sequence[HistoryPoint]) -> str | None:
     """Total time of the runs like this one, oldest first, as SVG; `None` with fewer than two."""
     known = tuple(point for point in points if point.total_s is not None)
-    return _svg(_history, known) if len(known) > 1 else None
+    return _svg(_draw_history, known) if len(known) > 1 else None
 
 
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times
@@ -97,35 +226,29 @@ def _svg(draw: Callable[[Axes, Any], float], data: object) -> str | None:
     return buffer.getvalue().decode("utf-8")
 
 
-def _plot(axes: Axes, line: Line, colour: str, label: str = "", style: str = "-") -> None:
-    values = [float("nan") if value is None else value for value in line.y]
-    marker = "o" if len(values) < 3 else None
-    axes.plot(line.x, values, style, color=colour, label=label, linewidth=1.4, marker=marker, markersize=4)
-
-
 def _from_zero(axes: Axes, values: Iterable[float | None]) -> None:
     axes.set_ylim(0, 1.08 * max((value or 0.0 for value in values), default=0.0) or 1.0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _utilisation(axes: Axes, lines: tuple[Line, ...]) -> float:
-    """One line a device, the CPU in grey."""
+def _draw_lines(axes: Axes, data: tuple[tuple[Line, ...], str]) -> float:
+    """Values over the seconds of a run; of percentages one line a device, and the CPU in grey."""
+    lines, unit = data
     for place, line in enumerate(lines):
-        cpu = line.label == "CPU"
-        label = line.label if len(line.label) <= 14 else f"{line.label[:12]}…"
-        _plot(axes, line, FAINT if cpu else LINES[place % len(LINES)], label, "--" if cpu else "-")
-    axes.set(ylim=(0, 105), xlabel=SECONDS, ylabel="percent")
-    return 2.6
-
-
-def _throughput(axes: Axes, line: Line) -> float:
-    _plot(axes, line, LINES[0])
-    _from_zero(axes, line.y)
-    axes.set(xlabel=SECONDS, ylabel="tokens/s")
+        values = [float("nan") if value is None else value for value in line.y]
+        label = "" if unit != "percent" else line.label if len(line.label) <= 14 else f"{line.label[:12]}…"
+        colour, style = (FAINT, "--") if line.label == "CPU" else (LINES[place % len(LINES)], "-")
+        marker = "o" if len(values) < 3 else None
+        axes.plot(line.x, values, style, color=colour, label=label, linewidth=1.4, marker=marker, markersize=4)
+    axes.set(xlabel=SECONDS, ylabel=unit)
+    if unit == "percent":
+        axes.set_ylim(0, 105)
+        return 2.6
+    _from_zero(axes, lines[0].y)
     return 2.2
 
 
-def _gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
+def _draw_gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
     """One line a stage, from its start to its end; pale where only its seconds were measured."""
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
@@ -147,7 +270,7 @@ def _bands(report: Report) -> tuple[tuple[int, float, float], ...]:
     return tuple(sorted(band for band in bands if band[0] <= most))
 
 
-def _scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tuple[int, float, float], ...]]) -> float:
+def _draw_scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tuple[int, float, float], ...]]) -> float:
     """Measured speed-up by number of devices, with the ideal and what people expect."""
     found, bands = data
     counts, speedups = [1, *(one.num_gpus for one in found)], [1.0, *(one.speedup for one in found)]
@@ -163,7 +286,7 @@ def _scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tuple[int
     return 2.8
 
 
-def _queue(axes: Axes, found: QueueShares) -> float:
+def _draw_queue(axes: Axes, found: QueueShares) -> float:
     left = 0.0
     for name, colour in (("full", LINES[2]), ("normal", LINES[5]), ("starved", RED)):
         percent = 100 * getattr(found, name)
@@ -173,17 +296,9 @@ def _queue(axes: Axes, found: QueueShares) -> float:
     return 1.25
 
 
-def _lengths(axes: Axes, found: Histogram) -> float:
-    axes.set(xlabel="read length (bases)", ylabel="reads")
-    return _histogram(axes, found)
-
-
-def _scores(axes: Axes, found: Histogram) -> float:
-    axes.set(xlabel="score of virus", ylabel="rows")
-    return _histogram(axes, found)
-
-
-def _histogram(axes: Axes, found: Histogram) -> float:
+def _draw_histogram(axes: Axes, data: tuple[Histogram, str, str]) -> float:
+    found, xlabel, ylabel = data
+    axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.stairs(found.counts, found.edges, fill=True, color=LINES[0])
     _from_zero(axes, found.counts)
     if len(found.counts) == 1:  # one bar would fill the width and say nothing
@@ -191,7 +306,7 @@ def _histogram(axes: Axes, found: Histogram) -> float:
     return 2.2
 
 
-def _history(axes: Axes, known: tuple[HistoryPoint, ...]) -> float:
+def _draw_history(axes: Axes, known: tuple[HistoryPoint, ...]) -> float:
     totals = [point.total_s or 0.0 for point in known]
     axes.plot(range(len(known)), totals, "o-", color=LINES[0])
     places = list(range(0, len(known), -(-len(known) // 4)))

@@ -267,12 +267,12 @@ class Bar(Record):
 class Charts(Record):
     """What the charts show, thinned so that the report stays small."""
 
-    utilisation: tuple[Line, ...]
-    cpu: Line | None
-    gantt: tuple[Bar, ...]
-    read_lengths: Histogram | None
-    scores: Histogram | None
-    throughput: Line | None
+    utilisation: tuple[Line, ...] = ()
+    cpu: Line | None = None
+    gantt: tuple[Bar, ...] = ()
+    read_lengths: Histogram | None = None
+    scores: Histogram | None = None
+    throughput: Line | None = None
 
 
 class RawFile(Record):
