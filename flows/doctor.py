@@ -46,8 +46,7 @@ def doctor(
     """
     prepare_prefect()
     asked: list[Callable[[], Iterable[Finding]]] = [  # cheap ones first
-        checks.python_version,
-        checks.packages,
+        checks.requirements,
         partial(checks.tested_versions, CONSTRAINTS),
         partial(checks.disk, out),
         checks.shared_memory,

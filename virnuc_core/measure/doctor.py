@@ -63,47 +63,42 @@ class Finding:
     detail: str
 
 
-def python_version(required: str | None = None) -> Iterator[Finding]:
-    """Is this Python one that virnuc is tested on? `required` is like `>=3.11,<3.13`; else what the package says."""
+def requirements() -> Iterator[Finding]:
+    """Do the bounds of virnuc hold for this Python and the packages?
+
+    Nothing says what they are where virnuc runs from its source without being installed.
+    """
+    from packaging.requirements import Requirement
     from packaging.specifiers import SpecifierSet
 
-    if required is None:
-        required = metadata.metadata("virnuc")["Requires-Python"] if _version("virnuc") else ""
-    here = platform.python_version()
-    fits = SpecifierSet(required).contains(here)
-    said = f"{here} ({sys.executable}); wanted {required or 'not told'}"
-    yield Finding("Python", "ok" if fits else "fail", said)
-
-
-def packages() -> Iterator[Finding]:
-    """Do the bounds of the package hold? Nothing says so where virnuc runs from its source without being installed."""
-    from packaging.requirements import Requirement
-
-    wanted = [Requirement(text) for text in (metadata.requires("virnuc") or [] if _version("virnuc") else [])]
+    installed, python = _version("virnuc") is not None, platform.python_version()
+    required = metadata.metadata("virnuc")["Requires-Python"] if installed else ""
+    said = f"{python} ({sys.executable}); wanted {required or 'not told'}"
+    yield Finding("Python", "ok" if SpecifierSet(required).contains(python) else "fail", said)
+    if not installed:
+        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
+        return
+    wanted = [Requirement(text) for text in metadata.requires("virnuc") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     broken = [
         f"{one.name} {here or 'is absent'} (wanted {one.specifier})"
         for one, here in ((one, _version(one.name)) for one in wanted)
         if here is None or not one.specifier.contains(here, prereleases=True)
     ]
-    if wanted:
-        yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
-    else:
-        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
+    yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
 
 
 def tested_versions(constraints: Path) -> Iterator[Finding]:
     """The packages that matter most, against the versions that were tested together."""
-    here = {name: _version(name) for name in IMPORTANT}
-    listed = ", ".join(f"{name} {version or 'absent'}" for name, version in here.items())
+    here = {name: _version(name) or "absent" for name in IMPORTANT}
+    listed = ", ".join(f"{name} {version}" for name, version in here.items())
     if not constraints.is_file():
         yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
+    tested = {name: pins.get(name, version.split("+")[0]) for name, version in here.items()}
     other = [
-        f"{name} {version} (tested: {pins[name]})"
-        for name, version in here.items()
-        if name in pins and (version or "absent").split("+")[0] != pins[name]
+        f"{name} {here[name]} (tested: {tested[name]})" for name in here if here[name].split("+")[0] != tested[name]
     ]
     yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
 
@@ -267,13 +262,14 @@ def compute(devices: str) -> Iterator[Finding]:
         logging.disable(logging.CRITICAL)  # what matters of these runs is in the findings
         quiet.callback(logging.disable, logging.NOTSET)
         folder = Path(name)
-        store, models, scores = folder / "orfs.h5", folder / "models", []
+        store, models = folder / "orfs.h5", folder / "models"
         init_random(models, model_length=LENGTH, seed=SEED)
         reads = simulate(SimulateSpec(reads=READS, seed=SEED), folder / "reads.fasta").reads_file
         stage(StageSpec(reads=(str(reads),), model_length=LENGTH), store)
         reference = _reference(models, OrfStore.open(store))
         with ThreadPoolExecutor(max_workers=len(found)) as threads:
             answers = list(threads.map(lambda device: _answer(device, store, models, folder / device.id), found))
+    scores = []
     for device, answer in zip(found, answers, strict=True):
         if isinstance(answer, VirnucError):
             taken = isinstance(answer, DeviceError)  # another run's device is no fault of the machine
@@ -311,23 +307,21 @@ def _reference(models: Path, orfs: OrfStore) -> Scores:
     """Scores in float32 in this process, by the plain attention, one sequence a batch: nothing packed, no worker."""
     import torch
 
-    from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head
+    from virnuc_core.encoders.checkpoint import load_all
     from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 
-    device, parts = torch.device("cpu"), []
-    for load, tokenizer, rows in (
-        (load_dnabert_s, DnabertTokenizer(models), orfs.dna(0, orfs.n_uniques)),
-        (load_esm2, Esm2Tokenizer(), orfs.protein(0, orfs.n_uniques)),
+    engine = EngineSpec(precision="fp32", attention="reference")
+    esm2, dnabert_s, head = load_all(models, torch.device("cpu"), engine)
+    parts = []
+    for encoder, tokenizer, rows in (
+        (dnabert_s, DnabertTokenizer(models), orfs.dna(0, orfs.n_uniques)),
+        (esm2, Esm2Tokenizer(), orfs.protein(0, orfs.n_uniques)),
     ):
-        encoder = load(models, device, "fp32", "reference")
-        vectors = []
-        for row in rows:
-            tokens, offsets = tokenizer.encode([row])
-            batch = PackedBatch(tokens, offsets.int(), 1, len(tokens), len(tokens))
-            with torch.inference_mode():
-                vectors.append(encoder.embed(batch)[:1])
+        batches = (tokenizer.encode([row]) for row in rows)
+        with torch.inference_mode():
+            vectors = [encoder.embed(PackedBatch(ids, at.int(), 1, len(ids), len(ids)))[:1] for ids, at in batches]
         parts.append(torch.cat(vectors))
-    scores: Scores = load_head(models, device).scores(torch.cat(parts, dim=1)).numpy()
+    scores: Scores = head.scores(torch.cat(parts, dim=1)).numpy()
     return scores
 
 
