@@ -15,7 +15,7 @@ from tasks.tools import mark_rows, operation_rows, trace
 from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.trace import Traces, counted, write_profile
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import write_text_whole
 
 MEBIBYTE = 1 << 20
 
@@ -30,8 +30,15 @@ def profile(settings: ProfileSettings) -> State[Traces]:
     with staged_run(settings) as staged:
         run, label, devices = staged.run, staged.label, staged.devices
         summary = staged.embed()
-        bench = Bench(run.store, settings.models, devices)
-        found = trace(run, bench, staged.engine, _spec(run, settings), label=label).result()
+        spec = TraceSpec(
+            folder=str((run.telemetry / "traces").resolve()),
+            shards=settings.traced_shards,
+            operations=settings.operations,
+            max_bytes=settings.max_trace_mb * MEBIBYTE,
+            shapes=settings.shapes,
+            memory=settings.memory,
+        )
+        found = trace(run, Bench(run.store, settings.models, devices), staged.engine, spec, label=label).result()
         write_profile(found, summary.stages, summary.total_s or 0.0)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
         publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")
@@ -41,17 +48,6 @@ def profile(settings: ProfileSettings) -> State[Traces]:
         write_text_whole(path, text)
         publish_markdown(f"profile-{label}-{devices}", text, str(found), path)
     return done(found, f"{found}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
-
-
-def _spec(run: RunDir, settings: ProfileSettings) -> TraceSpec:
-    return TraceSpec(
-        folder=str((run.telemetry / "traces").resolve()),
-        shards=settings.traced_shards,
-        operations=max(settings.operations, 1),
-        max_bytes=settings.max_trace_mb * MEBIBYTE,
-        shapes=settings.shapes,
-        memory=settings.memory,
-    )
 
 
 def _text(found: Traces, tables: tuple[list[dict[str, str]], ...]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 from prefect import flow
 from prefect.client.schemas.objects import State
 
@@ -35,7 +37,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     stage_input(settings, label)
     sweep = Sweep(settings.out, Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s), base)
     if settings.force:
-        sweep.forget()
+        shutil.rmtree(sweep.trials, ignore_errors=True)
     for candidate, repeat, name in rounds(tried, settings.repeats, halving=settings.search == "halving"):
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)

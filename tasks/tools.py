@@ -32,7 +32,7 @@ STAGE_OF: Final = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2", "head": "Model Pre
 @step("trace", "trace {label} on {bench.devices}")
 def trace(run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str) -> State[Traces]:
     """Traces and tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
-    with device_slots(bench.resolved()), run_lock(run.root):
+    with device_slots(resolve(bench.devices)), run_lock(run.root):
         found = record(bench, engine, spec)
     return done(found, str(found))
 
@@ -48,7 +48,7 @@ def train(run: RunDir, *, truth: Path, models: Path, spec: TrainSpec, seed: int,
 def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False) -> State[OverheadFile]:
     """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
     progress = progress_artifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
-    with device_slots(bench.resolved()), progress as show:
+    with device_slots(resolve(bench.devices)), progress as show:
         found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show)
     publish_table(f"commits-{label}", overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
     return done(found, overhead_sentence(found))
@@ -129,7 +129,7 @@ def overhead_sentence(found: OverheadFile) -> str:
 @step("measure", "{name}")
 def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> State[Trial | str]:
     """One trial of a candidate, or why it cannot run; a trial that was made before, over the same all, is reused."""
-    with device_slots(sweep.bench.resolved()):
+    with device_slots(resolve(sweep.bench.devices)):
         found = sweep.trial(candidate, repeat)
     return done(found, _trial_sentence(found), reused=isinstance(found, Trial) and found.reused)
 

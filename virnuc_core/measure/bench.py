@@ -56,10 +56,6 @@ class Bench:
     devices: Devices
     sample_s: float = 0.5
 
-    def resolved(self) -> tuple[Device, ...]:
-        """The devices; `DeviceError` for one that is not here."""
-        return resolve(self.devices)
-
     def job(self, run: RunDir, engine: EngineSpec) -> Job:
         """A fresh job over the store in `run`; what was there is removed. Errors: those of `prepare`."""
         asked = {"commit": engine.commit}
@@ -70,7 +66,7 @@ class Bench:
 
     def fingerprint(self, engine: EngineSpec, *more: Any) -> str:
         """Digest of all that a measurement depends on: reads, weights, settings, devices, and `more` (JSON)."""
-        found = self.resolved()
+        found = resolve(self.devices)
         body = {
             "reads": OrfStore.open(self.store).fingerprint,
             "weights": asdict(fingerprint(self.models)),
@@ -155,7 +151,7 @@ def measure_overhead(
     `on_run` hears the share of runs done. Errors: those of `prepare` and of the pool; `VirnucError` when nothing was
     launched.
     """
-    job, ids = bench.fingerprint(engine), tuple(device.id for device in bench.resolved())
+    job, ids = bench.fingerprint(engine), tuple(device.id for device in resolve(bench.devices))
     before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
     if before is not None and (before.job, before.devices) == (job, ids) and len(before.pairs) >= pairs:
         return before

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from virnuc_core import runfiles
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import resolve_engine
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.results import THRESHOLD
@@ -120,27 +120,19 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
 def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iterator[tuple[Candidate, int, str]]:
     """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next.
 
-    Round by round, so that a machine that warms up or is shared for a while does so for all candidates alike.
+    Round by round, so that a machine that warms up or is shared for a while does so for all candidates alike. With
+    `halving` the slower half leaves after each round, never the base and never below `FINALISTS`.
     """
+    running = list(entries)
     for repeat in range(repeats):
-        running = in_the_running(entries)
         for place, candidate in enumerate(running, start=1):
             yield candidate, repeat, f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}"
+        running = [candidate for candidate in running if not candidate.refused]
         if halving:
-            drop_slower_half(entries)
-
-
-def in_the_running(entries: Sequence[Candidate]) -> list[Candidate]:
-    """Those to measure in the next round."""
-    return [candidate for candidate in entries if not candidate.dropped and not candidate.refused]
-
-
-def drop_slower_half(entries: Sequence[Candidate]) -> None:
-    """After a round of halving: the slower half leaves, never the base and never below `FINALISTS`."""
-    running = sorted(in_the_running(entries), key=lambda candidate: median(candidate.rates), reverse=True)
-    keep = max(FINALISTS, (len(running) + 1) // 2)
-    for candidate in running[keep:]:
-        candidate.dropped = candidate.number != 0
+            fastest_first = sorted(running, key=lambda candidate: median(candidate.rates), reverse=True)
+            for candidate in fastest_first[max(FINALISTS, (len(running) + 1) // 2) :]:
+                candidate.dropped = candidate.number != 0
+            running = [candidate for candidate in running if not candidate.dropped]
 
 
 def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: bool) -> Recommendation:
@@ -186,10 +178,6 @@ class Sweep:
         """The base's scores, which those of all others are held against."""
         return self.trials / f"{self._fingerprint(self.base)}.npy"
 
-    def forget(self) -> None:
-        """Remove the trials of earlier runs."""
-        shutil.rmtree(self.trials, ignore_errors=True)
-
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
         """The engine's rate over the whole store with these settings, or why they cannot run on this machine.
 
@@ -197,7 +185,7 @@ class Sweep:
         `ConfigError` of a store or models that do not fit.
         """
         try:
-            resolve_engine(candidate.engine, self.bench.resolved()[0].kind)
+            resolve_engine(candidate.engine, resolve(self.bench.devices)[0].kind)
         except ConfigError as error:
             return str(error)
         run = RunDir(self.trials / f"{self._fingerprint(candidate.engine)}-{repeat}")
@@ -246,7 +234,7 @@ class Sweep:
             "profile": profile,
             "score_tolerance": tolerance,
             "search": search,
-            "devices": [device.record() for device in self.bench.resolved()],
+            "devices": [device.record() for device in resolve(self.bench.devices)],
             "cores": len(os.sched_getaffinity(0)),
             "versions": runfiles.versions(),
             "base": self.base.model_dump(mode="json"),

@@ -12,8 +12,6 @@ from virnuc_core.measure.tune import (
     Trial,
     candidates,
     compare_scores,
-    drop_slower_half,
-    in_the_running,
     recommend,
     rounds,
 )
@@ -86,12 +84,12 @@ def test_a_candidate_that_was_measured_less_often_is_not_recommended() -> None:
 
 
 def test_halving_drops_the_slower_half_but_neither_the_base_nor_the_last_three() -> None:
-    found = measured(*[(rate,) for rate in (1.0, 60.0, 50.0, 40.0, 30.0, 20.0, 10.0)])
-    drop_slower_half(found)
-    assert [one.number for one in in_the_running(found)] == [0, 1, 2, 3, 4]
-    drop_slower_half(found)
-    drop_slower_half(found)
-    assert [one.number for one in in_the_running(found)] == [0, 1, 2, 3]
+    rates = (1.0, 60.0, 50.0, 40.0, 30.0, 20.0, 10.0)
+    asked: list[list[int]] = [[], [], [], []]
+    for candidate, repeat, _ in rounds(measured(*[()] * len(rates)), len(asked), halving=True):
+        asked[repeat].append(candidate.number)
+        candidate.add(trial(rates[candidate.number]))
+    assert asked == [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4], [0, 1, 2, 3], [0, 1, 2, 3]]
 
 
 def test_what_cannot_run_is_not_tried_again_and_a_base_that_cannot_is_an_error() -> None:
