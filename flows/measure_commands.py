@@ -22,9 +22,6 @@ CRITERION_FAILED: Final = 5
 @command(TrainSettings, "reads")
 def train(settings: TrainSettings, debug: bool) -> int:
     """Fit the head on labelled reads."""
-    from virnuc_core.measure.train import read_truth
-
-    read_truth(settings.truth)
     state = start("flows.train:train", settings, debug)
     head = f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"
     say(state.message, f"Head: {head}")

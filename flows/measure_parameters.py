@@ -49,6 +49,12 @@ class TrainSettings(RunSettings):
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
 
+    def check_own_files(self) -> None:
+        """Refuse a table of origins that is not fit. Errors: those of `read_truth`."""
+        from virnuc_core.measure.train import read_truth  # it brings torch along
+
+        read_truth(self.truth)
+
 
 class TuneSettings(RunSettings):
     """Which settings are fastest here? Lists left empty are not swept."""

@@ -220,6 +220,9 @@ class RunSettings(ComputeSettings, ReadingSettings):
     models: Path = Field(description=MODELS_HELP)
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
+    def check_own_files(self) -> None:
+        """Refuse files that this flow alone takes and that are not fit; most flows take none."""
+
 
 class VerdictSettings(Spec):
     """What is called viral, and whether those reads are written out."""

@@ -23,9 +23,10 @@ LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows af
 def check(settings: RunSettings | InboxSettings, base: EngineSpec) -> None:
     """Refuse at once what could only fail later; nothing is written. `base`: the profile's engine settings.
 
-    Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, and
-    for an inbox that is no folder; `WeightsError` for what the headers of the weights tell; `DeviceError`;
-    `ConfigError` for settings that cannot run on these devices or an output that cannot be written.
+    Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, for an
+    inbox that is no folder and for files that one flow alone takes; `WeightsError` for what the headers of the weights
+    tell; `DeviceError`; `ConfigError` for settings that cannot run on these devices or an output that cannot be
+    written.
     """
     if isinstance(settings, InboxSettings):
         from virnuc_core.measure.inbox import Ledger
@@ -37,6 +38,7 @@ def check(settings: RunSettings | InboxSettings, base: EngineSpec) -> None:
             readable(local, settings.on_error, alone=len(local) == len(settings.reads))
         if local and isinstance(settings, PredictSettings) and settings.write_viral:
             check_readable_twice(local)
+        settings.check_own_files()
     check_models(settings.models)
     devices(settings, base)
     writable(settings.out)

@@ -15,7 +15,7 @@ from flows.measure_parameters import TrainSettings
 from flows.predict import staged_run
 from tasks.step import done
 from tasks.tools import train as fit
-from virnuc_core.measure.train import TrainSpec, TrainSummary, install_head, read_truth
+from virnuc_core.measure.train import TrainSpec, TrainSummary, install_head
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))
@@ -25,7 +25,6 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
 
     Accuracy and area under the curve are of genomes that the head has never met.
     """
-    read_truth(settings.truth)  # what is wrong with it is said before any work
     with staged_run(settings) as staged:
         run = staged.run
         staged.embed()
