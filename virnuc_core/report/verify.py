@@ -239,14 +239,11 @@ def _telemetry(found: Verification, path: Path, name: str, telemetry: Telemetry,
     for what, wrong in impossible.items():
         found.same(f"{name}: {what}", int(wrong), 0)
     if len(shards) and not shards.skipped.any():
-        found.same(
-            f"{name}: tokens of ESM-2", int(batches.of_encoder("esm2").tokens.sum()), int(shards.protein_tokens.sum())
-        )
-        found.same(
-            f"{name}: tokens of DNABERT-S",
-            int(batches.of_encoder("dnabert_s").tokens.sum()),
-            int(shards.dna_tokens.sum()),
-        )
+        for words, encoder, told_by in (
+            ("ESM-2", batches.of_encoder("esm2"), shards.protein_tokens),
+            ("DNABERT-S", batches.of_encoder("dnabert_s"), shards.dna_tokens),
+        ):
+            found.same(f"{name}: tokens of {words}", int(encoder.tokens.sum()), int(told_by.sum()))
     said = read(path.with_suffix(".json"), TelemetryFile)
     reads, wall_s = said.summary.total_sequences, said.summary.wall_s
     again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s)

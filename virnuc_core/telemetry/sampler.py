@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Final, Literal, Protocol, Self
+from typing import Final, Self
 
 import psutil
 
@@ -23,28 +23,29 @@ log = logging.getLogger(__name__)
 CHILDREN_EVERY: Final = 10  # samples between two looks for new child processes: the look reads every process
 
 
-class DeviceProvider(Protocol):
-    """Where device readings come from: NVML, or a stand-in."""
-
-    def read(self, device: str, time_s: float) -> DeviceSample:
-        """Read one device now, stamped `time_s`; may raise, which counts as a reading that failed."""
-        ...
+Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
 
 
-class NvmlProvider:
-    """NVML through nvitop, each device by its UUID, whatever order CUDA gives them."""
+def nvml_reader(devices: Sequence[str]) -> Reader | None:
+    """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them.
 
-    def __init__(self, uuids: Sequence[str]) -> None:
-        """Open the devices; raises `nvitop.NVMLError` when there is no driver or no such device."""
-        import nvitop
+    `None` when there is none; and, with a word in the log, where NVML cannot be used.
+    """
+    uuids = [device for device in devices if device.startswith(("GPU-", "MIG-"))]
+    if not uuids:
+        return None
+    import nvitop
 
+    try:
         nvitop.Device.count()
-        self._devices = {uuid: nvitop.Device(uuid=uuid) for uuid in uuids}
+        opened = {uuid: nvitop.Device(uuid=uuid) for uuid in uuids}
+    except (nvitop.NVMLError, RuntimeError, OSError) as error:
+        log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
+        return None
 
-    def read(self, device: str, time_s: float) -> DeviceSample:
-        gpu = self._devices[device]
-        power_mw = _number(gpu.power_usage())
-        memory = _number(gpu.memory_used())
+    def read(device: str, time_s: float) -> DeviceSample:
+        gpu = opened[device]
+        power_mw, memory = _number(gpu.power_usage()), _number(gpu.memory_used())
         return DeviceSample(
             time_s,
             device,
@@ -54,24 +55,12 @@ class NvmlProvider:
             temperature_c=_number(gpu.temperature()),
         )
 
+    return read
+
 
 def _number(value: object) -> float | None:
     """nvitop answers `NA`, a string, where the driver does not tell."""
     return float(value) if isinstance(value, (int, float)) else None
-
-
-def open_nvml(devices: Sequence[str]) -> NvmlProvider | None:
-    """The provider for the GPUs among `devices`; `None`, with a word in the log, when there is none or no NVML."""
-    uuids = [device for device in devices if device.startswith(("GPU-", "MIG-"))]
-    if not uuids:
-        return None
-    import nvitop
-
-    try:
-        return NvmlProvider(uuids)
-    except (nvitop.NVMLError, RuntimeError, OSError) as error:
-        log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
-        return None
 
 
 class HostProbe:
@@ -106,9 +95,9 @@ def _rss(process: psutil.Process) -> int:
 
 
 class Sampler:
-    """Background thread that reads devices and host every `interval_s`, from `start` (or `with`) to `stop`.
+    """Background thread that reads devices and host every `interval_s` while the `with` block lasts.
 
-    A reading that fails leaves its numbers unknown and is counted in `failed_readings`; sampling goes on.
+    A reading that fails leaves its numbers unknown, which is said once in the log; sampling goes on.
     """
 
     def __init__(
@@ -116,56 +105,37 @@ class Sampler:
         devices: Sequence[str],
         *,
         interval_s: float = 0.5,
-        provider: DeviceProvider | Literal["nvml"] | None = "nvml",
+        read: Reader | None = None,
         host: Callable[[float], HostSample] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if interval_s <= 0:
-            raise ValueError(f"sampling interval must be above 0 s (given {interval_s})")
+        """`read` reads a device: NVML, when not given."""
         self.devices = tuple(devices)
         self.interval_s = interval_s
-        self.failed_readings = 0
-        self._provider: DeviceProvider | None = open_nvml(devices) if provider == "nvml" else provider
-        self._host = HostProbe().read if host is None else host
+        self._read_device = read or nvml_reader(devices)
+        self._failed = False
+        self._host = host or HostProbe().read
         self._clock = clock
         self._device_samples: list[DeviceSample] = []
         self._host_samples: list[HostSample] = []
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
 
     def sample_once(self) -> None:
         """Take one reading of everything now."""
         now = self._clock()
-        if self._provider is not None:
-            self._device_samples += [self._read(self._provider, device, now) for device in self.devices]
+        if self._read_device is not None:
+            self._device_samples += [self._read(self._read_device, device, now) for device in self.devices]
         self._host_samples.append(self._host(now))
 
-    def _read(self, provider: DeviceProvider, device: str, time_s: float) -> DeviceSample:
+    def _read(self, read: Reader, device: str, time_s: float) -> DeviceSample:
         try:
-            return provider.read(device, time_s)
+            return read(device, time_s)
         except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
-            if self.failed_readings == 0:
+            if not self._failed:
                 log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
-            self.failed_readings += 1
+            self._failed = True
             return DeviceSample(time_s, device)
-
-    def start(self) -> Self:
-        """Begin sampling."""
-        if self._thread is not None:
-            raise RuntimeError("the sampler runs already")
-        self._stop.clear()
-        self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        """End sampling, with one last reading, so that even a short run has one. Does nothing when not running."""
-        if self._thread is None:
-            return
-        self._stop.set()
-        self._thread.join()
-        self._thread = None
-        self.sample_once()
 
     def _loop(self) -> None:
         due = time.monotonic()
@@ -175,12 +145,15 @@ class Sampler:
             self._stop.wait(due - time.monotonic())
 
     def __enter__(self) -> Self:
-        return self.start()
+        self._thread.start()
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.stop()
+        self._stop.set()
+        self._thread.join()
+        self.sample_once()  # so that even a short run has one
 
     def samples(self) -> SampleTable:
         """Device readings so far."""

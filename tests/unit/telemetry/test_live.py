@@ -39,7 +39,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def monitor(clock: Clock) -> RunMonitor:
-    sampler = Sampler(DEVICES, provider=Nvml(), host=lambda s: HostSample(s, None, None, None, None))
+    sampler = Sampler(DEVICES, read=Nvml().read, host=lambda s: HostSample(s, None, None, None, None))
     sampler.sample_once()
     return RunMonitor(DEVICES, sampler, now=clock)
 
