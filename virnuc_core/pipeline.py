@@ -162,13 +162,12 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
         )
     found = resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
-    weights = fingerprint(models)
-    fingerprints = shards.Fingerprints(orfs.fingerprint, weights.esm2, weights.dnabert_s, weights.head)
+    fingerprints = {"reads": orfs.fingerprint, **asdict(fingerprint(models))}
     fresh = runfiles.new_record(
         spec=spec.asked,
         model_length=length,
         widths={"dna": dnabert_s.width, "protein": esm2.width},
-        fingerprints=asdict(fingerprints),
+        fingerprints=fingerprints,
         resolved={**shards.result_settings(resolved), "kind": found[0].kind},
         devices=[device.record() for device in found],
         store=os.path.relpath(store, run.root),

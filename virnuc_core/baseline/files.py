@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,29 +18,18 @@ TOKENS_PER_BATCH: Final = 2_048
 HEAD_BATCH_ROWS: Final = 256
 
 
+Kind = Literal["nucleotide.fa", "protein.fa", "dnabert_s.npy", "esm2.npy", "merged.npy", "scores.npy"]
+
+
 @dataclass(frozen=True, slots=True)
 class Folder:
     """Where the intermediate files of a baseline lie."""
 
     root: Path
 
-    def nucleotide(self, number: int) -> Path:
-        return self.root / f"nucleotide_{number:05d}.fa"
-
-    def protein(self, number: int) -> Path:
-        return self.root / f"protein_{number:05d}.faa"
-
-    def dnabert_s(self, number: int) -> Path:
-        return self.root / f"nucleotide_{number:05d}_DNABERT_S.npy"
-
-    def esm2(self, number: int) -> Path:
-        return self.root / f"protein_{number:05d}_ESM.npy"
-
-    def merged(self, number: int) -> Path:
-        return self.root / f"merged_{number:05d}.npy"
-
-    def scores(self, number: int) -> Path:
-        return self.root / f"scores_{number:05d}.npy"
+    def path(self, kind: Kind, number: int) -> Path:
+        """The file of a kind and a number."""
+        return self.root / f"{number:05d}_{kind}"
 
 
 def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
@@ -136,11 +125,13 @@ def merge_file(folder: Folder, number: int) -> int:
 
     Errors: `InputError` when the two files do not hold the same rows in the same order.
     """
-    names, others = read_fasta(folder.nucleotide(number))[0], read_fasta(folder.protein(number))[0]
-    dna, protein = np.load(folder.dnabert_s(number)), np.load(folder.esm2(number))
-    if names != others or not len(names) == len(dna) == len(protein):
-        raise InputError("the nucleotide and the protein file hold different rows", file=folder.nucleotide(number))
-    np.save(folder.merged(number), np.concatenate((dna, protein), axis=1))
-    folder.dnabert_s(number).unlink()
-    folder.esm2(number).unlink()
+    nucleotide, protein = folder.path("nucleotide.fa", number), folder.path("protein.fa", number)
+    parts = folder.path("dnabert_s.npy", number), folder.path("esm2.npy", number)
+    names, others = read_fasta(nucleotide)[0], read_fasta(protein)[0]
+    arrays = [np.load(part) for part in parts]
+    if names != others or any(len(array) != len(names) for array in arrays):
+        raise InputError("the nucleotide and the protein file hold different rows", file=nucleotide)
+    np.save(folder.path("merged.npy", number), np.concatenate(arrays, axis=1))
+    for part in parts:
+        part.unlink()
     return len(names)

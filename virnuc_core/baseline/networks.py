@@ -1,23 +1,24 @@
 """ESM-2, DNABERT-S and the head once more, in the plainest padded form: the packed encoders are held against it.
 
-Nothing here is shared with `virnuc_core.encoders` but the names of the tensors. Rows of a batch are padded to the
-longest and masked; attention is written out as matrix products.
+Nothing here is shared with `virnuc_core.encoders` but the models' sizes and the names of their tensors. Rows of a batch
+are padded to the longest and masked; attention is written out as matrix products.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+
 ESM2_PAD: Final = 1
 ESM2_MASK: Final = 32
-ESM2_MEAN_LIMIT: Final = 1024  # residues that enter the mean
 MASKED_IN_TRAINING: Final = 0.15 * 0.8
 
 Tensors = Mapping[str, Tensor]
@@ -43,29 +44,34 @@ def placed(read: Callable[[str], Tensor], names: Iterable[str], device: torch.de
     return {name: read(name).to(device).to(kept.get(name, dtype)) for name in names}
 
 
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """What the tensors alone do not say."""
+class Padded:
+    """What both encoders do alike. The device and the precision of `tensors` are those of the run."""
 
-    layers: int
-    heads: int
-    norm_eps: float
+    ENDS: ClassVar[int]  # tokens at either end of a row that do not enter its mean
+    LIMIT: ClassVar[int]  # tokens that do, at most
 
-
-class _Padded:
-    """What both encoders do alike.
-
-    `tensors` bear the names of `encoders.model_config`, and their device and precision are those of the run.
-    """
-
-    def __init__(self, tensors: Tensors, sizes: Sizes) -> None:
-        self.w, self.sizes = tensors, sizes
+    def __init__(self, tensors: Tensors, shape: Esm2Shape | DnabertShape) -> None:
+        self.w, self.shape = tensors, shape
         self.device = tensors["embed.weight"].device
+
+    def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """The last layer's output, [rows, longest, width]; padding positions hold no meaning."""
+        raise NotImplementedError
+
+    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+        """Mean over each row's tokens: float32 [rows, width] on the CPU.
+
+        Each row's mean is taken in the precision of the run and fetched by itself, as the originals do.
+        """
+        out = self.hidden(tokens.to(self.device), lengths.to(self.device))
+        counts = (lengths - 2 * self.ENDS).clamp(max=self.LIMIT).tolist()
+        rows = (out[row, self.ENDS : self.ENDS + n] for row, n in enumerate(counts))
+        return torch.stack([row.mean(0).float().cpu() for row in rows])
 
     def _heads(self, p: str, x: Tensor) -> Tensor:
         """Queries, keys and values: [3, rows, heads, longest, head_dim]."""
         rows, longest, width = x.shape
-        heads = self.sizes.heads
+        heads = self.shape.heads
         return self._linear(f"{p}.qkv", x).view(rows, longest, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
 
     def _linear(self, name: str, x: Tensor) -> Tensor:
@@ -73,40 +79,29 @@ class _Padded:
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         weight, bias = self.w[f"{name}.weight"], self.w[f"{name}.bias"]
-        return F.layer_norm(x, weight.shape, weight, bias, self.sizes.norm_eps)
+        return F.layer_norm(x, weight.shape, weight, bias, self.shape.norm_eps)
 
 
-class PaddedEsm2(_Padded):
+class PaddedEsm2(Padded):
     """ESM-2 over padded batches."""
 
-    def __init__(self, tensors: Tensors, sizes: Sizes, *, token_dropout: bool) -> None:
-        super().__init__(tensors, sizes)
-        self.token_dropout = token_dropout
+    ENDS, LIMIT = 1, 1024  # residues alone, and no more of them
 
     def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The last layer's output after the final norm, [rows, longest, width]; padding positions hold no meaning."""
+        """The last layer's output after the final norm."""
         real = _real(lengths, tokens.shape[1])
         x = self._embedded(tokens, real)
         cos, sin = self._angles(tokens.shape[1])
-        for layer in range(self.sizes.layers):
+        for layer in range(self.shape.layers):
             p = f"layers.{layer}"
             x = x + self._attention(p, self._norm(f"{p}.attn_norm", x), real, cos, sin)
             inner = F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
             x = x + self._linear(f"{p}.fc2", inner)
         return self._norm("final_norm", x)
 
-    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Mean over each row's residues, start and end tokens left out: float32 [rows, width] on the CPU.
-
-        Each row's mean is taken in the precision of the run and fetched by itself, as the originals do.
-        """
-        out = self.hidden(tokens.to(self.device), lengths.to(self.device))
-        residues = (lengths - 2).clamp(max=ESM2_MEAN_LIMIT).tolist()
-        return torch.stack([out[row, 1 : 1 + n].mean(0).float().cpu() for row, n in enumerate(residues)])
-
     def _embedded(self, tokens: Tensor, real: Tensor) -> Tensor:
         x = F.embedding(tokens, self.w["embed.weight"])
-        if self.token_dropout:
+        if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             masked = (tokens == ESM2_MASK) & real
             observed = masked.sum(1) / real.sum(1)
             x = x.masked_fill(masked[..., None], 0.0)
@@ -136,30 +131,27 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-class PaddedDnabertS(_Padded):
+class PaddedDnabertS(Padded):
     """DNABERT-S over padded batches."""
 
+    ENDS, LIMIT = 0, sys.maxsize  # all tokens, special ones included
+
     def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The last layer's output, [rows, longest, width]; padding positions hold no meaning."""
+        """The last layer's output."""
         real = _real(lengths, tokens.shape[1])
         x = F.embedding(tokens, self.w["embed.weight"]) + self.w["token_type.weight"][0]
         x = self._norm("embed_norm", x)
         bias = self._distances(tokens.shape[1]).masked_fill(~real[:, None, None, :], -math.inf)
-        for layer in range(self.sizes.layers):
+        for layer in range(self.shape.layers):
             p = f"layers.{layer}"
             x = self._norm(f"{p}.attn_norm", self._attention(p, x, bias) + x)
             activated, gate = F.linear(x, self.w[f"{p}.gated.weight"]).chunk(2, dim=-1)
             x = self._norm(f"{p}.ffn_norm", self._linear(f"{p}.wo", F.gelu(activated) * gate) + x)
         return x
 
-    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Mean over all of each row's tokens, special ones included: float32 [rows, width] on the CPU."""
-        out = self.hidden(tokens.to(self.device), lengths.to(self.device))
-        return torch.stack([out[row, :n].mean(0).float().cpu() for row, n in enumerate(lengths.tolist())])
-
     def _distances(self, longest: int) -> Tensor:
         """ALiBi: each head's slope times minus the distance, [1, heads, longest, longest]."""
-        slopes = torch.tensor(alibi_slopes(self.sizes.heads), device=self.device)
+        slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)
         positions = torch.arange(longest, device=self.device)
         distance = (positions[:, None] - positions[None, :]).abs()
         bias: Tensor = (-slopes[:, None, None] * distance)[None]

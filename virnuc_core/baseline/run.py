@@ -172,7 +172,7 @@ class _Measurement:
         phases, start_s = self._embed_and_predict([high - low for low, high in files], len(rows))
         seconds |= {name: phase.wall_s for name, phase in phases.items()}
         voting = time.monotonic()
-        scores = [np.load(self.folder.scores(number)) for number in range(1, len(files) + 1)]
+        scores = [np.load(self.folder.path("scores.npy", number)) for number in range(1, len(files) + 1)]
         write_covered(self.run, self.store, covered, np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]))
         seconds[CONSENSUS] = time.monotonic() - voting
         measured_s = time.monotonic() - began
@@ -211,9 +211,9 @@ class _Measurement:
             started = time.monotonic()
             ids = fetch(self.store.row_ids, rows[low:high])
             unique = np.asarray(self.store.row_unique)[rows[low:high]]
-            write_fasta(self.folder.nucleotide(number), ids, fetch(self.store.dna, unique))
+            write_fasta(self.folder.path("nucleotide.fa", number), ids, fetch(self.store.dna, unique))
             middle = time.monotonic()
-            write_fasta(self.folder.protein(number), ids, fetch(self.store.protein, unique))
+            write_fasta(self.folder.path("protein.fa", number), ids, fetch(self.store.protein, unique))
             seconds[SPLIT_DNA] += middle - started
             seconds[SPLIT_PROTEIN] += time.monotonic() - middle
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ from virnuc_core.baseline.files import (
     read_fasta,
     sorted_batches,
 )
-from virnuc_core.baseline.networks import PaddedDnabertS, PaddedEsm2, PlainHead, Sizes, pad, placed
+from virnuc_core.baseline.networks import Padded, PaddedDnabertS, PaddedEsm2, PlainHead, pad, placed
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
@@ -62,34 +62,25 @@ ALGORITHMS: Final[dict[BaselineName, Algorithm]] = {
 }
 
 
-class Network(Protocol):
-    """A padded encoder."""
-
-    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Reader:
     """An encoder with its tokenizer."""
 
-    network: Network
+    network: Padded
     tokenizer: Tokenizer
 
 
 def load_esm2(models: Path, device: torch.device, dtype: torch.dtype) -> Reader:
     """ESM-2 from a models directory; `WeightsError` when it cannot be used."""
     shape, tensors = open_esm2(models)
-    sizes = Sizes(shape.layers, shape.heads, shape.norm_eps)
-    network = PaddedEsm2(placed(tensors.read, shape.tensors(), device, dtype), sizes, token_dropout=shape.token_dropout)
+    network = PaddedEsm2(placed(tensors.read, shape.tensors(), device, dtype), shape)
     return Reader(network, Esm2Tokenizer())
 
 
 def load_dnabert_s(models: Path, device: torch.device, dtype: torch.dtype) -> Reader:
     """DNABERT-S from a models directory; `WeightsError` when it cannot be used."""
     shape, tensors = open_dnabert(models)
-    network = PaddedDnabertS(
-        placed(tensors.read, shape.tensors(), device, dtype), Sizes(shape.layers, shape.heads, shape.norm_eps)
-    )
+    network = PaddedDnabertS(placed(tensors.read, shape.tensors(), device, dtype), shape)
     return Reader(network, DnabertTokenizer(models))
 
 
@@ -160,7 +151,7 @@ class FileWorker:
 
     def _embed(self, folder: Folder, task: FileTask) -> tuple[int, float]:
         algorithm, dna = ALGORITHMS[task.algorithm], task.op == "dnabert_s"
-        sequences = read_fasta(folder.nucleotide(task.file) if dna else folder.protein(task.file))[1]
+        sequences = read_fasta(folder.path("nucleotide.fa" if dna else "protein.fa", task.file))[1]
         dtype = torch.float16 if algorithm.half_on_cuda and self.device.type == "cuda" else torch.float32
         started = time.monotonic()
         if not dna or algorithm.reload_dnabert_s:
@@ -171,16 +162,16 @@ class FileWorker:
         load_s = time.monotonic() - started
         batches = (algorithm.dna_batches if dna else algorithm.protein_batches)([len(one) for one in sequences])
         embeddings = embed_rows(reader, sequences, batches, self._count_rows)
-        np.save(folder.dnabert_s(task.file) if dna else folder.esm2(task.file), embeddings.numpy())
+        np.save(folder.path("dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy())
         return len(sequences), load_s
 
     def _predict(self, folder: Folder, file: int) -> tuple[int, float]:
         started = time.monotonic()
         head = load_head(self.models, self.device)
         load_s = time.monotonic() - started
-        features = torch.from_numpy(np.load(folder.merged(file)))
-        np.save(folder.scores(file), score_rows(head, features).numpy())
-        folder.merged(file).unlink()
+        features = torch.from_numpy(np.load(folder.path("merged.npy", file)))
+        np.save(folder.path("scores.npy", file), score_rows(head, features).numpy())
+        folder.path("merged.npy", file).unlink()
         return len(features), load_s
 
     def _count_rows(self, rows: int) -> None:

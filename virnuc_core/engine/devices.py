@@ -89,11 +89,6 @@ def _cores(count: int) -> tuple[Device, ...]:
     return tuple(Device(f"cpu-core-{core}", "cpu", name, core) for core in cores[:count])
 
 
-def pin_to_core(core: int) -> None:
-    """Tie this process, and every thread it starts, to one CPU core."""
-    os.sched_setaffinity(0, {core})
-
-
 def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:
     """Replace every `auto` by what it means on this kind of device; `ConfigError` for what cannot run there."""
     precision = engine.precision

@@ -60,10 +60,12 @@ class Job:
     worker: str = WORKER  # module that says what a worker does
 
 
-def worker_specs(models: Path, devices: Sequence[Device], engine: EngineSpec) -> list[WorkerSpec]:
+def worker_specs(
+    models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
+) -> list[WorkerSpec]:
     """One worker a device."""
     root = str(models.resolve())
-    return [WorkerSpec(models=root, device=device, engine=engine) for device in devices]
+    return [WorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices]
 
 
 class Embedding:
@@ -100,9 +102,7 @@ class Embedding:
                 on_progress=self._watch.on_progress or (lambda _: None),
             )
         with self._sampler, reporter as live:
-            workers = worker_specs(job.models, job.devices, job.engine)
-            if job.trace is not None:
-                workers = [one.model_copy(update={"trace": job.trace}) for one in workers]
+            workers = worker_specs(job.models, job.devices, job.engine, job.trace)
             root, store = str(job.run.root.resolve()), job.store
             told = JobSpec(run=root, store=str(store.path.resolve()), reads=store.fingerprint, logs=f"{root}/logs")
             return Pool(job.plan, workers, told, on_done, prewarmed or LocalWorkers(job.worker)).run(job.todo)

@@ -1,8 +1,8 @@
 """The worker pool: shards handed out one by one, so that a slow device simply takes fewer.
 
 A worker that dies is restarted and what it held is handed out again; one that is silent for too long is ended first. A
-shard at which workers die repeatedly is searched for the row that does it (`poison_rows`); it is set aside and the
-rest is computed. A device that runs out of memory gets the shard again with half the token budget. Errors of reads,
+shard at which workers die repeatedly is searched for the row that does it (`Search`); it is set aside and the rest is
+computed. A device that runs out of memory gets the shard again with half the token budget. Errors of reads,
 weights, settings and devices stop the run at once.
 
 All of that is policy. Where the workers run is the `Transport`'s: `process.LocalWorkers` are processes of this machine.
@@ -30,10 +30,9 @@ from virnuc_core.engine.messages import (
     Stop,
     WorkerSpec,
 )
-from virnuc_core.engine.poison_rows import Search
 from virnuc_core.engine.process import INTERRUPTED
 from virnuc_core.engine.shards import ShardPlan
-from virnuc_core.errors import DeviceError, WorkerError
+from virnuc_core.errors import DeviceError, ShardError, WorkerError
 from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
@@ -42,6 +41,9 @@ TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one i
 TICK_S: Final = 0.5
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
+PROOFS: Final = 2
+MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
+MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
 
 
 class Connection(Protocol):
@@ -284,3 +286,65 @@ def _doubled(divisor: int, what: str) -> int:
         )
     log.warning("%s: out of memory, trying 1/%d of the token budget", what, divisor * 2)
     return divisor * 2
+
+
+@dataclass(slots=True)
+class Search:
+    """The search within one shard for the row that ends workers, by halving. Each answer says what to do next.
+
+    A worker may also be killed from outside, and no innocent row may be accused. So a row is set aside only when it has
+    ended `PROOFS` workers all alone, and a search in which every part survives clears the shard, which is then simply
+    computed again.
+    """
+
+    whole: ShardTask
+    guilty: list[int] = field(default_factory=list)
+    _waiting: list[tuple[int, int]] = field(default_factory=list)  # parts still to be probed, next last
+    _alone: int = 0  # deaths of the single row under suspicion
+    _found: bool = False
+    _in_vain: int = 0
+
+    def begin(self, said: str) -> ShardTask:
+        """Start, or start again; `ShardError` when the shard cannot be cleared."""
+        if self._in_vain >= MAX_SEARCHES or len(self.guilty) > MAX_GUILTY:
+            raise ShardError(
+                f"ends workers, and no single row of it is the cause; last words: {said}", shard=self.whole.shard
+            )
+        self._found = False
+        lo, hi = self.whole.lo, self.whole.hi
+        return self._probe(lo, hi) if hi - lo == 1 else self._halve(lo, hi)
+
+    def ended(self, task: ShardTask) -> ShardTask:
+        """A worker died at this probe."""
+        if task.hi - task.lo > 1:
+            self._waiting.clear()  # the row is in here; what is outside is looked at when the shard runs again
+            return self._halve(task.lo, task.hi)
+        self._alone += 1
+        if self._alone < PROOFS:
+            return self._probe(task.lo, task.hi)
+        self.guilty.append(task.lo)
+        self._found, self._alone = True, 0
+        return self._verdict()
+
+    def survived(self, task: ShardTask) -> ShardTask:
+        """A worker computed this probe."""
+        self._alone = 0
+        if self._waiting:
+            return self._probe(*self._waiting.pop())
+        return self._verdict()
+
+    def _halve(self, lo: int, hi: int) -> ShardTask:
+        middle = (lo + hi) // 2
+        self._waiting.append((middle, hi))
+        return self._probe(lo, middle)
+
+    def _probe(self, lo: int, hi: int) -> ShardTask:
+        skip = tuple(row for row in self.guilty if lo <= row < hi)
+        return self.whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
+
+    def _verdict(self) -> ShardTask:
+        """The shard again, without the rows found guilty."""
+        self._in_vain = 0 if self._found else self._in_vain + 1
+        self._waiting.clear()
+        self.whole = self.whole.model_copy(update={"skip": tuple(sorted(self.guilty))})
+        return self.whole

@@ -28,7 +28,6 @@ from types import TracebackType
 from typing import BinaryIO, Final, NoReturn, Self
 
 from virnuc_core.config import Spec
-from virnuc_core.engine.devices import pin_to_core
 from virnuc_core.engine.messages import (
     EVENTS,
     REQUESTS,
@@ -302,7 +301,7 @@ def serve(module: str) -> NoReturn:
     spec = WorkerSpec.model_validate_json(first)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     if spec.device.core is not None:
-        pin_to_core(spec.device.core)
+        os.sched_setaffinity(0, {spec.device.core})  # this process, and every thread it starts
     parent.listen(spec.engine.heartbeat_s)
     try:
         if spec.device.kind == "cuda":

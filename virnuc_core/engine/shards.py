@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -30,25 +29,15 @@ READ_BYTES = 1 << 22
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
-@dataclass(frozen=True, slots=True)
-class Fingerprints:
-    """Digests of all that decides a result, besides the settings."""
-
-    reads: str
-    esm2: str
-    dnabert_s: str
-    head: str
-
-
 def result_settings(engine: EngineSpec) -> dict[str, Any]:
     """The settings that may change result bytes."""
     # "compile" was a setting that was off: runs of then are resumed, and fingerprints stay what they were
     return {"compile": False} | {name: getattr(engine, name) for name in RESULT_FIELDS}
 
 
-def job_fingerprint(prints: Fingerprints, engine: EngineSpec, kind: str) -> str:
-    """Digest of reads, weights, result settings and kind of device: what a shard's bytes depend on."""
-    body = {"prints": asdict(prints), "settings": result_settings(engine), "kind": kind}
+def job_fingerprint(prints: dict[str, str], engine: EngineSpec, kind: str) -> str:
+    """Digest of reads and weights (their `prints`), result settings and kind of device: all that decides a result."""
+    body = {"prints": prints, "settings": result_settings(engine), "kind": kind}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -204,25 +193,18 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         try:
             read_shard(run, plan, shard)
         except ShardError as error:
-            moved.append(f"{error}; moved to {_set_aside(run, shard)}")
+            source, folder = shard_path(run, shard), run.shards / "damaged"
+            folder.mkdir(exist_ok=True)
+            number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
+            moved.append(f"{error}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}")
         else:
             good.append(shard)
     return good, moved
 
 
-def _set_aside(run: RunDir, shard: int) -> Path:
-    source = shard_path(run, shard)
-    folder = run.shards / "damaged"
-    folder.mkdir(exist_ok=True)
-    number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
-    target = folder / f"{source.stem}.{number}.h5"
-    os.replace(source, target)
-    return target
-
-
-def results(run: RunDir, plan: ShardPlan, shards: Iterable[int] | None = None) -> Iterator[tuple[int, ShardResult]]:
+def results(run: RunDir, plan: ShardPlan) -> Iterator[tuple[int, ShardResult]]:
     """Every shard's result in order, each proven."""
-    for shard in range(len(plan)) if shards is None else shards:
+    for shard in range(len(plan)):
         yield shard, read_shard(run, plan, shard)
 
 

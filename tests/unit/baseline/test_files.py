@@ -123,19 +123,19 @@ def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
 def test_merging_refuses_other_rows(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     dna, protein = np.array([[1.0], [2.0]], dtype=np.float32), np.array([[3.0], [4.0]], dtype=np.float32)
-    write_fasta(folder.nucleotide(1), ["a", "b"], [b"A", b"C"])
-    np.save(folder.dnabert_s(1), dna)
-    np.save(folder.esm2(1), protein)
-    write_fasta(folder.protein(1), ["a", "b"], [b"M", b"K"])
+    write_fasta(folder.path("nucleotide.fa", 1), ["a", "b"], [b"A", b"C"])
+    np.save(folder.path("dnabert_s.npy", 1), dna)
+    np.save(folder.path("esm2.npy", 1), protein)
+    write_fasta(folder.path("protein.fa", 1), ["a", "b"], [b"M", b"K"])
     assert merge_file(folder, 1) == 2
-    assert np.load(folder.merged(1)).tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    np.save(folder.dnabert_s(1), dna)
-    np.save(folder.esm2(1), protein)
-    write_fasta(folder.protein(1), ["b", "a"], [b"M", b"K"])
+    assert np.load(folder.path("merged.npy", 1)).tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    np.save(folder.path("dnabert_s.npy", 1), dna)
+    np.save(folder.path("esm2.npy", 1), protein)
+    write_fasta(folder.path("protein.fa", 1), ["b", "a"], [b"M", b"K"])
     with pytest.raises(InputError, match="different rows"):
         merge_file(folder, 1)
-    write_fasta(folder.protein(1), ["a", "b"], [b"M", b"K"])
-    np.save(folder.esm2(1), protein[:1])
+    write_fasta(folder.path("protein.fa", 1), ["a", "b"], [b"M", b"K"])
+    np.save(folder.path("esm2.npy", 1), protein[:1])
     with pytest.raises(InputError, match="different rows"):
         merge_file(folder, 1)
 

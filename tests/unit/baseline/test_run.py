@@ -242,7 +242,8 @@ PARENT = """
 import sys
 from pathlib import Path
 from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import BaselineSpec, Devices
+from virnuc_core.config import Devices
+from virnuc_core.profiles import BaselineSpec
 from virnuc_core.rundir import RunDir
 run, store, models = map(Path, sys.argv[1:])
 say = lambda _: print("working", flush=True)

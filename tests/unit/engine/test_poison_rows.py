@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.engine.messages import ShardTask
-from virnuc_core.engine.poison_rows import Search
+from virnuc_core.engine.pool import Search
 from virnuc_core.errors import ShardError
 
 
