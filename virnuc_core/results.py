@@ -124,9 +124,9 @@ class _Votes:
         """[chunks] A tie is a virus."""
         return self.margin >= 0
 
-    def lines(self, ids: list[str]) -> tuple[bytes, bytes]:
-        """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`; `ids` of the span's rows."""
-        names = np.array(ids, dtype=object)[self.row]
+    def lines(self, store: OrfStore, span: _Span) -> tuple[bytes, bytes]:
+        """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`."""
+        names = np.array(store.row_ids(span.rows.start, span.rows.stop, original=True), dtype=object)[self.row]
         score1, score2 = (np.array(_texts(column), dtype=object) for column in self.scores.T)
         rows = _lines(names, _ROW_LABELS[self.row_is_virus.astype(np.int64)], score1, score2)
         chunks = [name[:-_FRAME_SUFFIX] for name in names[self.starts]]
@@ -182,7 +182,7 @@ def write_results(
     counts = Counter(rows_virus=0, rows_failed=0, chunks=0, chunks_virus=0)
     predict_s = consensus_s = 0.0
     with ExitStack() as stack:
-        predictions, consensus = (_open_whole(stack, *file) for file in _original_files(run))
+        originals = [_open_whole(stack, *file) for file in _original_files(run)]
         reads = _open_whole(stack, run.reads_table, READS_HEADER)
         failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
         for span in _spans(store):
@@ -191,7 +191,8 @@ def write_results(
             lost = failed[unique]
             votes = _Votes.of(store, span, scores[unique], ~lost)
             judged = time.perf_counter()
-            _write_votes(predictions, consensus, votes, store, span)
+            for file, lines in zip(originals, votes.lines(store, span), strict=True):
+                file.write(lines)
             if lost.any():
                 names = store.row_ids(span.rows.start, span.rows.stop)
                 failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
@@ -224,7 +225,7 @@ def write_covered(run: RunDir, store: OrfStore, covered: NDArray[np.bool_], scor
     """
     done = viral = 0
     with ExitStack() as stack:
-        predictions, consensus = (_open_whole(stack, *file) for file in _original_files(run))
+        originals = [_open_whole(stack, *file) for file in _original_files(run)]
         for span in _spans(store):
             wanted = covered[np.asarray(store.row_read[span.rows])]
             count = int(wanted.sum())
@@ -234,7 +235,8 @@ def write_covered(run: RunDir, store: OrfStore, covered: NDArray[np.bool_], scor
             here[wanted] = scores[done : done + count]
             done += count
             votes = _Votes.of(store, span, here, wanted)
-            _write_votes(predictions, consensus, votes, store, span)
+            for file, lines in zip(originals, votes.lines(store, span), strict=True):
+                file.write(lines)
             viral += int(votes.chunk_is_virus.sum())
         if done != len(scores):
             raise VirnucError(f"{run.root}: {len(scores)} scores for {done} rows")
@@ -267,17 +269,11 @@ def _original_files(run: RunDir) -> tuple[tuple[Path, str], ...]:
     return (run.predictions, PREDICTION_HEADER), (run.consensus, CONSENSUS_HEADER)
 
 
-def _open_whole(stack: ExitStack, path: Path, header: str) -> BinaryIO:
+def _open_whole(stack: ExitStack, path: Path, header: str = "") -> BinaryIO:
     """A file that begins with `header` and appears under its name when `stack` closes without an error."""
     handle = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
     handle.write(header.encode("utf-8"))
     return handle
-
-
-def _write_votes(predictions: BinaryIO, consensus: BinaryIO, votes: _Votes, store: OrfStore, span: _Span) -> None:
-    rows, chunks = votes.lines(store.row_ids(span.rows.start, span.rows.stop, original=True))
-    predictions.write(rows)
-    consensus.write(chunks)
 
 
 def _fates(
@@ -328,7 +324,6 @@ class ViralReads:
 
     files: tuple[Path, ...]  # one for each format of the input
     reads: int
-    threshold: float
 
 
 def check_readable_twice(reads: Sequence[str]) -> None:
@@ -367,7 +362,7 @@ def write_viral(
         for form in ("fasta", "fastq"):
             if form not in out:
                 viral_path(run, form).unlink(missing_ok=True)  # of an earlier run with reads of this form
-    return ViralReads(tuple(viral_path(run, form) for form in sorted(out)), int(wanted.sum()), threshold)
+    return ViralReads(tuple(viral_path(run, form) for form in sorted(out)), int(wanted.sum()))
 
 
 def viral_path(run: RunDir, form: str) -> Path:
@@ -386,5 +381,5 @@ def _viral_scores(run: RunDir, store: OrfStore) -> NDArray[np.float32]:
 
 def _open_gzip(stack: ExitStack, path: Path) -> gzip.GzipFile:
     """A gzip file without name or time in it, which appears when `stack` closes without an error."""
-    raw = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
+    raw = _open_whole(stack, path)
     return stack.enter_context(gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0))

@@ -52,14 +52,16 @@ def digests(strings: bytes | NDArray[np.uint8], offsets: NDArray[np.int64]) -> W
 
 
 def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
-    n, blocks = len(starts), -(-int(lengths.max(initial=0)) // _BLOCK)
-    h1, h2 = np.zeros(n, np.uint64), np.zeros(n, np.uint64)
+    # longest first: those that fill a block come before the others; 16 bits are sorted by radix
+    order = np.argsort((-lengths).astype(np.int16), kind="stable")
+    lengths = lengths[order]
+    h1, h2 = np.zeros(len(order), np.uint64), np.zeros(len(order), np.uint64)
+    blocks = -(-int(lengths.max(initial=0)) // _BLOCK)
     if blocks:
-        words = _words(letters, starts, lengths, blocks)
-        whole = lengths // _BLOCK  # blocks that are full; the one after is the tail, if anything is left
-        everywhere = int(whole.min())
+        words = _words(letters, starts[order], lengths, blocks)
+        full = np.searchsorted(-lengths, -_BLOCK * np.arange(1, blocks + 1), side="right").tolist()
         for block in range(blocks):
-            _mix_in(words[2 * block], words[2 * block + 1], h1, h2, None if block < everywhere else whole > block)
+            _mix_in(words[2 * block], words[2 * block + 1], h1, h2, full[block])
     length = lengths.astype(np.uint64)
     h1 ^= length
     h2 ^= length
@@ -69,7 +71,9 @@ def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDAr
     _finalise(h2)
     h1 += h2
     h2 += h1
-    return np.stack([h1, h2], axis=1)
+    made = np.empty((len(order), 2), np.uint64)
+    made[order, 0], made[order, 1] = h1, h2
+    return made
 
 
 def _words(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], blocks: int) -> Words:
@@ -81,8 +85,8 @@ def _words(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArr
     return np.ascontiguousarray(table.view("<u8").T)
 
 
-def _mix_in(k1: Words, k2: Words, h1: Words, h2: Words, full: NDArray[np.bool_] | None) -> None:
-    """Take one block into the state; where it is not `full` it is a tail, or zeros, which change nothing."""
+def _mix_in(k1: Words, k2: Words, h1: Words, h2: Words, full: int) -> None:
+    """Take one block into the state; behind the first `full` strings it is a tail, or zeros, which change nothing."""
     k1 *= _C1
     _rotate(k1, 31)
     k1 *= _C2
@@ -90,27 +94,16 @@ def _mix_in(k1: Words, k2: Words, h1: Words, h2: Words, full: NDArray[np.bool_] 
     _rotate(k2, 33)
     k2 *= _C1
     h1 ^= k1
-    if full is None:
-        _rotate(h1, 27)
-        h1 += h2
-        h1 *= _FIVE
-        h1 += _ADD1
-        h2 ^= k2
-        _rotate(h2, 31)
-        h2 += h1
-        h2 *= _FIVE
-        h2 += _ADD2
-        return
+    full1, full2 = h1[:full], h2[:full]
+    _rotate(full1, 27)
+    full1 += full2
+    full1 *= _FIVE
+    full1 += _ADD1
     h2 ^= k2
-    before = h2 ^ k2  # of a full block, h1 is mixed before h2 takes its word
-    mixed1 = h1.copy()
-    _rotate(mixed1, 27)
-    mixed1 = (mixed1 + before) * _FIVE + _ADD1
-    mixed2 = h2.copy()
-    _rotate(mixed2, 31)
-    mixed2 = (mixed2 + mixed1) * _FIVE + _ADD2
-    np.copyto(h1, mixed1, where=full)
-    np.copyto(h2, mixed2, where=full)
+    _rotate(full2, 31)
+    full2 += full1
+    full2 *= _FIVE
+    full2 += _ADD2
 
 
 def _rotate(values: Words, bits: int) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,13 +70,12 @@ class Bucket:
 
     def records(self) -> NDArray[np.uint64]:
         """Both halves of the digests and their places in the column: uint64 [n, 3]."""
-        return np.concatenate([np.empty((0, 3), np.uint64), *self._records()])
-
-    def _records(self) -> Iterator[NDArray[np.uint64]]:
+        records = [np.empty((0, 3), np.uint64)]
         for low in range(0, len(self.digests), STRETCH):
             found = self.digests.read(low, low + STRETCH)
             own = np.flatnonzero(found[:, 0] & np.uint64(self.buckets - 1) == self.number)
-            yield np.column_stack([found[own], (low + own).astype(np.uint64)])
+            records.append(np.column_stack([found[own], (low + own).astype(np.uint64)]))
+        return np.concatenate(records)
 
 
 def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
@@ -85,33 +83,22 @@ def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
 
     Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
     """
-    again, first, number = _repeats(bucket.records())
-    order = np.argsort(again)
-    return np.column_stack([again, first, number])[order]
-
-
-def _repeats(records: NDArray[np.uint64]) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Which records repeat an earlier one: their index, the index of the first of the kind, and how many-th they are.
-
-    `records` [n, 3]: two halves of a digest and an index, in any order; earlier is what has the smaller index. The
-    first of a kind is number 1, and not listed.
-    """
+    records = bucket.records()
     # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
     order = np.argsort(records[:, 0])
     low = records[order, 0]
-    alike = low[1:] == low[:-1]
+    same = low[1:] == low[:-1]
     in_company = np.zeros(len(order), bool)
-    in_company[1:] |= alike
-    in_company[:-1] |= alike
+    in_company[1:] |= same
+    in_company[:-1] |= same
     records = records[order[in_company]]
-    order = np.lexsort((records[:, 2], records[:, 1], records[:, 0]))
-    low, high, index = (records[order, column] for column in range(3))
-    begins = np.ones(len(order), bool)
+    low, high, place = records[np.lexsort((records[:, 2], records[:, 1], records[:, 0]))].T
+    begins = np.ones(len(place), bool)
     begins[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    start_of = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(place)), 0))
     again = np.flatnonzero(~begins)
-    index = index.astype(np.int64)
-    return index[again], index[start_of[again]], again - start_of[again] + 1
+    found = np.column_stack([place[again], place[first[again]], again - first[again] + 1]).astype(np.int64)
+    return found[np.argsort(found[:, 0])]
 
 
 class Repeats:
