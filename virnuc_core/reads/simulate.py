@@ -181,7 +181,7 @@ def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generato
     return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, np.array(kinds) == 1)
 
 
-def _genome(kind: Literal[0, 1] | int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
+def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Genes of a codon usage of the genome's own, on either strand, with random bases between. Codes 0..3."""
     gc = float(np.clip(rng.normal(_GC[kind], _SPREAD), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2

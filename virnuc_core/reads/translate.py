@@ -64,9 +64,6 @@ class Chunks:
     start: NDArray[np.int64]  # [n] first base within the read
     end: NDArray[np.int64]  # [n] one past the last base
 
-    def __len__(self) -> int:
-        return len(self.read)
-
 
 def chunk(lengths: NDArray[np.int64], size: int) -> Chunks:
     """Cut reads of the given lengths into chunks of at most `size` bases.
