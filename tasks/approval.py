@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from tasks.artifacts import file_link, markdown_table
+from tasks.artifacts import markdown_table
 from tasks.validate import met_sentence, rows_of
 from virnuc_core.report.approval import APPROVAL, QUESTIONS
 from virnuc_core.report.model import Report
@@ -72,7 +72,7 @@ def approval_form(judged: Report, out: Path) -> type[Approval]:
     missed = [f"{row['Criterion']} {row['Measured']} ({row['Required']})" for row in rows if "FAIL" in row["Verdict"]]
     wanted = ("Verdict", "Criterion", "Measured", "Required")
     table = markdown_table([{name: row[name] for name in wanted} for row in rows])
-    link = file_link(RunDir(out).report / "report.html")
+    link = (RunDir(out).report / "report.html").absolute().as_uri()
     return form(
         {
             "all_criteria_met": f"**{met_sentence(judged)}**",

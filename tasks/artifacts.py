@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 import httpx
 from prefect.artifacts import (
@@ -122,11 +121,6 @@ def markdown_table(rows: Sequence[Mapping[str, str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def file_link(path: Path) -> str:
-    """The address of a local file, safe inside Markdown."""
-    return "file://" + quote(str(path.absolute()))
-
-
 def publish_table(name: str, rows: Sequence[Mapping[str, str]], description: str) -> None:
     """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing."""
     if not inside_a_run():
@@ -145,7 +139,7 @@ def publish_link(name: str, path: Path, text: str, description: str) -> None:
     """Record a link to a local file."""
     if not inside_a_run():
         return
-    create_link_artifact(file_link(path), link_text=text, key=key(name), description=description)
+    create_link_artifact(path.absolute().as_uri(), link_text=text, key=key(name), description=description)
 
 
 def inside_a_run() -> bool:

@@ -222,10 +222,10 @@ class Regression(Record):
 
     verdict: Verdict
     reason: str
-    against_commit: str | None
-    against_created: str | None
+    against_commit: str | None = None
+    against_created: str | None = None
     stale: bool
-    metrics: tuple[RegressionMetric, ...]
+    metrics: tuple[RegressionMetric, ...] = ()
 
 
 class HistoryPoint(Record):

@@ -133,9 +133,7 @@ def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
     if before is None:
         none = "stale baseline: earlier runs were made with other reads or weights"
         reason = none if stale else "no earlier run of this profile on these devices"
-        return Regression(
-            verdict="not run", reason=reason, against_commit=None, against_created=None, stale=stale, metrics=()
-        )
+        return Regression(verdict="not run", reason=reason, stale=stale)
     metrics = tuple(
         _metric(name, unit, higher, getattr(before, name), getattr(entry, name)) for name, unit, higher in METRICS
     )

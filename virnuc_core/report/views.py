@@ -25,7 +25,7 @@ from virnuc_core.report.formatting import (
     target_text,
 )
 from virnuc_core.report.metrics import BASELINE_TITLES
-from virnuc_core.report.model import ApprovalState, Criterion, Report, RunMetrics, TelemetryMetrics, Verdict
+from virnuc_core.report.model import ApprovalState, Criterion, Report, TelemetryMetrics, Verdict
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import Comparison, LabelAgreement
 
@@ -105,11 +105,6 @@ def telemetry_of(report: Report) -> TelemetryMetrics | None:
     return report.run.telemetry if report.run else None
 
 
-def overview_runs(report: Report) -> list[RunMetrics]:
-    """The runs, fewest devices first."""
-    return sorted(report.runs, key=lambda run: len(run.devices))
-
-
 # --- the sections ----------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +145,7 @@ def _definitions(report: Report) -> Table:
 
 def _runs(report: Report) -> Table:
     return table(
-        overview_runs(report),
+        report.runs,
         {
             "Run": lambda r: r.name,
             "Devices": lambda r: r.label,
@@ -170,10 +165,9 @@ def _runs(report: Report) -> Table:
 
 
 def _stages(report: Report) -> Table:
-    runs = overview_runs(report)
-    rows = zip(*(run.stages for run in runs), strict=True)
+    rows = zip(*(run.stages for run in report.runs), strict=True)
     body = tuple((same[0].name, *(Number(stage_text(stage)) for stage in same)) for same in rows)
-    return Table(("Stage", *(run.label for run in runs)), body)
+    return Table(("Stage", *(run.label for run in report.runs)), body)
 
 
 def scaling(report: Report) -> Table:

@@ -16,7 +16,6 @@ from tasks.artifacts import (
     bounded_markdown,
     bounded_rows,
     cell,
-    file_link,
     key,
     markdown_table,
     publish_markdown,
@@ -92,10 +91,6 @@ def test_a_long_report_is_cut_at_a_line_and_names_the_file() -> None:
 def test_tables_as_markdown() -> None:
     assert markdown_table([{"a": "1", "b": "2"}]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
     assert markdown_table([]) == ""
-
-
-def test_links_survive_spaces() -> None:
-    assert file_link(Path("/a b/report.html")) == "file:///a%20b/report.html"
 
 
 def test_outside_a_run_nothing_is_published() -> None:
