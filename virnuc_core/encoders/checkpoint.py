@@ -22,7 +22,7 @@ from virnuc_core.config import Attention, EngineSpec, Precision
 from virnuc_core.encoders.attention import choose_backend, inv_freq
 from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
 from virnuc_core.encoders.esm2 import Esm2, place_esm2
-from virnuc_core.encoders.head import Head, place_head
+from virnuc_core.encoders.head import Head
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.precision import resolve_precision
 from virnuc_core.encoders.tokenize import DnabertTokenizer
@@ -179,7 +179,7 @@ def load_dnabert_s(
 def load_head(models: Path, device: torch.device) -> Head:
     """The classifier of a models directory; `WeightsError` when its inputs are not what the encoders give."""
     shape, tensors = open_head(models)
-    return Head(shape, place_head(tensors.read, device))
+    return Head(shape, tensors.read, device)
 
 
 class Encoders(NamedTuple):

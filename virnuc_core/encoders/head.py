@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 import torch.nn.functional as F
@@ -17,39 +17,15 @@ VIRUS: Final = 1
 BLOCK: Final = 256  # rows of one matrix product, always: a row's scores do not depend on how many others came with it
 
 
-class HeadWeights(NamedTuple):
-    """Weights of the head on one device, float32."""
-
-    hidden: tuple[Tensor, Tensor]  # [hidden, width], [hidden]
-    running_mean: Tensor
-    running_var: Tensor
-    norm: tuple[Tensor, Tensor]
-    output: tuple[Tensor, Tensor]  # [2, hidden], [2]
-
-
-def place_head(read: Read, device: torch.device) -> HeadWeights:
-    """Read the weights to `device`."""
-
-    def wide(name: str) -> Tensor:
-        return read(name).to(device).float()
-
-    def pair(name: str) -> tuple[Tensor, Tensor]:
-        return wide(f"{name}.weight"), wide(f"{name}.bias")
-
-    return HeadWeights(
-        hidden=pair("hidden_layer"),
-        running_mean=wide("bn1.running_mean"),
-        running_var=wide("bn1.running_var"),
-        norm=pair("bn1"),
-        output=pair("output_layer"),
-    )
-
-
 class Head:
-    """Linear, batch norm by running statistics, ReLU, linear, softmax."""
+    """Linear, batch norm by running statistics, ReLU, linear, softmax; in float32.
 
-    def __init__(self, shape: HeadShape, weights: HeadWeights) -> None:
-        self.shape, self.weights = shape, weights
+    `read` gives the tensors by their names, which are VirNucPro's.
+    """
+
+    def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
+        self.shape = shape
+        self._weights = {name: read(name).to(device).float() for name in shape.tensors()}
         self.model_length = shape.model_length  # bases of the chunks it was trained on
         self.dna_width, self.protein_width = shape.dna_width, shape.protein_width
 
@@ -66,7 +42,9 @@ class Head:
             return torch.cat(blocks)[: len(features)] if blocks else padded.new_empty(0, 2)
 
     def _block(self, features: Tensor) -> Tensor:
-        w = self.weights
-        hidden = F.linear(features, *w.hidden)
-        hidden = F.batch_norm(hidden, w.running_mean, w.running_var, *w.norm, training=False, eps=self.shape.norm_eps)
-        return F.linear(hidden.relu(), *w.output).softmax(-1)
+        w = self._weights
+        mean, variance = w["bn1.running_mean"], w["bn1.running_var"]
+        norm = w["bn1.weight"], w["bn1.bias"]
+        hidden = F.linear(features, w["hidden_layer.weight"], w["hidden_layer.bias"])
+        hidden = F.batch_norm(hidden, mean, variance, *norm, training=False, eps=self.shape.norm_eps)
+        return F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1)

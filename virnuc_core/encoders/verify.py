@@ -28,9 +28,8 @@ from virnuc_core.errors import WeightsError
 Verdict = Literal["pass", "fail", "not run"]
 
 ANCHOR_LENGTH: Final = 500
-SCORE_TOLERANCE: Final = 2e-4  # float32 on another machine; half precision is off by ten times as much
+TOLERANCE: Final = 2e-4  # of scores and entries, float32 on another machine; half precision is off by ten times as much
 NORM_TOLERANCE: Final = 1e-4  # relative
-FIRST_TOLERANCE: Final = 2e-4
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class Check:
 
 
 class Original(NamedTuple):
-    """What VirNucPro computed for a row in float32 with its 500 head."""
+    """What comes out for a row; of VirNucPro in float32 with its 500 head."""
 
     virus: float  # score
     dna_norm: float
@@ -159,17 +158,14 @@ def _embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: to
 
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
-    there, virus = anchor.original, float(scores[1])
-    dna_norm, protein_norm = float(dna.norm()), float(protein.norm())
-    fine = (
-        abs(virus - there.virus) <= SCORE_TOLERANCE
-        and abs(dna_norm / there.dna_norm - 1) <= NORM_TOLERANCE
-        and abs(protein_norm / there.protein_norm - 1) <= NORM_TOLERANCE
-        and abs(float(dna[0]) - there.dna_first) <= FIRST_TOLERANCE
-        and abs(float(protein[0]) - there.protein_first) <= FIRST_TOLERANCE
+    there = anchor.original
+    here = Original(*(float(one) for one in (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])))
+    allowed = Original(
+        TOLERANCE, there.dna_norm * NORM_TOLERANCE, TOLERANCE, there.protein_norm * NORM_TOLERANCE, TOLERANCE
     )
+    fine = all(abs(a - b) <= most for a, b, most in zip(here, there, allowed, strict=True))
     detail = (
-        f"virus {virus:.7f} (original {there.virus}), DNABERT-S norm {dna_norm:.6f} ({there.dna_norm}), "
-        f"ESM-2 norm {protein_norm:.6f} ({there.protein_norm})"
+        f"virus {here.virus:.7f} (original {there.virus}), DNABERT-S norm {here.dna_norm:.6f} ({there.dna_norm}), "
+        f"ESM-2 norm {here.protein_norm:.6f} ({there.protein_norm})"
     )
     return Check(f"anchor {anchor.name}", "pass" if fine else "fail", detail)

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
-from virnuc_core.encoders.head import Head, place_head
+from virnuc_core.encoders.head import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
@@ -56,7 +56,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     else:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, tensors = open_head_folder(folder)
-        head = Head(shape, place_head(tensors.read, torch.device("cpu")))
+        head = Head(shape, tensors.read, torch.device("cpu"))
         _check_fit(head, store, record.widths, folder)
         scores, failed = head_scores(run, head, store.n_uniques)
         digest = part_digest(folder)

@@ -37,8 +37,10 @@ DNA = DnabertShape(layers=2, width=768, heads=12, ffn_width=3072, vocab=4096)
 
 BACKENDS: tuple[Backend, ...] = ("reference", "fused")
 THRESHOLD: dict[Resolved, float] = {"fp32": 0.9999999, "fp16": 0.99999, "bf16": 0.9995, "fp8": 0.99}
-# post-norm layers carry rounding on: an H200 gave 0.99998 at least in fp16
-DNABERT_THRESHOLD = {"fp16": 0.9999, "bf16": 0.999}
+# post-norm layers carry rounding on: over four draws of weights an H200 gave at least 0.99997 in fp16, 0.9982 in bf16;
+# plain torch in the same precision 0.99998 and 0.9981
+DNABERT_THRESHOLD: dict[Resolved, float] = {"fp16": 0.9999, "bf16": 0.997}
+NO_WORSE = 1.1  # times the mean error of plain torch in the same precision: the same draws gave 0.96 to 1.04
 
 
 WITH_FP8 = pytest.mark.skipif(not HAS_FP8, reason="fp8 needs compute capability 9.0")
@@ -234,15 +236,18 @@ def _big(precision: Resolved, way: Backend) -> Tensor:
     return pooled
 
 
-def test_base_dnabert_s_keeps_its_direction() -> None:
+@pytest.mark.parametrize("precision", list(DNABERT_THRESHOLD))
+def test_base_dnabert_s_keeps_its_direction_as_well_as_plain_torch(precision: Resolved) -> None:
+    exact = _base("fp32", "reference")
+    each, plain = cosine(_base(precision, "fused"), exact), cosine(_base(precision, "reference"), exact)
+    print(f"dnabert_s base, random weights, {precision}: min {each.min():.7f} mean {each.mean():.7f}")
+    assert each.min() >= DNABERT_THRESHOLD[precision]
+    assert 1 - each.mean() <= NO_WORSE * (1 - plain.mean())
+
+
+@cache
+def _base(precision: Resolved, way: Backend) -> Tensor:
     shape = DNABERT_SIZES["base"]
-    results = {}
-    runs: tuple[tuple[Resolved, Backend], ...] = (("fp32", "reference"), ("fp16", "fused"), ("bf16", "fused"))
-    for precision, way in runs:
-        weights = place_dnabert(partial(random_tensor, shape), shape, precision, GPU)
-        encoder = DnabertS(shape, weights, pad_id=3, precision=precision, attention=way)
-        results[precision] = encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
-    for precision in ("fp16", "bf16"):
-        each = cosine(results[precision], results["fp32"])
-        print(f"dnabert_s base, random weights, {precision}: min {each.min():.7f} mean {each.mean():.7f}")
-        assert each.min() >= DNABERT_THRESHOLD[precision]
+    weights = place_dnabert(partial(random_tensor, shape), shape, precision, GPU)
+    encoder = DnabertS(shape, weights, pad_id=3, precision=precision, attention=way)
+    return encoder.embed(dna_tokens(list(range(48))))[:48].cpu()
