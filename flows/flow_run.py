@@ -30,9 +30,8 @@ from pydantic import BaseModel
 
 from flows.local_run import ended_when_cancelled
 from flows.parameters import RunSettings, flow_parameters
-from tasks.guard import no_orphans
 from tasks.predict import stage
-from tasks.step import core_logs
+from tasks.step import core_logs, no_orphans
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.stage import StageSpec, StageSummary

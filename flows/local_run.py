@@ -6,12 +6,10 @@ import contextvars
 import logging
 import math
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Final, cast
 from uuid import UUID
 
@@ -22,7 +20,6 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
-from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
 from prefect.states import Cancelled
 
 from flows.embedded_server import keep_server_ours
@@ -149,17 +146,3 @@ def _terminate_politely() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def ui_hint(flow_run_id: UUID | str | None, say: Callable[[str], object] = sys.stdout.write) -> None:
-    """Say where the run can be looked at."""
-    address = PREFECT_UI_URL.value()
-    if PREFECT_API_URL.value() is not None and address:
-        say(f"In the UI: {address}/runs/flow-run/{flow_run_id}\n")
-        return
-    stock = Path.home() / ".prefect"
-    home = "" if PREFECT_HOME.value() == stock else f"PREFECT_HOME={PREFECT_HOME.value()} "
-    say(
-        f"To see this run in the UI: {home}prefect server start, then open "
-        f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}\n"
-    )

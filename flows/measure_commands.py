@@ -32,13 +32,27 @@ def train(settings: TrainSettings, debug: bool) -> int:
 def validate(settings: ValidateSettings, debug: bool) -> int:
     """Prove this machine, with these weights, against a profile; exit code 5 when a criterion was missed."""
     state = start("flows.validate:validate", settings, debug)
-    from flows.local_run import ui_hint
     from tasks.step import NOT_MET, REJECTED
 
     folder = settings.out / "report"
     say((folder / "report.txt").read_text(encoding="utf-8"), state.message, f"Report: {folder / 'report.html'}")
-    ui_hint(state.state_details.flow_run_id)
+    say(_in_the_ui(state.state_details.flow_run_id))
     return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
+
+
+def _in_the_ui(flow_run_id: UUID | None) -> str:
+    """Where the run can be looked at."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
+
+    address = PREFECT_UI_URL.value()
+    if PREFECT_API_URL.value() is not None and address:
+        return f"In the UI: {address}/runs/flow-run/{flow_run_id}"
+    stock = Path.home() / ".prefect"
+    home = "" if PREFECT_HOME.value() == stock else f"PREFECT_HOME={PREFECT_HOME.value()} "
+    return (
+        f"To see this run in the UI: {home}prefect server start, then open "
+        f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
+    )
 
 
 @command(ScaleSettings)

@@ -23,13 +23,23 @@ from prefect.flow_runs import pause_flow_run
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.measure_parameters import MeasureSettings, ValidateSettings
-from tasks.approval import TIMED_OUT, Approval, approval_form, record
 from tasks.artifacts import publish_markdown
-from tasks.guard import TimeLimitError
 from tasks.predict import embed
-from tasks.step import REJECTED, done, not_met
+from tasks.step import REJECTED, TimeLimitError, done, not_met
 from tasks.tools import ceiling, overhead
-from tasks.validate import BASELINE, baseline, compare, emit_outcome, met_sentence, publish, report
+from tasks.validate import (
+    BASELINE,
+    TIMED_OUT,
+    Approval,
+    approval_form,
+    baseline,
+    compare,
+    emit_outcome,
+    met_sentence,
+    publish,
+    record_answer,
+    report,
+)
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
@@ -229,7 +239,7 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
         answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
     finally:
         timer.cancel()
-    return record(report_dir, answer, flow_run=str(context.flow_run.id))
+    return record_answer(report_dir, answer, flow_run=str(context.flow_run.id))
 
 
 def _answer_for_nobody(flow_run_id: UUID) -> None:

@@ -11,8 +11,7 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
-from tasks.guard import device_slots, time_limit
-from tasks.step import done, first_attempt, step
+from tasks.step import device_slots, done, first_attempt, step, time_limit
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.process import LocalWorkers

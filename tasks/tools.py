@@ -9,8 +9,7 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
-from tasks.guard import device_slots
-from tasks.step import done, first_attempt, step
+from tasks.step import device_slots, done, first_attempt, step
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.messages import TraceSpec

@@ -23,7 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from tasks.guard import LEASE_S, slot_name
+from tasks.step import LEASE_S, slot_name
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
@@ -51,7 +51,7 @@ FLOW = """
 import os, sys
 from pathlib import Path
 from prefect import flow
-from tasks.guard import device_slots, no_orphans
+from tasks.step import device_slots, no_orphans
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.devices import Device
 from virnuc_core.engine.messages import Closed, WorkerSpec

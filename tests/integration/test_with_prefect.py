@@ -28,10 +28,9 @@ from pydantic import Field
 from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
 from flows.validate import ask
-from tasks.approval import Approval, form
 from tasks.artifacts import progress_artifact, publish_markdown, publish_table
-from tasks.guard import device_slots, slot_name
-from tasks.step import core_logs, done, not_met, step
+from tasks.step import core_logs, device_slots, done, not_met, slot_name, step
+from tasks.validate import Approval, form_with
 from virnuc_core.config import Spec
 from virnuc_core.engine.devices import Device
 from virnuc_core.errors import InputError, VirnucError, WorkerError
@@ -254,7 +253,7 @@ def test_cores_need_no_slot() -> None:
 def gated(report_dir: Path, timeout_s: int) -> dict[str, Any]:
     """Asks, and returns the answer."""
     return ask(
-        report_dir, form({"all_criteria_met": "**6 of 7**"}, "## 6 of 7"), timeout_s=timeout_s, poll_s=1
+        report_dir, form_with({"all_criteria_met": "**6 of 7**"}, "## 6 of 7"), timeout_s=timeout_s, poll_s=1
     ).model_dump()
 
 

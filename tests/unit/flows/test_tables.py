@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from tasks.approval import shares_of_time
 from tasks.predict import fate_rows, stage_rows
-from tasks.validate import met_sentence, rows_of
+from tasks.validate import met_sentence, rows_of, shares_of_time
 from virnuc_core.profiles import Target
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics, StageMetrics
 from virnuc_core.report.views import agreements, criteria, scaling
