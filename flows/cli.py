@@ -13,10 +13,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any, Final
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
 from virnuc_core.errors import ConfigError, VirnucError
 
@@ -92,18 +93,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(words: list[str], debug: bool) -> int:
     """Parse the words and call what they name."""
+    if words and words[0] not in app:  # known here; cyclopts would import every command to say so
+        close = "".join(f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1))
+        raise ConfigError(f"{words[0]!r} is not a command{close}; see virnuc --help")
     try:
         given = [STDIN if word == "-" else word for word in words]
         called, bound, not_parsed = app.parse_args(given, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         asked = " ".join(["virnuc", *(word for word in words[:1] if word in COMMANDS)])
-        problem = str(error).replace(STDIN, "-").removesuffix(".")
-        raise ConfigError(f"{problem}; see {asked} --help") from error
+        raise ConfigError(f"{_misuse(error)}; see {asked} --help") from error
     bound.arguments.update({name: _with_dashes(value) for name, value in bound.arguments.items()})
     more = {"debug": debug} if "debug" in not_parsed else {}
     code = called(*bound.args, **bound.kwargs, **more)
     nothing_asked = not words or words == ["models"]
     return code if isinstance(code, int) else BAD_SETTINGS if nothing_asked else 0
+
+
+def _misuse(error: CycloptsError) -> str:
+    """What is wrong with a command line, in words that do not take a missing option for one without its value."""
+    match error:
+        case MissingArgumentError(argument=Argument(tokens=[]) as missing, keyword=None):
+            return f"{'/'.join(missing.names)} is required"
+        case UnusedCliTokensError(unused_tokens=[*words]):
+            return f"unexpected arguments: {' '.join(words).replace(STDIN, '-')}"
+    return str(error).replace(STDIN, "-").removesuffix(".")
 
 
 def _with_dashes(value: Any) -> Any:

@@ -56,6 +56,7 @@ def test_help_and_wrong_options_import_neither_torch_nor_prefect() -> None:
     code = (
         "import sys, flows.cli\n"
         "flows.cli.main(['--help']); flows.cli.main(['predict', 'a']); flows.cli.main(['validate', '--bogus'])\n"
+        "flows.cli.main(['bogus']); flows.cli.main(['--bogus'])\n"
         "sys.exit(bool({'torch', 'prefect', 'pandas', 'matplotlib'} & set(sys.modules)))\n"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0
@@ -93,6 +94,22 @@ def test_a_wrong_command_line_is_one_line_and_2(words: tuple[str, ...], capsys: 
     assert code == 2
     if words:
         one_line(err)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("preditc",), "'preditc' is not a command, did you mean 'predict'?; see virnuc --help"),
+        (("predict", "a", "-o", "b"), "--models is required; see virnuc predict --help"),
+        (("compare", "a"), "B is required; see virnuc compare --help"),
+        (("report", "a", "b", "c"), "unexpected arguments: b c; see virnuc report --help"),
+    ],
+)
+def test_what_is_missing_or_too_much_is_named(
+    words: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VIRNUC_MODELS", raising=False)
+    assert inside(capsys, *words)[2] == f"virnuc: {problem}\n"
 
 
 def reads_file(folder: Path, name: str, data: bytes) -> Path:
