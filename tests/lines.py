@@ -22,7 +22,7 @@ LAYERS = (  # a module imports from its own layer and from those before it
     ("config", "errors", "rundir", "runfiles", "profiles"),
     ("reads", "encoders", "telemetry"),
     ("engine",),
-    ("baseline", "measure", "pipeline", "results"),
+    ("baseline", "measure", "pipeline", "results", "validation"),
     ("report",),
 )
 LEVEL = {f"virnuc_core.{part}": level for level, parts in enumerate(LAYERS) for part in parts}

@@ -17,7 +17,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.pipeline import predict, prewarm
 from virnuc_core.reads.stage import StageSummary
 
-from .test_runs import SMALL, go, no_children, result_bytes
+from .test_runs import SMALL, go, no_children, result_bytes, workers_alive
 
 ONE = Devices.parse("cpu:1")
 
@@ -31,7 +31,7 @@ def prewarmed(tiny_models: Path) -> Iterator[LocalWorkers]:
 
 
 def only_child() -> int:
-    (child,) = psutil.Process().children()
+    (child,) = workers_alive()
     return child.pid
 
 
@@ -59,7 +59,7 @@ def test_a_worker_that_died_while_it_waited_is_replaced(
 ) -> None:
     pid = only_child()
     os.kill(pid, signal.SIGKILL)
-    psutil.Process(pid).wait(10)
+    psutil.Process(pid).wait(120)
     summary = go(tmp_path / "run", staged, tiny_models, ONE, prewarmed=prewarmed)
     assert summary.workers[0]["pid"] != pid
     assert summary.restarts == 0  # no work was lost
