@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -48,7 +49,12 @@ def predictions(run: RunDir) -> dict[str, tuple[float, float]]:
 
 
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children(recursive=True) if "virnuc_core.baseline.worker" in p.cmdline()]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
+            if "virnuc_core.baseline.worker" in child.cmdline():
+                found.append(child)
+    return found
 
 
 @pytest.fixture(scope="module")
