@@ -123,5 +123,7 @@ def explain(error: ValidationError, most: int | None = None) -> str:
     parts = []
     for item in error.errors()[:most]:
         place = ".".join(str(step) for step in item["loc"]) or "settings"
+        if item["type"] == "json_invalid":  # what was given is a whole file
+            return f"{item['msg'][0].lower()}{item['msg'][1:]}"
         parts.append(f"{place}: {item['msg'][0].lower()}{item['msg'][1:]} (given {item.get('input')!r})")
     return "; ".join(parts)

@@ -16,7 +16,7 @@ import csv
 import gzip
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -370,10 +370,20 @@ def viral_path(run: RunDir, form: str) -> Path:
     return run.root / f"viral.{form}.gz"
 
 
+def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
+    """Some columns of `reads.tsv`, by name and type. Errors: `InputError`."""
+    try:
+        return pd.read_csv(
+            run.reads_table, sep="\t", usecols=list(columns), dtype=dict(columns), quoting=csv.QUOTE_NONE
+        )
+    except ValueError as error:  # pandas' own errors, and bytes that are no text, are such
+        why = f"not a table of reads ({str(error).splitlines()[0]})"
+        raise InputError(why, file=run.reads_table, hint="run predict again") from error
+
+
 def _viral_scores(run: RunDir, store: OrfStore) -> NDArray[np.float32]:
     """The `viral_score` of every read, NaN where it has none."""
-    columns = {"viral_score": np.float32}
-    table = pd.read_csv(run.reads_table, sep="\t", usecols=list(columns), dtype=columns, quoting=csv.QUOTE_NONE)
+    table = read_reads_table(run, {"viral_score": "float32"})
     if len(table) != store.n_reads:
         raise InputError(f"{len(table)} lines for {store.n_reads} reads", file=run.reads_table)
     return table["viral_score"].to_numpy()

@@ -88,7 +88,7 @@ def read_history(path: Path) -> tuple[HistoryEntry, ...]:
     if not path.is_file():
         return ()
     found = []
-    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for place, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():
             continue
         try:

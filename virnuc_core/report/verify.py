@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import pandas as pd
-
 from virnuc_core.errors import VirnucError
 from virnuc_core.profiles import Profile, load_profile, profile_names
 from virnuc_core.reads.store import OrfStore
@@ -37,6 +35,7 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
 from virnuc_core.report.stored import baseline_tokens, count_store, staging_tally
+from virnuc_core.results import read_reads_table
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, differing, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
@@ -122,7 +121,8 @@ def verify_report(out: Path) -> Verification:
     found.same("", report, again)
     _forms(found, folder, again)
     if (out / REGRESSION).is_file() and (entry := entry_of(again)) is not None:
-        found.same(f"{REGRESSION}: entry", read(out / REGRESSION, RegressionFile).entry, entry)
+        with found.noting():
+            found.same(f"{REGRESSION}: entry", read(out / REGRESSION, RegressionFile).entry, entry)
     for name in run_names(out):
         with found.noting():
             _run(found, raw, name)
@@ -192,7 +192,7 @@ def _run(found: Verification, raw: RawFolder, name: str) -> None:
     if measured is not None:
         _telemetry(found, raw.root / measured[0], measured[0], measured[1], summary)
     if run.reads_table.is_file():
-        table = pd.read_csv(run.reads_table, sep="\t", usecols=["chunks", "open_frames", "fate"], quoting=3)
+        table = read_reads_table(run, {"chunks": "int64", "open_frames": "int64", "fate": "str"})
         chunks, rows = (int(table[column].sum()) for column in ("chunks", "open_frames"))
         found.as_told(where, summary, {"n_reads": len(table), "n_chunks": chunks, "n_rows": rows})
         said = {fate: n for fate, n in summary.fates.items() if n}

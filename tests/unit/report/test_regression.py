@@ -126,11 +126,12 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     assert len({e.created for e in read_history(path)}) == 40
 
 
-def test_a_broken_line_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b'{"created": 3}\n', b"\xff\xfe\n", b"[]"])
+def test_a_broken_line_is_named(line: bytes, tmp_path: Path) -> None:
     path = tmp_path / "history.jsonl"
     append_history(path, OLD)
-    with path.open("a", encoding="utf-8") as handle:
-        handle.write('{"created": 3}\n')
+    with path.open("ab") as handle:
+        handle.write(line)
     with pytest.raises(InputError, match=r"history\.jsonl:2"):
         read_history(path)
 

@@ -190,6 +190,17 @@ def test_a_missing_form_is_named(copied: tuple[Path, Profile]) -> None:
     assert verify_report(out).differences == ["report/report.md: missing"]
 
 
+@pytest.mark.parametrize(
+    "name", ["regression.json", "devices-2/reads.tsv", "devices-2/summary.json", "comparison.json"]
+)
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe\x00"])
+def test_a_file_that_cannot_be_read_is_a_difference(name: str, content: bytes, copied: tuple[Path, Profile]) -> None:
+    out, _ = copied
+    assert (out / name).is_file()
+    (out / name).write_bytes(content)
+    assert any(name in line and len(line) < 400 for line in verify_report(out).differences)
+
+
 def test_without_a_report_there_is_nothing_to_verify(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="virnuc report DIR"):
         verify_report(tmp_path)
