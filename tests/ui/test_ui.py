@@ -224,7 +224,7 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact('criteria-ci-smoke')}")
     page.get_by_text("PASS").first.wait_for()
     shot(page, "6-criteria")
-    assert page.get_by_text("≥ 99 %").first.is_visible()
+    assert page.get_by_text("≥99%").first.is_visible()
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact('report-ci-smoke')}")
     page.get_by_text("Consensus label agreement").first.wait_for()
     shot(page, "7-report")
