@@ -144,3 +144,33 @@ def test_a_killed_parent_takes_its_worker_along(
     parent.wait(10)
     parent.stdout.close()
     assert gone(child)
+
+
+def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
+    """The closed input is one net; this is the other: here the test itself holds the input's other end."""
+    given, held = os.pipe()
+    parent = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import os, subprocess, sys, time\n"
+            "from virnuc_core.engine.process import PROGRAM\n"
+            "command = [sys.executable, '-P', '-c', PROGRAM, 'virnuc_core.engine.worker', str(os.getpid())]\n"
+            f"child = subprocess.Popen(command, stdin={given}, start_new_session=True)\n"
+            "print(child.pid, flush=True)\n"
+            "time.sleep(600)\n",
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+        pass_fds=(given,),
+    )
+    try:
+        assert parent.stdout is not None
+        child = int(parent.stdout.readline())
+        parent.kill()
+        parent.communicate()
+        assert gone(child, 60)
+    finally:
+        parent.kill()
+        os.close(given)
+        os.close(held)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from virnuc_core.profiles import Profile, Target, load_profile, profile_names
 from virnuc_core.report.build import build_report
+from virnuc_core.report.criteria import SCALING, judge
+from virnuc_core.report.measured import Finding, Measured
 from virnuc_core.report.model import Criterion, Report
 
 from .validate_directory import Recipe, build, compare_all, edit_json, write_json
@@ -355,3 +358,13 @@ def test_a_target_on_the_line_is_met_or_missed_by_its_sign() -> None:
     assert Target(op=">=", value=90).met(90)
     assert not Target(op=">", value=90).met(90)
     assert not Target(op="<", value=3600).met(3600)
+
+
+@pytest.mark.parametrize("samples", [None, 0])
+def test_a_number_of_which_nothing_was_counted_is_not_run(samples: int | None) -> None:
+    profile = load_profile("phase10-1m")
+    case = Measured(profile, None, None, None, None, (), None)
+    row = replace(SCALING, evidence="", find=lambda _: Finding(99.0, samples))
+    found = judge(row, case)
+    assert found.verdict == "not run"
+    assert found.reason == "nothing was counted"
