@@ -10,11 +10,12 @@ from typing import Final
 from flows.parameters import ComputeSettings, InboxSettings, PredictSettings, RunSettings
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models
-from virnuc_core.engine.devices import Device, resolve, resolve_engine
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import find_inputs, is_remote
 from virnuc_core.results import check_readable_twice
+from virnuc_core.runfiles import Device
 
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only

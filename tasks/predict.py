@@ -22,7 +22,7 @@ from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ViralReads, write_viral
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.tables import STAGES
 
 REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
@@ -100,7 +100,7 @@ def _write_stopped(run: RunDir, staging: StageSummary, spec: ClassifySpec, wall_
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
         n_reads=staging.counts.n_reads,
-        devices=device_records(device.record() for device in resolve(spec.devices)),
+        devices=resolve(spec.devices),
     )
     write(run.summary, stopped)
 

@@ -28,7 +28,6 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
-from virnuc_core.engine.devices import Device
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import (
     ConfigError,
@@ -39,6 +38,7 @@ from virnuc_core.errors import (
     WeightsError,
     WorkerError,
 )
+from virnuc_core.runfiles import Device
 
 P = ParamSpec("P")
 T = TypeVar("T")

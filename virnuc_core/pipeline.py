@@ -29,7 +29,7 @@ from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import ModelFlops, RunSummary, device_records, read, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
 
@@ -169,7 +169,7 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
         widths={"dna": dnabert_s.width, "protein": esm2.width},
         fingerprints=fingerprints,
         resolved={**shards.result_settings(resolved), "kind": found[0].kind},
-        devices=[device.record() for device in found],
+        devices=found,
         store=os.path.relpath(store, run.root),
     )
     if spec.force:
@@ -224,7 +224,7 @@ def _compute(
         **_verdicts(job, results),
         chunks_scored=results.chunks,
         telemetry=telemetry.name if telemetry else None,
-        devices=device_records(device.record() for device in job.devices),
+        devices=job.devices,
         workers=pool.workers,
         resumed=len(job.todo) < len(job.plan),
         shards=len(job.plan),

@@ -10,7 +10,7 @@ import json
 import logging
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -104,25 +104,20 @@ def _leave_out(body: dict[str, Any], place: tuple[int | str, ...]) -> bool:
 # --- run.json ---------------------------------------------------------------------------------------------------------
 
 
-class DeviceRecord(RunFile):
-    """One device of a run."""
+class Device(RunFile):
+    """One device of a run: a GPU by UUID, or one CPU core."""
 
-    id: str = Field(min_length=1)
+    id: str = Field(min_length=1)  # "GPU-3f2c…" or "cpu-core-1"
     kind: Literal["cuda", "cpu"]
-    name: str
+    name: str  # as the driver or the processor calls itself
     core: int | None = None  # CPU only: the core its worker is pinned to
-
-
-def device_records(bodies: Iterable[Mapping[str, Any]]) -> tuple[DeviceRecord, ...]:
-    """Devices as they are written."""
-    return tuple(DeviceRecord.model_validate(body) for body in bodies)
 
 
 class Attempt(RunFile):
     """One start of a run: the first, or a resume."""
 
     started: str
-    devices: tuple[DeviceRecord, ...]
+    devices: tuple[Device, ...]
 
 
 class RunRecord(RunFile):
@@ -139,7 +134,7 @@ class RunRecord(RunFile):
     widths: dict[str, Count] = {}  # of an embedding's two parts: dna, protein
     fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head
     resolved: dict[str, Any] = {}  # the settings that decide result bytes, `auto` replaced; and the kind of device
-    devices: tuple[DeviceRecord, ...] = ()  # of the newest attempt
+    devices: tuple[Device, ...] = ()  # of the newest attempt
     seeds: dict[str, int] = {}
     store: str = ""  # relative to the run directory
     attempts: tuple[Attempt, ...] = ()
@@ -203,12 +198,12 @@ def new_record(
     model_length: int,
     fingerprints: dict[str, str],
     resolved: dict[str, Any],
-    devices: Iterable[Mapping[str, Any]],
+    devices: Sequence[Device],
     store: str,
     widths: dict[str, int] | None = None,
 ) -> RunRecord:
     """A record of a run that starts now."""
-    started, found = now(), device_records(devices)
+    started, found = now(), tuple(devices)
     return RunRecord(
         virnuc_version=virnuc_core.__version__,
         git_commit=git_commit(),
@@ -324,7 +319,7 @@ class RunSummary(RunCounts):
     chunks_virus: Count | None = None
     chunks_scored: Count | None = None
     telemetry: str | None = None  # file name within telemetry/; None when nothing had to be computed
-    devices: tuple[DeviceRecord, ...] = ()
+    devices: tuple[Device, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()
     shards: Count | None = None
     deaths: tuple[str, ...] | None = None

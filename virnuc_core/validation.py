@@ -10,14 +10,13 @@ from pydantic import Field
 
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.engine.devices import Device
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import (
     Count,
-    DeviceRecord,
+    Device,
     RunFile,
     RunRecord,
     Seconds,
@@ -73,7 +72,7 @@ def record_validation(
         model_length=model_length,
         fingerprints={"reads": staging.fingerprint, **asdict(weights)},
         resolved={},
-        devices=[device.record() for device in devices],
+        devices=devices,
         store=RunDir(out).store.name,
     )
     tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
@@ -134,7 +133,7 @@ class BaselineSummary(RunFile):
     n_rows: Count | None = None
     measured_rows: Count | None = None
     file_rows: Count | None = None  # rows of the files that were measured
-    devices: tuple[DeviceRecord, ...] = ()
+    devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
     reused: bool = Field(False, exclude=True)
 

@@ -13,13 +13,13 @@ import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
 from flows.doctor import doctor
-from virnuc_core.engine.devices import Device
 from virnuc_core.measure import doctor as checks
 from virnuc_core.measure.doctor import judge, together
 from virnuc_core.rundir import lock_device
+from virnuc_core.runfiles import Device
 
-CORE = Device("cpu-core-0", "cpu", "a core", 0)
-OTHER = Device("cpu-core-1", "cpu", "a core", 1)
+CORE = Device(id="cpu-core-0", kind="cpu", name="a core", core=0)
+OTHER = Device(id="cpu-core-1", kind="cpu", name="a core", core=1)
 
 
 @pytest.fixture(autouse=True)

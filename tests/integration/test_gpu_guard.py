@@ -24,14 +24,14 @@ from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
 from tasks.step import LEASE_S, slot_name
-from virnuc_core.engine.devices import Device
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
+from virnuc_core.runfiles import Device
 
 from .processes import PATIENCE_S, ROOT, wait_for
 
 pytestmark = pytest.mark.slow
-GPU = Device("GPU-guarded", "cuda", "a GPU by name")
+GPU = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
 WORK_S = 3.0
 
 # what a worker does with a device: works, says so; the device is locked before, and it dies with the run it is of
@@ -53,13 +53,13 @@ from pathlib import Path
 from prefect import flow
 from tasks.step import device_slots, no_orphans
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.devices import Device
+from virnuc_core.runfiles import Device
 from virnuc_core.engine.messages import Closed, WorkerSpec
 from virnuc_core.engine.process import LocalWorkers
 
 run, log, work_s = sys.argv[1:]
 os.environ |= {"GUARD_LOG": log, "GUARD_WORK_S": work_s}
-gpu = Device("GPU-guarded", "cuda", "a GPU by name")
+gpu = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
 
 @flow(name="guarded", flow_run_name=run)
 def guarded():

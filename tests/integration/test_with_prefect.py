@@ -32,13 +32,13 @@ from tasks.artifacts import progress_artifact, publish_markdown, publish_table
 from tasks.step import core_logs, device_slots, done, not_met, slot_name, step
 from tasks.validate import Approval, form_with
 from virnuc_core.config import Spec
-from virnuc_core.engine.devices import Device
 from virnuc_core.errors import InputError, VirnucError, WorkerError
+from virnuc_core.runfiles import Device
 
 from .processes import PATIENCE_S, wait_for
 
 pytestmark = pytest.mark.usefixtures("prefect_backend")
-GPU = Device("GPU-aaaa", "cuda", "a GPU")
+GPU = Device(id="GPU-aaaa", kind="cuda", name="a GPU")
 
 
 def run_id() -> UUID:
@@ -244,7 +244,7 @@ def test_a_slot_is_taken_once_and_given_back_by_who_took_it() -> None:
 
 
 def test_cores_need_no_slot() -> None:
-    core = Device("cpu-core-0", "cpu", "a core", 0)
+    core = Device(id="cpu-core-0", kind="cpu", name="a core", core=0)
     with device_slots([core]), device_slots([core]):
         pass
 

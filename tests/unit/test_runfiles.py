@@ -10,7 +10,7 @@ import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.runfiles import DeviceRecord, RunRecord, RunSummary, differing, read, read_usable, write
+from virnuc_core.runfiles import Device, RunRecord, RunSummary, differing, read, read_usable, write
 from virnuc_core.validation import BaselineSummary
 
 SUMMARY = RunSummary(
@@ -20,7 +20,7 @@ SUMMARY = RunSummary(
     threshold=0.5,
     shards=1,
     stages={"ESM-2": 1.25, "Feature Merging": None},
-    devices=(DeviceRecord(id="cpu-core-0", kind="cpu", name="Some Processor", core=0),),
+    devices=(Device(id="cpu-core-0", kind="cpu", name="Some Processor", core=0),),
 )
 
 

@@ -20,7 +20,7 @@ from virnuc_core import runfiles
 from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, cut, write_fasta
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.messages import FileDone, FileTask, Operation, Ready, RowsDone, WorkerSpec
 from virnuc_core.engine.process import Child, LocalWorkers
 from virnuc_core.errors import ConfigError, InputError
@@ -28,7 +28,7 @@ from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import DeviceRecord, device_records, read, write
+from virnuc_core.runfiles import Device, read, write
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary
 
@@ -77,7 +77,7 @@ def run_baseline(
     body = {
         "reads": orfs.fingerprint,
         "weights": asdict(fingerprint(models)),
-        "devices": [device.record() for device in chosen],
+        "devices": [device.model_dump() for device in chosen],
         "spec": spec.model_dump(mode="json"),
         "seed": seed,
     }
@@ -110,7 +110,7 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         n_rows=store.n_rows,
         measured_rows=0,
         file_rows=0,
-        devices=tuple(DeviceRecord(id=f"recorded-{i}", kind="cuda", name=spec.recorded_device) for i in range(count)),
+        devices=tuple(Device(id=f"recorded-{i}", kind="cuda", name=spec.recorded_device) for i in range(count)),
         fingerprint="recorded",
     )
 
@@ -122,7 +122,7 @@ def _write_record(run: RunDir, orfs: OrfStore, models: Path, devices: Sequence[D
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **asdict(fingerprint(models))},
         resolved={},
-        devices=[device.record() for device in devices],
+        devices=devices,
         store=os.path.relpath(orfs.path, run.root),
     )
     write(run.record, record)
@@ -191,7 +191,7 @@ class _Measurement:
             n_rows=self.store.n_rows,
             measured_rows=len(rows),
             file_rows=file_rows,
-            devices=device_records(device.record() for device in self.devices),
+            devices=tuple(self.devices),
         )
 
     def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64], seed: int) -> BaselineSubset | None:

@@ -1,40 +1,15 @@
-"""Which devices a run uses, how a worker is tied to exactly one of them, and what `auto` settings mean there."""
+"""Which devices a run uses, and what `auto` settings mean there."""
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.errors import ConfigError, DeviceError
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """One device of a run: a GPU by UUID, or one CPU core."""
-
-    id: str  # "GPU-3f2c…" or "cpu-core-1"
-    kind: Literal["cuda", "cpu"]
-    name: str  # as the driver or the processor calls itself
-    core: int | None = None  # CPU only: the core the worker is pinned to
-
-    def record(self) -> dict[str, Any]:
-        """As written to run.json."""
-        return asdict(self)
-
-    def environment(self) -> dict[str, str]:
-        """What the worker's environment sets so that it sees this device and no other."""
-        if self.kind == "cuda":
-            return {"CUDA_VISIBLE_DEVICES": self.id}
-        return {
-            "CUDA_VISIBLE_DEVICES": "",
-            "OMP_NUM_THREADS": "1",
-            "MKL_NUM_THREADS": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
+from virnuc_core.runfiles import Device
 
 
 def cpu_name() -> str:
@@ -58,7 +33,7 @@ def visible_gpus() -> list[Device]:
         return []
     import nvitop
 
-    return [Device(gpu.uuid(), "cuda", gpu.name()) for gpu in nvitop.Device.cuda.all()]
+    return [Device(id=gpu.uuid(), kind="cuda", name=gpu.name()) for gpu in nvitop.Device.cuda.all()]
 
 
 def resolve(devices: Devices) -> tuple[Device, ...]:
@@ -86,7 +61,7 @@ def _cores(count: int) -> tuple[Device, ...]:
     if count > len(cores):
         raise DeviceError(f"cpu:{count} asked for, but this process may use {len(cores)} cores; use cpu:{len(cores)}")
     name = cpu_name()
-    return tuple(Device(f"cpu-core-{core}", "cpu", name, core) for core in cores[:count])
+    return tuple(Device(id=f"cpu-core-{core}", kind="cpu", name=name, core=core) for core in cores[:count])
 
 
 def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:

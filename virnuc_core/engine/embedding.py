@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.devices import Device
 from virnuc_core.engine.messages import JobSpec, TraceSpec, WorkerSpec
 from virnuc_core.engine.pool import Pool, PoolSummary
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops
+from virnuc_core.runfiles import Device, ModelFlops
 from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.sampler import Sampler

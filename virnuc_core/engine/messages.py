@@ -12,8 +12,8 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import Field, TypeAdapter
 
 from virnuc_core.config import BaselineName, EngineSpec, Spec
-from virnuc_core.engine.devices import Device
 from virnuc_core.errors import ConfigError, DeviceError, InputError, ShardError, VirnucError, WeightsError
+from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import ShardDone
 
 OWN_ERRORS: Final = {e.__name__: e for e in (InputError, ConfigError, WeightsError, DeviceError, ShardError)}

@@ -40,6 +40,7 @@ from virnuc_core.engine.messages import (
 )
 from virnuc_core.errors import VirnucError, WorkerError
 from virnuc_core.rundir import lock_device
+from virnuc_core.runfiles import Device
 
 GRACE_S: Final = 6.0  # for a worker to finish what it is at
 STDERR_TAIL_BYTES: Final = 8_192
@@ -148,6 +149,14 @@ class Child:
         )
 
 
+def environment(device: Device) -> dict[str, str]:
+    """What a worker's environment sets so that it sees its device and no other."""
+    if device.kind == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": device.id}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {"CUDA_VISIBLE_DEVICES": "", **threads}
+
+
 def _tail(handle: BinaryIO) -> list[str]:
     """The last lines of a log."""
     handle.seek(max(0, handle.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
@@ -235,7 +244,7 @@ class LocalWorkers:
                 text=True,
                 encoding="utf-8",
                 start_new_session=True,
-                env={**os.environ, **spec.device.environment()},
+                env={**os.environ, **environment(spec.device)},
             )
             child = Child(process, spec, self._inbox, log)
             _children.add(child)

@@ -24,7 +24,7 @@ from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.dnabert_s import DnabertLayer
 from virnuc_core.encoders.esm2 import Esm2Layer
 from virnuc_core.encoders.precision import product, quantise_rows
-from virnuc_core.engine.devices import Device, resolve, resolve_engine
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job, Watch, measure_embedding, worker_specs
 from virnuc_core.engine.messages import Measured, WorkerSpec
 from virnuc_core.engine.process import LocalWorkers, Parent
@@ -34,7 +34,7 @@ from virnuc_core.pipeline import ClassifySpec, model_flops, prepare
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import ModelFlops, RunFile, read_usable, write
+from virnuc_core.runfiles import Device, ModelFlops, RunFile, read_usable, write
 from virnuc_core.telemetry.log import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord
@@ -71,7 +71,7 @@ class Bench:
             "reads": OrfStore.open(self.store).fingerprint,
             "weights": asdict(fingerprint(self.models)),
             "engine": resolve_engine(engine, found[0].kind).model_dump(mode="json"),
-            "devices": [device.record() for device in found],
+            "devices": [device.model_dump() for device in found],
             "more": more,
         }
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

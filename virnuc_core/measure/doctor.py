@@ -28,13 +28,14 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, device_holder, device_lock_path, run_lock, whole_file
+from virnuc_core.runfiles import Device
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]

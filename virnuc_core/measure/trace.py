@@ -19,7 +19,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.devices import Device
 from virnuc_core.engine.loader import Batch, Item, ShardEnd, Take
 from virnuc_core.engine.messages import ShardTask, TraceSpec, WorkerSpec
 from virnuc_core.engine.process import Parent
@@ -27,7 +26,7 @@ from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
-from virnuc_core.runfiles import RunFile, read, write
+from virnuc_core.runfiles import Device, RunFile, read, write
 
 SCHEMA_VERSION: Final = 1
 TABLE: Final = "{}.operations.json"  # of a device

@@ -234,7 +234,7 @@ class Sweep:
             "profile": profile,
             "score_tolerance": tolerance,
             "search": search,
-            "devices": [device.record() for device in resolve(self.bench.devices)],
+            "devices": [device.model_dump() for device in resolve(self.bench.devices)],
             "cores": len(os.sched_getaffinity(0)),
             "versions": runfiles.versions(),
             "base": self.base.model_dump(mode="json"),

@@ -19,7 +19,7 @@ from virnuc_core.report.model import (
     StageMetrics,
     TelemetryMetrics,
 )
-from virnuc_core.runfiles import DeviceRecord, ModelFlops, RunCounts, RunRecord, RunSummary
+from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import (
     Span,
@@ -43,7 +43,7 @@ MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter 
 NEVER: Final[Span] = (1.0, 0.0)  # holds no sample
 
 
-def short_name(device: DeviceRecord) -> str:
+def short_name(device: Device) -> str:
     """A device's name as the report prints it: `NVIDIA GeForce RTX 4090` is `RTX 4090`."""
     if device.kind == "cpu":
         return "CPU core"
@@ -53,7 +53,7 @@ def short_name(device: DeviceRecord) -> str:
     return " ".join(words.split()) or "GPU"
 
 
-def label(devices: Sequence[DeviceRecord]) -> str:
+def label(devices: Sequence[Device]) -> str:
     """`2x RTX 4090`; unlike devices are listed."""
     names = [short_name(device) for device in devices]
     return " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)) or "0x device"
@@ -132,7 +132,7 @@ def cost_per_million(
 def telemetry_metrics(
     file: str,
     measured: Telemetry,
-    devices: Sequence[DeviceRecord],
+    devices: Sequence[Device],
     flops: ModelFlops,
     precision: str | None,
     profile: Profile,
@@ -180,7 +180,7 @@ def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
 
 
 def _encoder_efficiency(
-    batches: BatchTable, encoder: Encoder, devices: Sequence[DeviceRecord], flops: ModelFlops, precision: str
+    batches: BatchTable, encoder: Encoder, devices: Sequence[Device], flops: ModelFlops, precision: str
 ) -> dict[str, float | None]:
     """An encoder's share of what its devices could have done; unknown when a device has no device time."""
     names = {device.id: device.name for device in devices}

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import ConfigDict
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.runfiles import DeviceRecord, RunCounts, RunFile
+from virnuc_core.runfiles import Device, RunCounts, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import Comparison
@@ -75,7 +75,7 @@ class RunMetrics(RunCounts):
     """One run of the validation, one device or N: what it counted, and what follows from its other files."""
 
     name: str
-    devices: tuple[DeviceRecord, ...]
+    devices: tuple[Device, ...]
     label: str  # "2x RTX 4090"
     stages: tuple[StageMetrics, ...]
     shards_damaged: int  # found unreadable and computed again

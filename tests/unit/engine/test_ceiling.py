@@ -8,9 +8,10 @@ import pytest
 
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
-from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import WorkerError
 from virnuc_core.measure.bench import measure_ceilings
+from virnuc_core.runfiles import Device
 
 from .test_runs import no_children
 

@@ -7,8 +7,10 @@ import os
 import pytest
 
 from virnuc_core.config import Devices
-from virnuc_core.engine.devices import Device, resolve
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.process import environment
 from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.runfiles import Device
 
 
 @pytest.mark.parametrize(
@@ -46,5 +48,5 @@ def test_more_cores_than_there_are_is_an_error() -> None:
 
 
 def test_a_gpu_worker_sees_its_gpu_alone_by_uuid() -> None:
-    assert Device("GPU-12", "cuda", "x").environment() == {"CUDA_VISIBLE_DEVICES": "GPU-12"}
-    assert Device("cpu-core-1", "cpu", "x", 1).environment()["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment(Device(id="GPU-12", kind="cuda", name="x")) == {"CUDA_VISIBLE_DEVICES": "GPU-12"}
+    assert environment(Device(id="cpu-core-1", kind="cpu", name="x", core=1))["CUDA_VISIBLE_DEVICES"] == ""

@@ -16,11 +16,12 @@ import pytest
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import process
-from virnuc_core.engine.devices import Device
 from virnuc_core.engine.messages import Event, FileTask, RowsDone, WorkerSpec
 from virnuc_core.errors import InputError, WorkerError
+from virnuc_core.runfiles import Device
 
-CORE = Device(f"cpu-core-{min(os.sched_getaffinity(0))}", "cpu", "a core", min(os.sched_getaffinity(0)))
+FIRST = min(os.sched_getaffinity(0))
+CORE = Device(id=f"cpu-core-{FIRST}", kind="cpu", name="a core", core=FIRST)
 # answers a file's number with as many rows, and starts a process that only a kill of its group can end
 WORKER = """
 import signal, subprocess, sys
@@ -42,11 +43,11 @@ def work(parent, spec):
 PARENT = """
 import sys, time
 from pathlib import Path
-from virnuc_core.engine.devices import Device
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.messages import WorkerSpec
 from virnuc_core.engine.process import LocalWorkers
-spec = WorkerSpec(models="stubborn", device=Device(*{device}), engine=EngineSpec())
+from virnuc_core.runfiles import Device
+spec = WorkerSpec(models="stubborn", device=Device.model_validate_json('{device}'), engine=EngineSpec())
 workers = LocalWorkers("echo_worker")
 child = workers.start(spec, Path(sys.argv[1]))
 workers.receive(60)
@@ -133,8 +134,7 @@ def test_after_ending_all_no_new_worker_is_started(workers: process.LocalWorkers
 def test_a_killed_parent_takes_its_worker_along(
     workers: process.LocalWorkers, tmp_path: Path, sig: signal.Signals
 ) -> None:
-    device = (CORE.id, CORE.kind, CORE.name, CORE.core)
-    program = textwrap.dedent(PARENT).format(device=device)
+    program = textwrap.dedent(PARENT).replace("{device}", CORE.model_dump_json())
     parent = subprocess.Popen(
         [sys.executable, "-c", program, str(tmp_path / "e.log")], stdout=subprocess.PIPE, text=True
     )
