@@ -17,10 +17,10 @@ from flows.parameters import PredictSettings, RunSettings
 from tasks.artifacts import emit, publish_table
 from tasks.predict import embed, fate_rows, viral_reads
 from tasks.step import device_slots, done
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.pipeline import ClassifySpec, prewarm, read_summary
+from virnuc_core.pipeline import prewarm, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
@@ -45,7 +45,6 @@ class StagedRun:
     def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
         """Result files of the staged reads. Errors: those of the embed task."""
         spec = ClassifySpec(
-            store=self.run.store,
             models=self.models,
             devices=self.devices,
             engine=self.engine,

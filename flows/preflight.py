@@ -14,7 +14,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import find_inputs, is_remote
-from virnuc_core.results import check_readable_twice
+from virnuc_core.results import readable_twice
 from virnuc_core.runfiles import Device
 
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
@@ -38,7 +38,7 @@ def check(settings: RunSettings | InboxSettings, base: EngineSpec) -> None:
         if local:
             readable(local, settings.on_error, alone=len(local) == len(settings.reads))
         if local and isinstance(settings, PredictSettings) and settings.write_viral:
-            check_readable_twice(local)
+            readable_twice(local)
         settings.check_own_files()
     check_models(settings.models)
     devices(settings, base)

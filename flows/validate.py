@@ -40,10 +40,10 @@ from tasks.validate import (
     record_answer,
     report,
 )
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
-from virnuc_core.pipeline import ClassifySpec, model_length, read_summary
+from virnuc_core.pipeline import model_length, read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import RUN_PREFIX
@@ -151,7 +151,6 @@ class SharedSettings:
         """One run over the common store."""
         settings = self.settings
         return ClassifySpec(
-            store=RunDir(settings.out).store,
             models=settings.models,
             devices=devices,
             engine=self.engine,

@@ -12,15 +12,16 @@ from prefect.client.schemas.objects import State
 
 from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
 from tasks.step import device_slots, done, first_attempt, step, time_limit
+from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.pipeline import ClassifySpec, classify, read_summary, stage_reads
+from virnuc_core.pipeline import classify, read_summary, stage_reads
 from virnuc_core.reads.parse import OnError
 from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import ViralReads, write_viral
+from virnuc_core.results import write_viral
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.tables import STAGES
@@ -113,10 +114,10 @@ def _summary_before(run: RunDir) -> RunSummary | None:
 
 
 @step("viral reads", "viral reads")
-def viral_reads(run: RunDir, staging: StageSummary, *, threshold: float, on_error: OnError) -> State[ViralReads]:
+def viral_reads(run: RunDir, staging: StageSummary, *, threshold: float, on_error: OnError) -> State[int]:
     """Write `viral.fastq.gz` or `viral.fasta.gz` in `run`, from the files that were staged."""
     written = write_viral(run, OrfStore.open(staging.store), staging.files, threshold=threshold, on_error=on_error)
-    return done(written, f"{written.reads:,} viral reads written")
+    return done(written, f"{written:,} viral reads written")
 
 
 def stage_rows(summary: RunSummary) -> Rows:

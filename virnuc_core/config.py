@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
 from virnuc_core.errors import ConfigError
 
@@ -75,9 +75,8 @@ class Devices(Spec):
             if count < 1:
                 raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
             return cls(kind="cpu", ids=tuple(str(i) for i in range(count)))
-        parts = [part.strip() for part in cleaned.split(",")]
         ids = []
-        for part in parts:
+        for part in map(str.strip, cleaned.split(",")):
             match = re.fullmatch(r"cuda:(\d+|(?:GPU|MIG)-[0-9a-fA-F-]+)", part)
             if match is None:
                 raise ConfigError(f"devices '{text}': '{part}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto")
@@ -99,23 +98,29 @@ class Devices(Spec):
         return f"cpu:{len(self.ids)}" if self.kind == "cpu" else "auto"
 
 
-class RunSpec(Spec):
+DeviceList = Annotated[
+    Devices,
+    BeforeValidator(lambda given: Devices.parse(given) if isinstance(given, str) else given),
+    PlainSerializer(str, return_type=str, when_used="json"),
+]
+
+
+class ClassifySpec(Spec):
+    """One run over staged reads."""
+
+    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
+    devices: DeviceList = Field(Devices(kind="auto"), description="cuda:0,cuda:1 or cpu:2 or auto")
+    engine: EngineSpec = Field(default_factory=EngineSpec)
+    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
+    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+
+
+class RunSpec(ClassifySpec):
     """One predict run: reads in, result files out."""
 
     reads: tuple[str, ...] = Field(min_length=1, description="FASTA or FASTQ files, plain or compressed")
     out: Path = Field(description="run directory")
-    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
-    devices: str = Field("auto", description="cuda:0,cuda:1 or cpu:2 or auto")
-    engine: EngineSpec = Field(default_factory=EngineSpec)
-    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
     write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
-
-    @field_validator("devices")
-    @classmethod
-    def _devices_readable(cls, value: str) -> str:
-        Devices.parse(value)
-        return value
 
 
 def explain(error: ValidationError, most: int | None = None) -> str:

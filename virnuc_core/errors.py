@@ -25,7 +25,7 @@ class InputError(VirnucError):
         read_id: str | None = None,
         hint: str | None = None,
     ) -> None:
-        self.file, self.line, self.read_id, self.hint = file, line, read_id, hint
+        self.file, self.line, self.read_id = file, line, read_id
         place = "" if file is None else str(file)
         if line is not None:
             place += f":{line}" if place else f"line {line}"
@@ -55,7 +55,6 @@ class ShardError(VirnucError):
     """A shard that could not be computed, or whose file is not what was committed."""
 
     def __init__(self, problem: str, *, shard: int | None = None) -> None:
-        self.shard = shard
         super().__init__(problem if shard is None else f"shard {shard:05d}: {problem}")
 
 
@@ -69,9 +68,6 @@ class WorkerError(VirnucError):
 
 class SpentInputError(VirnucError):
     """Staging failed in a way that another try might mend, but its reads came through a pipe and are gone."""
-
-    def __init__(self, problem: str, *, hint: str) -> None:
-        super().__init__(f"{problem}; {hint}")
 
 
 class RunMismatchError(ConfigError):

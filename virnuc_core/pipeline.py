@@ -15,37 +15,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from virnuc_core import runfiles
-from virnuc_core.config import Devices, EngineSpec, RunSpec, Spec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.errors import ConfigError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import FATES, THRESHOLD, ResultSummary, viral_path, write_results, write_viral
+from virnuc_core.results import ResultSummary, write_results, write_viral
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
 
 log = logging.getLogger(__name__)
-
-
-class ClassifySpec(Spec):
-    """One run over a staged store."""
-
-    store: Path
-    models: Path
-    devices: Devices
-    engine: EngineSpec
-    force: bool = False  # drop what an earlier run committed in this directory
-    threshold: float = THRESHOLD  # viral score from which a read is called viral
-    asked: dict[str, Any] = Field(default_factory=dict)  # the user's own words, for run.json
 
 
 def read_summary(run: RunDir) -> RunSummary | None:
@@ -65,23 +51,14 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
 
     Workers load the weights while the reads are staged.
     """
-    run, devices = RunDir(spec.out), Devices.parse(spec.devices)
+    run = RunDir(spec.out)
     reads = StageSpec(reads=spec.reads, model_length=model_length(spec.models))
-    settings = ClassifySpec(
-        store=run.store,
-        models=spec.models,
-        devices=devices,
-        engine=spec.engine,
-        force=spec.force,
-        threshold=spec.threshold,
-        asked=spec.model_dump(mode="json"),
-    )
     with ExitStack() as held:
         prewarmed = None
         if read_summary(run) is None:
-            prewarmed = held.enter_context(prewarm(spec.models, devices, spec.engine))
+            prewarmed = held.enter_context(prewarm(spec.models, spec.devices, spec.engine))
         staging = stage_reads(reads, run.store, force=spec.force)
-        summary = classify(run, staging, settings, watch=watch, prewarmed=prewarmed)
+        summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed)
     if spec.write_viral:
         write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
     return summary
@@ -136,26 +113,23 @@ def classify(
     """
     with run_lock(run.root):
         started_s = time.monotonic()
-        job = prepare(run, spec)
-        job = replace(job, flops=flops or model_flops(spec.models))
+        job = replace(prepare(run, staging.store, spec), flops=flops or model_flops(spec.models))
         before = read_summary(run)
         if before is not None and not job.todo:
             log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
             same = before.threshold == spec.threshold and all(path.is_file() for path in run.results)
             if not same:  # the result files once more
-                before = before.model_copy(update=_verdicts(job, _write_results(job, StageClock())))
+                before = before.model_copy(update=_verdicts(_write_results(job, StageClock())))
                 write(run.summary, before)
             return before
         run.summary.unlink(missing_ok=True)
         return _compute(job, staging, watch or Watch(), started_s, prewarmed)
 
 
-def prepare(run: RunDir, spec: ClassifySpec) -> Job:
+def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
     """Decide everything a run depends on, write run.json and the plan, and find out what is left to do."""
-    store, models = spec.store, spec.models
-    orfs = OrfStore.open(store)
+    models, orfs = spec.models, OrfStore.open(store)
     length = model_length(models)
-    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
     if length != orfs.model_length:
         raise ConfigError(
             f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
@@ -164,16 +138,21 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     resolved = resolve_engine(spec.engine, found[0].kind)
     fingerprints = {"reads": orfs.fingerprint, **asdict(fingerprint(models))}
     fresh = runfiles.new_record(
-        spec=spec.asked,
+        runfiles.RunRecord,
+        found,
+        spec=spec.model_dump(mode="json"),
         model_length=length,
-        widths={"dna": dnabert_s.width, "protein": esm2.width},
+        widths={"dna": open_dnabert(models)[0].width, "protein": open_esm2(models)[0].width},
         fingerprints=fingerprints,
         resolved={**shards.result_settings(resolved), "kind": found[0].kind},
-        devices=found,
         store=os.path.relpath(store, run.root),
     )
     if spec.force:
-        _start_over(run)
+        for folder in (run.shards, run.telemetry, run.root / "logs"):
+            if folder.exists():
+                shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
+        for file in (run.record, run.summary, run.failed_rows, *run.results, run.viral("fasta"), run.viral("fastq")):
+            file.unlink(missing_ok=True)
     record = runfiles.resume_or_refuse(run, fresh)
     plan = shards.make_plan(
         orfs.protein_offsets,
@@ -190,20 +169,18 @@ def prepare(run: RunDir, spec: ClassifySpec) -> Job:
     return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec.threshold)
 
 
-def _start_over(run: RunDir) -> None:
-    for folder in (run.shards, run.telemetry, run.root / "logs"):
-        if folder.exists():
-            shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
-    viral = (viral_path(run, "fasta"), viral_path(run, "fastq"))
-    for file in (run.record, run.summary, run.failed_rows, *run.results, *viral):
-        file.unlink(missing_ok=True)
-
-
 def _compute(
     job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: LocalWorkers | None
 ) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
-    clock = _staging_clock(staging, started_s)
+    clock = StageClock()
+    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
+    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
+    clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
+    clock.fuse("Protein Splitting", "Six-Frame Translation")
+    if not staging.reused:
+        for name in ("Sequence Chunking", "Six-Frame Translation"):
+            clock.seen(name, started_s - staging.total_s, started_s)
     embedding = Embedding(job, watch, started_s)
     pool = embedding.run(prewarmed)
     embedding.tell(clock)
@@ -221,7 +198,7 @@ def _compute(
         n_rows=orfs.n_rows,
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
-        **_verdicts(job, results),
+        **_verdicts(results),
         chunks_scored=results.chunks,
         telemetry=telemetry.name if telemetry else None,
         devices=job.devices,
@@ -243,27 +220,9 @@ def _compute(
     return summary
 
 
-def _verdicts(job: Job, results: ResultSummary) -> dict[str, Any]:
+def _verdicts(results: ResultSummary) -> dict[str, Any]:
     """What a summary says of the reads; another threshold changes nothing else."""
-    return {
-        "fates": {name: getattr(results, name) for name in FATES},
-        "threshold": job.threshold,
-        "rows_virus": results.rows_virus,
-        "chunks_virus": results.chunks_virus,
-    }
-
-
-def _staging_clock(staging: StageSummary, started_s: float) -> StageClock:
-    """The clock of a run that started at `started_s`, with the seconds its store took to make."""
-    clock = StageClock()
-    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
-    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
-    clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
-    clock.fuse("Protein Splitting", "Six-Frame Translation")
-    if not staging.reused:
-        for name in ("Sequence Chunking", "Six-Frame Translation"):
-            clock.seen(name, started_s - staging.total_s, started_s)
-    return clock
+    return {name: getattr(results, name) for name in ("fates", "threshold", "rows_virus", "chunks_virus")}
 
 
 def _write_results(job: Job, clock: StageClock) -> ResultSummary:
@@ -275,7 +234,4 @@ def _write_results(job: Job, clock: StageClock) -> ResultSummary:
     shards.write_virtual_embeddings(job.run)
     clock.add("Model Prediction", results.predict_s, started_s=began_s)
     clock.add("Consensus Scoring", results.consensus_s, started_s=began_s + results.predict_s)
-    total = sum(getattr(results, name) for name in FATES)
-    if total != job.store.n_reads:
-        raise VirnucError(f"{total} reads have a fate, but {job.store.n_reads} came in; nothing may get lost")
     return results

@@ -59,6 +59,10 @@ class RunDir:
         """What a complete run has."""
         return self.predictions, self.consensus, self.reads_table, self.embeddings
 
+    def viral(self, form: str) -> Path:
+        """The viral reads of one format, `fasta` or `fastq`."""
+        return self.root / f"viral.{form}.gz"
+
 
 def fsync_folder(folder: Path) -> None:
     """Make a rename inside `folder` survive a power cut."""

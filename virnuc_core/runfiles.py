@@ -1,12 +1,11 @@
 """The JSON files of a run: one model each, one pair of functions that write and read them, and what run.json says.
 
 A file of an older run may lack keys or hold others: what is absent is `None` or empty, what is unknown is passed over.
-`read` refuses a file with a value of the wrong kind; `read_usable`, for whoever must go on, leaves such values out.
+`read` refuses a file with a value of the wrong kind; `validation.read_usable` leaves such values out.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import platform
 import subprocess
@@ -26,7 +25,6 @@ from virnuc_core.rundir import RunDir, write_text_whole
 log = logging.getLogger(__name__)
 
 MODEL_LENGTH: Final = "model length"
-PACKAGES: Final = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
 LARGEST: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
 
 Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
@@ -59,46 +57,6 @@ def read(path: Path, kind: type[File]) -> File:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
-
-
-def read_usable(path: Path, kind: type[File]) -> tuple[File | None, tuple[str, ...]]:
-    """What can be used of a file that may hold anything, and a sentence on each thing that cannot.
-
-    A value of the wrong kind is left out, as if it were absent; a list with one such value is left out whole. The
-    content is `None` for a file that is missing (without a sentence) or that lacks what makes it such a file.
-    """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None, ()
-    except (OSError, ValueError, RecursionError) as error:
-        return None, (f"cannot be read: {error}",)
-    if not isinstance(body, dict):
-        return None, ("holds no JSON object",)
-    said: list[str] = []
-    while True:
-        try:
-            return kind.model_validate_json(json.dumps(body), strict=True), tuple(said)
-        except ValidationError as error:
-            first = error.errors()[0]
-            said.append(f"holds {explain(error, 1)}")
-            if not _leave_out(body, first["loc"]):
-                return None, tuple(said)
-
-
-def _leave_out(body: dict[str, Any], place: tuple[int | str, ...]) -> bool:
-    """Remove the innermost named value that `place` leads to; false when there is none."""
-    here: Any = body
-    holder: dict[str, Any] | None = None
-    name = ""
-    for step in place:
-        if not isinstance(here, dict) or step not in here:
-            break
-        holder, name, here = here, str(step), here[str(step)]
-    if holder is None:
-        return False
-    del holder[name]
-    return True
 
 
 # --- run.json ---------------------------------------------------------------------------------------------------------
@@ -140,6 +98,9 @@ class RunRecord(RunFile):
     attempts: tuple[Attempt, ...] = ()
 
 
+Record = TypeVar("Record", bound=RunRecord)
+
+
 def now() -> str:
     """The time, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -150,26 +111,17 @@ def git_commit() -> str | None:
     here = Path(virnuc_core.__file__).resolve().parents[1]
     if not (here / ".git").exists():
         return None
+    words = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
-        head = subprocess.run(
-            ["git", "-C", str(here), "rev-parse", "HEAD"], capture_output=True, text=True, timeout=10, check=True
-        ).stdout.strip()
-        changed = subprocess.run(
-            ["git", "-C", str(here), "status", "--porcelain", "--untracked-files=no"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        ).stdout.strip()
+        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
-    return head + ("+" if changed else "")
 
 
 def versions() -> dict[str, str]:
     """Versions of what computes, without importing it, and of the driver where there is one."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
@@ -192,33 +144,13 @@ def driver_versions() -> dict[str, str]:
     return {name: version for name, version in found.items() if version and version != nvitop.NA}
 
 
-def new_record(
-    *,
-    spec: dict[str, Any],
-    model_length: int,
-    fingerprints: dict[str, str],
-    resolved: dict[str, Any],
-    devices: Sequence[Device],
-    store: str,
-    widths: dict[str, int] | None = None,
-) -> RunRecord:
-    """A record of a run that starts now."""
+def new_record(kind: type[Record], devices: Sequence[Device], **made: Any) -> Record:
+    """A record of a run that starts now on `devices`; `made` are its other fields: what it is made of."""
     started, found = now(), tuple(devices)
-    return RunRecord(
-        virnuc_version=virnuc_core.__version__,
-        git_commit=git_commit(),
-        versions=versions(),
-        created=started,
-        host=platform.node(),
-        spec=spec,
-        model_length=model_length,
-        widths=widths or {},
-        fingerprints=fingerprints,
-        resolved=resolved,
-        devices=found,
-        store=store,
-        attempts=(Attempt(started=started, devices=found),),
-    )
+    here = {"virnuc_version": virnuc_core.__version__, "git_commit": git_commit(), "versions": versions()}
+    attempts = (Attempt(started=started, devices=found),)
+    start = {"created": started, "host": platform.node(), "devices": found, "attempts": attempts}
+    return kind(**here | start | made)
 
 
 def read_record(run: RunDir) -> RunRecord:
@@ -232,11 +164,6 @@ def made_from(record: RunRecord) -> dict[str, str]:
     """What can be told of any run or baseline: the fingerprints of reads and weights, and the model's length."""
     length = {} if record.model_length is None else {MODEL_LENGTH: str(record.model_length)}
     return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
-
-
-def decided_by(record: RunRecord) -> dict[str, str]:
-    """All that decides the bytes of a run's results: what it was made from, and its settings."""
-    return made_from(record) | {name: str(record.resolved[name]) for name in sorted(record.resolved)}
 
 
 def differing(a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False) -> dict[str, tuple[str, str]]:
@@ -256,15 +183,14 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
     if not run.record.exists():
         return fresh
     before = read_record(run)
-    others = differing(decided_by(before), decided_by(fresh), strict=True)
-    if others:
-        said = "; ".join(f"{name} {_short(old)} → {_short(new)}" for name, (old, new) in others.items())
+    old, new = (
+        made_from(one) | {name: str(one.resolved[name]) for name in sorted(one.resolved)} for one in (before, fresh)
+    )
+    if others := differing(old, new, strict=True):
+        short = {name: [text if len(text) <= 20 else text[:12] + "…" for text in pair] for name, pair in others.items()}
+        said = "; ".join(f"{name} {a} → {b}" for name, (a, b) in short.items())
         raise RunMismatchError(f"{run.root} holds another run ({said}); choose another directory or --force")
     return before.model_copy(update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)})
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= 20 else text[:12] + "…"
 
 
 # --- summary.json -----------------------------------------------------------------------------------------------------
@@ -278,14 +204,6 @@ class ModelFlops(RunFile):
     dnabert_s_per_token: Positive | None = None
     esm2_ceiling_tokens_s: dict[str, Positive] = {}
     dnabert_s_ceiling_tokens_s: dict[str, Positive] = {}
-
-    def per_token(self, encoder: Literal["dnabert_s", "esm2"]) -> float | None:
-        """FLOPs of one token."""
-        return self.esm2_per_token if encoder == "esm2" else self.dnabert_s_per_token
-
-    def ceilings(self, encoder: Literal["dnabert_s", "esm2"]) -> dict[str, float]:
-        """Tokens/s by device."""
-        return self.esm2_ceiling_tokens_s if encoder == "esm2" else self.dnabert_s_ceiling_tokens_s
 
 
 class RunCounts(RunFile):

@@ -2,29 +2,50 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
-from virnuc_core.config import BaselineName
+from virnuc_core import runfiles
+from virnuc_core.config import BaselineName, explain
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import (
-    Count,
-    Device,
-    RunFile,
-    RunRecord,
-    Seconds,
-    differing,
-    new_record,
-    read,
-    write,
-)
+from virnuc_core.runfiles import Count, Device, File, RunFile, RunRecord, Seconds
+
+
+def read_usable(path: Path, kind: type[File]) -> tuple[File | None, tuple[str, ...]]:
+    """What can be used of a file that may hold anything, and a sentence on each thing that cannot.
+
+    A value of the wrong kind is left out, as if it were absent; a list with one such value is left out whole. The
+    content is `None` for a file that is missing (without a sentence) or that lacks what makes it such a file.
+    """
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None, ()
+    except (OSError, ValueError, RecursionError) as error:
+        return None, (f"cannot be read: {error}",)
+    if not isinstance(body, dict):
+        return None, ("holds no JSON object",)
+    said: list[str] = []
+    while True:
+        try:
+            return kind.model_validate_json(json.dumps(body), strict=True), tuple(said)
+        except ValidationError as error:
+            said.append(f"holds {explain(error, 1)}")
+            way, names = [body], error.errors()[0]["loc"]  # from the whole to the innermost value that has a name
+            while len(way) <= len(names) and isinstance(way[-1], dict) and names[len(way) - 1] in way[-1]:
+                way.append(way[-1][names[len(way) - 1]])
+            if len(way) == 1:
+                return None, tuple(said)
+            del way[-2][names[len(way) - 2]]
+
 
 # --- run.json ---------------------------------------------------------------------------------------------------------
 
@@ -66,39 +87,31 @@ def record_validation(
 
     Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
     """
-    weights = fingerprint(models)
-    fresh = new_record(
+    import torch
+
+    record = runfiles.new_record(
+        ValidationRecord,
+        devices,
         spec=spec,
         model_length=model_length,
-        fingerprints={"reads": staging.fingerprint, **asdict(weights)},
-        resolved={},
-        devices=devices,
+        fingerprints={"reads": staging.fingerprint, **asdict(fingerprint(models))},
         store=RunDir(out).store.name,
-    )
-    tally = {**staging.tally, "ignored_files": staging.ignored_files, "warnings": staging.warnings()}
-    record = ValidationRecord(
-        **dict(fresh) | {"versions": fresh.versions | _cuda_version()},
+        # the CUDA that torch was built for; a torch without names none
+        versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         profile=profile,
-        staging=StagingTally.model_validate(tally),
+        staging=staging.tally | {"ignored_files": staging.ignored_files, "warnings": tuple(staging.warnings())},
     )
     path = RunDir(out).record
     if path.is_file():
-        before = read(path, ValidationRecord)
-        others = differing(before.fingerprints, record.fingerprints, strict=True)
+        before = runfiles.read(path, ValidationRecord)
+        others = runfiles.differing(before.fingerprints, record.fingerprints, strict=True)
         if others and not force:
             raise RunMismatchError(
                 f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
             )
         if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
             record = record.model_copy(update={"created": before.created})
-    write(path, record)
-
-
-def _cuda_version() -> dict[str, str]:
-    """The CUDA that torch was built for; empty for a torch without."""
-    import torch
-
-    return {} if torch.version.cuda is None else {"cuda": torch.version.cuda}
+    runfiles.write(path, record)
 
 
 # --- baseline/summary.json --------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import PackedBatch
@@ -32,7 +32,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job, Watch, measure_embedding
 from virnuc_core.engine.loader import Batch, Loader
 from virnuc_core.engine.messages import ShardTask
-from virnuc_core.pipeline import ClassifySpec, prepare
+from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
@@ -259,7 +259,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
         run = RunDir(scratch / f"run-{number}")
         engine = spec.model_copy(update={"commit": commits})
         found = Devices.parse(devices)
-        job = prepare(run, ClassifySpec(store=store, models=models, devices=found, engine=engine, force=True))
+        job = prepare(run, store, ClassifySpec(models=models, devices=found, engine=engine, force=True))
         watch = Watch(sample_s=sample_s, show=False)
         if alone is None and options.bare_seconds > 0:
             alone = bare(job, options.bare_seconds)

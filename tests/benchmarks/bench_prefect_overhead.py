@@ -38,9 +38,9 @@ WAYS: Final = ("bare", "server", "embedded")
 def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     """Every step of a validation, called as a function; prints the seconds that importing Prefect took."""
     from virnuc_core.baseline.run import run_baseline
-    from virnuc_core.config import Devices
+    from virnuc_core.config import ClassifySpec, Devices
     from virnuc_core.engine.devices import resolve
-    from virnuc_core.pipeline import ClassifySpec, classify, model_length, stage_reads
+    from virnuc_core.pipeline import classify, model_length, stage_reads
     from virnuc_core.profiles import load_profile
     from virnuc_core.reads.stage import StageSpec
     from virnuc_core.report.build import write_comparisons
@@ -71,7 +71,7 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     for name in names:
         few = devices.first(int(name.rpartition("-")[2]))
         run = RunDir(out / name)
-        classify(run, staging, ClassifySpec(store=store, models=models, devices=few, engine=profile.engine))
+        classify(run, staging, ClassifySpec(models=models, devices=few, engine=profile.engine))
     subset = summary.subset is not None
     write_comparisons(out, comparisons(out, names, tolerance=profile.score_tolerance, subset=subset))
     write_report(out, profile, out.parent / f"{out.name}-history.jsonl")

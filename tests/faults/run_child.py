@@ -8,10 +8,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.errors import VirnucError
-from virnuc_core.pipeline import ClassifySpec, classify
+from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
 
@@ -25,7 +25,6 @@ def main() -> int:
             RunDir(Path(root)),
             staging,
             ClassifySpec(
-                store=Path(store),
                 models=Path(models),
                 devices=Devices.parse(devices),
                 engine=EngineSpec.model_validate_json(engine),

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from virnuc_core.config import EngineSpec
+from virnuc_core.config import Devices, EngineSpec, RunSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.runfiles import Device, RunRecord, RunSummary, differing, read, read_usable, write
-from virnuc_core.validation import BaselineSummary
+from virnuc_core.runfiles import Device, RunRecord, RunSummary, differing, read, write
+from virnuc_core.validation import BaselineSummary, read_usable
 
 SUMMARY = RunSummary(
     wall_s=2.0,
@@ -82,3 +82,11 @@ def test_whether_two_jobs_are_the_same() -> None:
     assert differing({"reads": "a", "head": "b"}, {"reads": "a"}) == {}
     assert differing({"reads": "a", "head": "b"}, {"reads": "a"}, strict=True) == {"head": ("b", "nothing")}
     assert differing({"reads": "a"}, {"reads": "c"}) == {"reads": ("a", "c")}
+
+
+def test_a_run_is_asked_for_with_devices_in_words() -> None:
+    spec = RunSpec(reads=("a.fa",), out=Path("run"), models=Path("models"), devices="cpu:2")
+    assert spec.devices == Devices.parse("cpu:2")
+    assert RunSpec.model_validate_json(spec.model_dump_json()) == spec
+    with pytest.raises(ConfigError, match="tpu:1"):
+        RunSpec(reads=("a.fa",), out=Path("run"), models=Path("models"), devices="tpu:1")

@@ -118,11 +118,11 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
 def _write_record(run: RunDir, orfs: OrfStore, models: Path, devices: Sequence[Device], spec: BaselineSpec) -> None:
     """`run.json`: of which reads, weights and model length the baseline is."""
     record = runfiles.new_record(
+        runfiles.RunRecord,
+        devices,
         spec=spec.model_dump(mode="json"),
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **asdict(fingerprint(models))},
-        resolved={},
-        devices=devices,
         store=os.path.relpath(orfs.path, run.root),
     )
     write(run.record, record)

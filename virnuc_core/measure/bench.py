@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.dnabert_s import DnabertLayer
 from virnuc_core.encoders.esm2 import Esm2Layer
@@ -30,14 +30,14 @@ from virnuc_core.engine.messages import Measured, WorkerSpec
 from virnuc_core.engine.process import LocalWorkers, Parent
 from virnuc_core.engine.runner import Runner
 from virnuc_core.errors import ConfigError, VirnucError
-from virnuc_core.pipeline import ClassifySpec, model_flops, prepare
+from virnuc_core.pipeline import model_flops, prepare
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import Device, ModelFlops, RunFile, read_usable, write
+from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
 from virnuc_core.telemetry.log import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
-from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +58,8 @@ class Bench:
 
     def job(self, run: RunDir, engine: EngineSpec) -> Job:
         """A fresh job over the store in `run`; what was there is removed. Errors: those of `prepare`."""
-        asked = {"commit": engine.commit}
-        spec = ClassifySpec(
-            store=self.store, models=self.models, devices=self.devices, engine=engine, force=True, asked=asked
-        )
-        return prepare(run, spec)
+        spec = ClassifySpec(models=self.models, devices=self.devices, engine=engine, force=True)
+        return prepare(run, self.store, spec)
 
     def fingerprint(self, engine: EngineSpec, *more: Any) -> str:
         """Digest of all that a measurement depends on: reads, weights, settings, devices, and `more` (JSON)."""

@@ -23,7 +23,8 @@ import pandas as pd
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import write_text_whole
-from virnuc_core.runfiles import RunFile, RunSummary, now, read_usable, write
+from virnuc_core.runfiles import RunFile, RunSummary, now, write
+from virnuc_core.validation import read_usable
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these

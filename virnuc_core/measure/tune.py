@@ -26,7 +26,8 @@ from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir, device_holder, run_lock, whole_file, write_text_whole
-from virnuc_core.runfiles import read_usable, write
+from virnuc_core.runfiles import write
+from virnuc_core.validation import read_usable
 
 SCHEMA_VERSION: Final = 1
 MAX_CANDIDATES: Final = 200

@@ -135,8 +135,8 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
         if not spent:
             raise
         raise SpentInputError(
-            f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone",
-            hint="send it again, or put it into a file",
+            f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone; "
+            "send it again, or put it into a file"
         ) from error
 
 

@@ -9,8 +9,9 @@ from typing import Final
 
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
-from virnuc_core.runfiles import File, RunFile, read_usable
+from virnuc_core.runfiles import File, RunFile
 from virnuc_core.telemetry.log import Telemetry, read_telemetry
+from virnuc_core.validation import read_usable
 
 RUN_PREFIX: Final = "devices-"
 BASELINE: Final = "baseline"

@@ -192,10 +192,10 @@ def _encoder_efficiency(
         elif own.batches:
             work = []
             break
-    ceilings = flops.ceilings(encoder)
+    ceilings = getattr(flops, f"{encoder}_ceiling_tokens_s")
     # DNABERT-S stays at fp16 where ESM-2 runs at fp8
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
-    return efficiency(work, ceilings, flops.per_token(encoder), arithmetic)
+    return efficiency(work, ceilings, getattr(flops, f"{encoder}_per_token"), arithmetic)
 
 
 TERA: Final = 1e12

@@ -27,9 +27,8 @@ from virnuc_core.report.formatting import NOT_RUN, Mark, cell, number, one_line,
 from virnuc_core.report.model import Accounting, BaselineMetrics, Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.runfiles import read_usable
 from virnuc_core.telemetry.live import clock_text
-from virnuc_core.validation import ValidationRecord
+from virnuc_core.validation import ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
 KEPT_HISTORY: Final = 100  # entries of a series that a report carries

@@ -358,7 +358,7 @@ def _of_pair(raw: RawFolder, found: OverheadFile, pair: OverheadPair) -> Iterato
         if again is None or not math.isclose(rate, again, rel_tol=RELATIVE):
             yield f"{run} says {rate} tokens/s, its telemetry gives {again}"
         record = raw.read(RunRecord, run, RECORD)
-        if record is None or record.spec.get("commit") is not commits:
+        if record is None or record.spec.get("engine", record.spec).get("commit") is not commits:
             yield f"{run} was not made with commits {'on' if commits else 'off'}"
         if measured is None:
             continue

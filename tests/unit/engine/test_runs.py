@@ -17,11 +17,11 @@ import numpy as np
 import psutil
 import pytest
 
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine import process, shards
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
-from virnuc_core.pipeline import ClassifySpec, classify, prepare, read_summary
+from virnuc_core.pipeline import classify, prepare, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -33,7 +33,7 @@ RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "rea
 
 def go(root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object):
     observed = {name: more.pop(name) for name in ("watch", "prewarmed") if name in more}
-    spec = ClassifySpec(store=staged[0], models=models, devices=devices, **{"engine": SMALL, **more})
+    spec = ClassifySpec(models=models, devices=devices, **{"engine": SMALL, **more})
     return classify(RunDir(root), staged[1], spec, **observed)
 
 
@@ -186,7 +186,6 @@ def child_main() -> None:
         RunDir(Path(root)),
         staging,
         ClassifySpec(
-            store=Path(store),
             models=Path(models),
             devices=Devices.parse(devices),
             engine=EngineSpec.model_validate_json(engine),
@@ -258,7 +257,8 @@ def test_the_plan_does_not_depend_on_the_devices(
     jobs = [
         prepare(
             RunDir(tmp_path / text),
-            ClassifySpec(store=staged[0], models=tiny_models, devices=Devices.parse(text), engine=SMALL),
+            staged[0],
+            ClassifySpec(models=tiny_models, devices=Devices.parse(text), engine=SMALL),
         )
         for text in ("cpu:1", "cpu:2")
     ]

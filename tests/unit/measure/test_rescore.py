@@ -46,11 +46,10 @@ def run(tmp_path: Path, models: Path) -> RunDir:
     store = OrfStore.open(run.store)
     prints = fingerprint(models)
     record = runfiles.new_record(
-        spec={},
+        runfiles.RunRecord,
+        (),
         model_length=500,
         fingerprints={"reads": store.fingerprint, "head": prints.head},
-        resolved={},
-        devices=(),
         store="orfs.h5",
         widths={"dna": 64, "protein": 64},
     )
