@@ -4,28 +4,27 @@ from __future__ import annotations
 
 import hashlib
 import http.client
-import itertools
 import logging
 import os
 import re
+import shutil
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Final, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.sources import NCBI_PREFIX, is_remote
-from virnuc_core.rundir import fsync_folder, whole_file, write_text_whole
+from virnuc_core.rundir import fsync_folder, write_text_whole
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
-_PIECE_BYTES: Final = 1 << 18
-_NCBI_TIMEOUT_S: Final = 60.0
+_TIMEOUT_S: Final = 60.0
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,58 +52,43 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
     return tuple(local)
 
 
-def fetch(
-    url: str,
-    folder: Path,
-    *,
-    sha256: str | None = None,
-    attempts: int = 4,
-    pause_s: float = 1.0,
-    timeout_s: float = 30.0,
-) -> Path:
+def fetch(url: str, folder: Path, *, attempts: int = 4, pause_s: float = 1.0) -> Path:
     """Download `url` into `folder` and give the file; one that is there and still current is not downloaded again.
 
     A broken-off download goes on where it stopped if the server's file is still the same. Errors: `InputError` when
-    the server refuses or cannot be reached after all attempts, or when the content is not that of `sha256`.
+    the server refuses or cannot be reached after all attempts.
     """
     if not url.startswith(("http://", "https://")):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
     name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
     target = folder / (re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "download")
     folder.mkdir(parents=True, exist_ok=True)
-    if sha256 is not None and target.is_file() and _sha256(target) == sha256.lower():
-        return target
-    _patiently(url, lambda: _download(url, target, timeout_s), attempts, pause_s)
-    if sha256 is not None and (found := _sha256(target)) != sha256.lower():
-        target.unlink()
-        raise InputError(f"the content has sha256 {found}, not {sha256}", file=url, hint="nothing was kept")
+    _patiently(url, lambda: _download(url, target), attempts, pause_s)
     return target
 
 
 def _patiently(name: str, work: Callable[[], T], attempts: int, pause_s: float) -> T:
     """What `work` gives in one of several attempts, each pause twice as long. Errors: `InputError`, in words."""
-    for attempt in itertools.count(1):
+    attempt = 1
+    while True:
         try:
             return work()
-        except urllib.error.HTTPError as error:
-            error.close()
-            if error.code < 500 and error.code not in (408, 416, 425, 429):
-                raise InputError(f"the server says {error.code} {error.reason}", file=name, hint="check it") from error
-            problem: Exception = error
         except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, connections that break off
-            problem = error
-        _log.warning("%s: attempt %d of %d: %s", name, attempt, attempts, problem)
-        if attempt >= attempts:
-            raise InputError(
-                f"cannot be fetched: {getattr(problem, 'reason', None) or problem}",
-                file=name,
-                hint="is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere",
-            ) from problem
+            if isinstance(error, urllib.error.HTTPError):
+                error.close()
+                if error.code < 500 and error.code not in (408, 416, 425, 429):
+                    problem = f"the server says {error.code} {error.reason}"
+                    raise InputError(problem, file=name, hint="check it") from error
+            _log.warning("%s: attempt %d of %d: %s", name, attempt, attempts, error)
+            if attempt >= attempts:
+                hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
+                problem = f"cannot be fetched: {getattr(error, 'reason', None) or error}"
+                raise InputError(problem, file=name, hint=hint) from error
         time.sleep(pause_s * 2 ** (attempt - 1))
-    raise AssertionError
+        attempt += 1
 
 
-def _download(url: str, target: Path, timeout_s: float) -> None:
+def _download(url: str, target: Path) -> None:
     """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
     part = target.with_name(f"{target.name}.part")
     notes, part_notes = target.with_name(f".{target.name}.json"), target.with_name(f".{target.name}.part.json")
@@ -116,7 +100,7 @@ def _download(url: str, target: Path, timeout_s: float) -> None:
     if have and begun is not None:
         headers |= {"Range": f"bytes={have}-", "If-Range": begun.validator}
     try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=timeout_s)
+        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
         if error.code == 304:
             error.close()
@@ -125,36 +109,24 @@ def _download(url: str, target: Path, timeout_s: float) -> None:
             part.unlink(missing_ok=True)
         raise
     with answer:
-        goes_on = answer.status == 206 and _begins_at(answer.headers.get("Content-Range"), have)
-        validator = _strong(answer.headers.get("ETag")) or answer.headers.get("Last-Modified", "")
+        told = answer.headers
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", told.get("Content-Range", ""))
+        goes_on = answer.status == 206 and span is not None and int(span[1]) == have
+        tag = told.get("ETag", "")  # a weak one (W/"…") does not stand for the very bytes: no part can go on by it
+        validator = tag if tag.startswith('"') else told.get("Last-Modified", "")
         write_text_whole(part_notes, _Remembered(url=url, validator=validator, sha256=None).model_dump_json())
         with part.open("ab" if goes_on else "wb") as out:
-            _copy(cast(IO[bytes], answer), out, answer.headers.get("Content-Length"))
+            before = out.tell()
+            shutil.copyfileobj(answer, out)
             out.flush()
             os.fsync(out.fileno())
+            missing = int(told.get("Content-Length", out.tell() - before)) - (out.tell() - before)
+            if missing:
+                raise http.client.IncompleteRead(b"", missing)
     write_text_whole(notes, _Remembered(url=url, validator=validator, sha256=_sha256(part)).model_dump_json())
     os.replace(part, target)
     part_notes.unlink(missing_ok=True)
     fsync_folder(target.parent)
-
-
-def _begins_at(content_range: str | None, have: int) -> bool:
-    match = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", content_range or "")
-    return match is not None and int(match[1]) == have
-
-
-def _strong(etag: str | None) -> str | None:
-    """A tag that stands for the very bytes; a weak one (W/"…") does not allow to go on with a part."""
-    return etag if etag is not None and etag.startswith('"') else None
-
-
-def _copy(answer: IO[bytes], out: IO[bytes], announced: str | None) -> None:
-    got = 0
-    while piece := answer.read(_PIECE_BYTES):
-        out.write(piece)
-        got += len(piece)
-    if announced is not None and got != int(announced):
-        raise http.client.IncompleteRead(b"", int(announced) - got)
 
 
 def _recall(notes: Path, url: str, of: Path) -> _Remembered | None:
@@ -193,7 +165,7 @@ def fetch_accessions(
     sent = urllib.parse.urlencode(query | {"tool": "virnuc", "email": email}).encode()
 
     def ask() -> str:
-        with urllib.request.urlopen(NCBI_ADDRESS, sent, timeout=_NCBI_TIMEOUT_S) as answer:
+        with urllib.request.urlopen(NCBI_ADDRESS, sent, timeout=_TIMEOUT_S) as answer:
             return cast(bytes, answer.read()).decode()
 
     text = _patiently(f"{NCBI_PREFIX}{','.join(wanted)}", ask, attempts, pause_s)
@@ -201,6 +173,5 @@ def fetch_accessions(
     missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
     if missing:
         raise InputError(f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions")
-    with whole_file(target) as aside:
-        aside.write_text(text, encoding="utf-8")
+    write_text_whole(target, text)
     return target

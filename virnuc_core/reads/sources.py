@@ -64,39 +64,30 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
     files: list[str] = []
     ignored: list[str] = []
     for name in reads:
+        path = Path(name)
         if name == STDIN:
             files.append(name)
-            continue
-        path = Path(name)
-        if path.is_dir():
-            inside = _files_in(path)
-            wanted = [str(entry) for entry in inside if _holds_reads(entry)]
-            if not wanted:
+        elif path.is_dir():
+            try:
+                inside = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
+            except OSError as error:
+                raise _unreadable(name, error) from error
+            found = {str(entry): _holds_reads(entry) for entry in inside}
+            if not any(found.values()):
                 raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files themselves")
-            files += wanted
-            ignored += [str(entry) for entry in inside if str(entry) not in set(wanted)]
+            files += [entry for entry, holds in found.items() if holds]
+            ignored += [entry for entry, holds in found.items() if not holds]
         elif path.exists():
             files.append(name)
         else:
             raise InputError("no such file or folder", file=path, hint="check the path")
-    _refuse_repeats(files)
-    return Inputs(tuple(files), tuple(ignored))
-
-
-def _files_in(folder: Path) -> list[Path]:
-    try:
-        return sorted(entry for entry in folder.iterdir() if entry.is_file() and not entry.name.startswith("."))
-    except OSError as error:
-        raise _unreadable(str(folder), error) from error
-
-
-def _refuse_repeats(files: list[str]) -> None:
     seen: dict[Path, str] = {}
     for name in files:
         key = Path(name) if name == STDIN else Path(name).resolve()
         if key in seen:
             raise InputError(f"the same file is named twice (also as {seen[key]})", file=name, hint="name it once")
         seen[key] = name
+    return Inputs(tuple(files), tuple(ignored))
 
 
 def _holds_reads(path: Path) -> bool:
