@@ -17,7 +17,7 @@ from rich.table import Table
 
 from flows.parameters import command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
-from virnuc_core.encoders.model_config import DnabertSize, Esm2Size
+from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
 from virnuc_core.profiles import Target, load_profile, profile_names
 from virnuc_core.reads.simulate import PRESETS, SimulateSpec
@@ -32,7 +32,6 @@ CODON: Final = 3
 DISAGREE: Final = 5
 WIDTH_IN_FILES: Final = 160
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Storage = Literal["fp32", "fp16", "bf16"]
 Size = Literal["tiny", "small", "medium", "large", "100k", "1m", "6m"]
 Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]

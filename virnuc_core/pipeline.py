@@ -11,7 +11,7 @@ import os
 import shutil
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +136,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
         )
     found = resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
-    fingerprints = {"reads": orfs.fingerprint, **asdict(fingerprint(models))}
+    fingerprints = {"reads": orfs.fingerprint, **fingerprint(models)}
     fresh = runfiles.new_record(
         runfiles.RunRecord,
         found,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -94,7 +93,7 @@ def record_validation(
         devices,
         spec=spec,
         model_length=model_length,
-        fingerprints={"reads": staging.fingerprint, **asdict(fingerprint(models))},
+        fingerprints={"reads": staging.fingerprint, **fingerprint(models)},
         store=RunDir(out).store.name,
         # the CUDA that torch was built for; a torch without names none
         versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),

@@ -30,10 +30,10 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import choose_backend
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
-from virnuc_core.encoders.esm2 import Esm2, place_esm2
+from virnuc_core.encoders.dnabert_s import DnabertS
+from virnuc_core.encoders.esm2 import Esm2
+from virnuc_core.encoders.layers import Resolved, resolve_precision
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
-from virnuc_core.encoders.precision import Resolved, resolve_precision
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import AHEAD, linear_pass
@@ -106,23 +106,14 @@ def mixed_batch(name: Name, vocab: int, device: torch.device) -> PackedBatch:
     return PackedBatch(flat.tokens, bounds, 128, 256, int(ends[-1])).to(device)
 
 
-def place(shape: Esm2Shape | DnabertShape, precision: Resolved, device: torch.device) -> Any:
-    """Random weights on the device, in the form `precision` runs on."""
-    if isinstance(shape, Esm2Shape):
-        return place_esm2(partial(random_tensor, shape), shape, precision, device)
-    return place_dnabert(partial(random_tensor, shape), shape, precision, device)
-
-
-def build(
-    shape: Esm2Shape | DnabertShape, weights: Any, precision: Resolved, variant: str, device: torch.device
-) -> Esm2 | DnabertS:
-    """The encoder of a variant; `VirnucError` when it cannot run on the device."""
+def build(shape: Esm2Shape | DnabertShape, precision: Resolved, variant: str, device: torch.device) -> Esm2 | DnabertS:
+    """The encoder of a variant with random weights; `VirnucError` when it cannot run on the device."""
     if variant not in ("fused", "reference"):
         raise SystemExit(f"variant '{variant}': wanted fused or reference")
     way: Any = {"precision": precision, "attention": choose_backend(variant, shape.head_dim, device)}
     if isinstance(shape, Esm2Shape):
-        return Esm2(shape, weights, **way)
-    return DnabertS(shape, weights, pad_id=PAD["dnabert_s"], **way)
+        return Esm2(shape, partial(random_tensor, shape), device, **way)
+    return DnabertS(shape, partial(random_tensor, shape), device, pad_id=PAD["dnabert_s"], **way)
 
 
 def profile(embed: Callable[[], object], device: torch.device) -> list[tuple[str, float, int]]:
@@ -147,12 +138,12 @@ class Bench:
         self.found: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
 
     def run(self) -> None:
-        """Everything that was asked for, one precision after the other, so that weights lie on the device once."""
+        """Everything that was asked for, one precision after the other."""
         for name in self.options.encoders:
             shape = ESM2_SIZES[self.options.esm2] if name == "esm2" else DNABERT_SIZES[self.options.dnabert_s]
             expected = None
             if self.options.accuracy:
-                plain = build(shape, place(shape, "fp32", self.device), "fp32", "reference", self.device)
+                plain = build(shape, "fp32", "reference", self.device)
                 expected = plain.embed(mixed_batch(name, shape.vocab, self.device)).cpu()
                 del plain
             for asked in self.options.precisions:
@@ -165,18 +156,12 @@ class Bench:
 
     def precision(self, name: Name, shape: Any, precision: Resolved, expected: Tensor | None) -> None:
         """Ceilings, then every variant, of one encoder in one precision."""
-        weights = place(shape, precision, self.device)
         limits: dict[int, float] = {}
-        for slots in self.options.budgets:
-            with torch.inference_mode():
-                step = linear_pass(weights.layers, slots, self.device)
-                step()
-                ran = sustain(step, self.options.seconds, self.device)
-            limits[slots] = slots * ran.calls / ran.elapsed_s
-            self.note("ceilings", encoder=name, precision=precision, slots=slots, tokens_per_s=limits[slots])
         for variant in self.options.variants[name]:
             try:
-                encoder = build(shape, weights, precision, variant, self.device)
+                encoder = build(shape, precision, variant, self.device)
+                for slots in self.options.budgets if not limits else ():
+                    limits[slots] = self.ceiling(name, encoder, slots)
                 if expected is not None:
                     got = encoder.embed(mixed_batch(name, shape.vocab, self.device)).cpu()
                     each = torch.nn.functional.cosine_similarity(got.double(), expected.double(), dim=1)
@@ -190,6 +175,16 @@ class Bench:
                 reason = f"{type(error).__name__}: {str(error)[:300]}"
                 self.note("not_run", encoder=name, precision=precision, variant=variant, reason=reason)
 
+    def ceiling(self, name: Name, encoder: Esm2 | DnabertS, slots: int) -> float:
+        """Tokens/s of the linear layers alone."""
+        with torch.inference_mode():
+            step = linear_pass(encoder.layers, slots, self.device)
+            step()
+            ran = sustain(step, self.options.seconds, self.device)
+        found = slots * ran.calls / ran.elapsed_s
+        self.note("ceilings", encoder=name, precision=encoder.precision, slots=slots, tokens_per_s=found)
+        return found
+
     def one(self, name: Name, variant: str, encoder: Esm2 | DnabertS, length: int, slots: int, limit: float) -> None:
         """One line of the table."""
         batch = batch_of(name, encoder.shape.vocab, length, slots, max(1, slots // 8), self.device)
@@ -199,7 +194,8 @@ class Bench:
         first_s = sustain(lambda: encoder.embed(batch), 0.0, self.device).elapsed_s
         ran = sustain(lambda: encoder.embed(batch), self.options.seconds, self.device)
         tokens = batch.real_tokens * ran.calls / ran.elapsed_s
-        tflops = tokens * encoder.flops_per_token(length) / 1e12
+        linear, attention = 2 * encoder.shape.linear_weights, 4 * encoder.width * encoder.shape.layers * length
+        tflops = tokens * (linear + attention) / 1e12
         peak = self.datasheet(encoder.precision)
         found = {
             "encoder": name,

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -76,7 +76,7 @@ def run_baseline(
     chosen = resolve(devices)[: 1 if spec.name == "vanilla" else None]
     body = {
         "reads": orfs.fingerprint,
-        "weights": asdict(fingerprint(models)),
+        "weights": fingerprint(models),
         "devices": [device.model_dump() for device in chosen],
         "spec": spec.model_dump(mode="json"),
         "seed": seed,
@@ -122,7 +122,7 @@ def _write_record(run: RunDir, orfs: OrfStore, models: Path, devices: Sequence[D
         devices,
         spec=spec.model_dump(mode="json"),
         model_length=orfs.model_length,
-        fingerprints={"reads": orfs.fingerprint, **asdict(fingerprint(models))},
+        fingerprints={"reads": orfs.fingerprint, **fingerprint(models)},
         store=os.path.relpath(orfs.path, run.root),
     )
     write(run.record, record)

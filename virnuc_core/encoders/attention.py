@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable
 from typing import Final, Literal, NamedTuple
 
 import torch
@@ -40,9 +39,6 @@ class Rows(NamedTuple):
     cos: Tensor | None = None  # the same at each token's position, float32 [slots, head_dim / 2]
     sin: Tensor | None = None
     slopes: Tensor | None = None  # float32 [heads], with ALiBi
-
-
-Attend = Callable[[Tensor, Rows], Tensor]  # [slots, 3 * width] (all q heads, all k, all v) to [slots, width]
 
 
 def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Backend:
@@ -95,7 +91,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def reference(qkv: Tensor, rows: Rows) -> Tensor:
-    """Attention by plain torch operations, scores and softmax in float32; zero in dead slots."""
+    """Attention by plain torch operations, scores and softmax in float32; zero in dead slots.
+
+    `qkv` [slots, 3 * width] (all q heads, all k, all v) to [slots, width].
+    """
     q, k, v = qkv.unflatten(1, (3, rows.heads, -1)).unbind(1)
     q = q * (1 / math.sqrt(q.shape[-1]))  # scaled, then rotated, as the model was trained
     if rows.cos is not None and rows.sin is not None:
@@ -130,10 +129,23 @@ def _by_padding(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     """
     padded = -(-rows.max_seqlen // REFERENCE_STEP) * REFERENCE_STEP
     portion = max(1, REFERENCE_SCORES // (rows.heads * padded * padded))
-    out = v.new_zeros(v.shape[0] + 1, *v.shape[1:])  # the last slot takes what is padded
+    slots, step = len(v), torch.arange(padded, device=v.device)
+    out = v.new_zeros(slots + 1, *v.shape[1:])  # the last slot takes what is padded
     starts, lengths = rows.cu_seqlens[:-1].long(), rows.cu_seqlens.diff().long()
     for start, length in zip(starts.split(portion), lengths.split(portion), strict=True):
-        _attend_padded(out, (q, k, v), start, length, padded, rows.slopes)
+        real = step < length.unsqueeze(1)  # [n, padded]
+        # a padded place repeats the row's first token, so that no value of another row or a dead slot is ever read
+        slot = torch.where(real, start.unsqueeze(1) + step, start.unsqueeze(1).clamp_max(slots - 1))
+        queries, keys, values = (t[slot].transpose(1, 2) for t in (q, k, v))  # [n, heads, padded, head_dim]
+        scores = (queries @ keys.transpose(2, 3)).float()
+        if rows.slopes is not None:
+            scores += _alibi(rows.slopes, padded)
+        scores.masked_fill_(~real[:, None, None, :], -math.inf)
+        # an empty row has no key: keep it finite, write nothing
+        scores.masked_fill_((length == 0)[:, None, None, None], 0.0)
+        mixed = (scores.softmax(-1).to(values.dtype) @ values).transpose(1, 2)
+        # what stands past the end of a row goes to the spare slot: every shape is fixed, no device value is looked at
+        out[torch.where(real, slot, slots)] = mixed
     return out[:-1]
 
 
@@ -141,23 +153,3 @@ def _alibi(slopes: Tensor, length: int) -> Tensor:
     """What ALiBi adds to the scores of a row, float32 [heads, length, length]."""
     step = torch.arange(length, device=slopes.device)
     return -slopes.view(-1, 1, 1) * (step.unsqueeze(0) - step.unsqueeze(1)).abs()
-
-
-def _attend_padded(
-    out: Tensor, qkv: tuple[Tensor, Tensor, Tensor], start: Tensor, length: Tensor, padded: int, slopes: Tensor | None
-) -> None:
-    """Attention of rows padded to one length; writes their slots of `out` [slots + 1, heads, head_dim]."""
-    step = torch.arange(padded, device=out.device)
-    real = step < length.unsqueeze(1)  # [n, padded]
-    # a padded place repeats the row's first token, so that no value of another row or a dead slot is ever read
-    slot = torch.where(real, start.unsqueeze(1) + step, start.unsqueeze(1).clamp_max(out.shape[0] - 2))
-    queries, keys, values = (t[slot].transpose(1, 2) for t in qkv)  # [n, heads, padded, head_dim]
-    scores = (queries @ keys.transpose(2, 3)).float()
-    if slopes is not None:
-        scores += _alibi(slopes, padded)
-    scores.masked_fill_(~real[:, None, None, :], -math.inf)
-    # an empty row has no key: keep it finite, write nothing
-    scores.masked_fill_((length == 0)[:, None, None, None], 0.0)
-    mixed = (scores.softmax(-1).to(values.dtype) @ values).transpose(1, 2)
-    # what stands past the end of a row goes to the spare slot: every shape is fixed, no device value is looked at
-    out[torch.where(real, slot, out.shape[0] - 1)] = mixed

@@ -1,18 +1,16 @@
-"""A models directory: opened and checked, fingerprinted, loaded to a device; its tensor files."""
+"""A models directory: opened and checked, fingerprinted, loaded to a device; what public checkpoints call tensors."""
 
 from __future__ import annotations
 
 import functools
 import hashlib
 import json
-import math
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Literal, NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -20,17 +18,14 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision
 from virnuc_core.encoders.attention import choose_backend, inv_freq
-from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
-from virnuc_core.encoders.esm2 import Esm2, place_esm2
-from virnuc_core.encoders.head import Head
+from virnuc_core.encoders.dnabert_s import DnabertS
+from virnuc_core.encoders.esm2 import Esm2
+from virnuc_core.encoders.layers import Head, resolve_precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
-from virnuc_core.encoders.precision import resolve_precision
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
-Storage = Literal["fp32", "fp16", "bf16"]
-STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def open_esm2(models: Path) -> tuple[Esm2Shape, Tensors]:
@@ -113,24 +108,17 @@ def _tensor_files(folder: Path) -> list[Path]:
 # -- fingerprints ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsPrint:
-    """SHA-256 of each part's files; equal prints mean equal scores."""
+def fingerprint(models: Path) -> dict[str, str]:
+    """SHA-256 of each part's files, by the part's name; equal ones mean equal scores.
 
-    esm2: str
-    dnabert_s: str
-    head: str
-
-
-def fingerprint(models: Path) -> WeightsPrint:
-    """Digests of the three parts; a file's is remembered in this process while its size and time stay the same."""
+    A file's digest is remembered in this process while its size and time stay the same.
+    """
     for part in PARTS:
         _config(models, part)
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
-    esm2, dnabert_s, head = (models / part for part in PARTS)
-    return WeightsPrint(part_digest(esm2), part_digest(dnabert_s, tokenizer), part_digest(head))
+    return {part: part_digest(models / part, *([tokenizer] if part == "dnabert_s" else [])) for part in PARTS}
 
 
 def part_digest(folder: Path, *further: Path) -> str:
@@ -161,7 +149,7 @@ def load_esm2(models: Path, device: torch.device, precision: Precision = "auto",
     shape, tensors = open_esm2(models)
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
-    return Esm2(shape, place_esm2(tensors.read, shape, ready, device), precision=ready, attention=backend)
+    return Esm2(shape, tensors.read, device, precision=ready, attention=backend)
 
 
 def load_dnabert_s(
@@ -172,8 +160,7 @@ def load_dnabert_s(
     pad_id = _open_tokenizer(models, shape).pad_id
     ready = resolve_precision(precision, device)
     backend = choose_backend(attention, shape.head_dim, device)
-    weights = place_dnabert(tensors.read, shape, ready, device)
-    return DnabertS(shape, weights, pad_id=pad_id, precision=ready, attention=backend)
+    return DnabertS(shape, tensors.read, device, pad_id=pad_id, precision=ready, attention=backend)
 
 
 def load_head(models: Path, device: torch.device) -> Head:
@@ -182,19 +169,11 @@ def load_head(models: Path, device: torch.device) -> Head:
     return Head(shape, tensors.read, device)
 
 
-class Encoders(NamedTuple):
-    """All three models on one device."""
-
-    esm2: Esm2
-    dnabert_s: DnabertS
-    head: Head
-
-
-def load_all(models: Path, device: torch.device, engine: EngineSpec) -> Encoders:
-    """The models as an engine's settings want them; raises as the three loaders do."""
+def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Esm2, DnabertS, Head]:
+    """All three models on one device as an engine's settings want them; raises as the three loaders do."""
     # fp8 turns DNABERT-S's vectors (cosine 0.89), and it is a thirtieth of the time: it keeps fp16
     dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
-    return Encoders(
+    return (
         load_esm2(models, device, engine.precision, engine.attention),
         load_dnabert_s(models, device, dna_precision, engine.attention),
         load_head(models, device),
@@ -297,19 +276,17 @@ def fit(source: Source, shape: Shape) -> Tensors:
     for name, needed in parts.items():
         size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
         for theirs in (theirs_of[part] for part in needed):
-            _check(f"{source.origin}: tensor {theirs}", given[theirs], size)
+            tensor, what = given[theirs], f"{source.origin}: tensor {theirs}"
+            if tensor.shape != size:
+                raise WeightsError(f"{what} is {size_text(tensor.shape)}, config.json makes it {size_text(size)}")
+            if not tensor.is_floating_point():
+                kind = str(tensor.dtype).removeprefix("torch.")
+                raise WeightsError(f"{what} holds {kind}, wanted floating-point numbers")
     return Tensors(source.origin, {name: [given[theirs_of[part]] for part in parts[name]] for name in wanted})
 
 
-def _check(what: str, tensor: Tensor, size: tuple[int, ...]) -> None:
-    if tensor.shape != size:
-        raise WeightsError(f"{what} is {_size(tensor.shape)}, config.json makes it {_size(size)}")
-    if not tensor.is_floating_point():
-        kind = str(tensor.dtype).removeprefix("torch.")
-        raise WeightsError(f"{what} holds {kind}, wanted floating-point numbers")
-
-
-def _size(shape: Iterable[int]) -> str:
+def size_text(shape: Sequence[int]) -> str:
+    """A tensor's size for messages: `512×64`."""
     return "×".join(map(str, shape)) or "a scalar"
 
 
@@ -336,40 +313,3 @@ def read_index(path: Path) -> list[Path]:
         if Path(file).name != file or not (path.parent / file).is_file():
             raise WeightsError(f"{path}: names {file}, which is not in {path.parent}")
     return [path.parent / file for file in files]
-
-
-_DTYPE_NAMES: Final = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
-
-
-def write_tensors(
-    path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, make: Callable[[str], Tensor]
-) -> None:
-    """Write a safetensors file, one tensor at a time (the library wants all in memory); the file appears whole.
-
-    `make` gives each tensor in any floating type. Rotary frequencies, which lose their meaning in half precision, are
-    stored in float32, all others as `dtype`.
-    """
-    kinds = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
-    header: dict[str, Any] = {}
-    offset = 0
-    for name, shape in shapes.items():
-        end = offset + math.prod(shape) * kinds[name].itemsize
-        header[name] = {"dtype": _DTYPE_NAMES[kinds[name]], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name, shape in shapes.items():
-                tensor = make(name)
-                if tuple(tensor.shape) != tuple(shape):
-                    raise WeightsError(f"{path}: tensor {name} is {_size(tensor.shape)}, wanted {_size(shape)}")
-                raw = tensor.to("cpu", kinds[name]).contiguous()
-                file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
+import json
+import math
 import os
-import pickle
 import re
 import shutil
-import warnings
-import zipfile
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -24,17 +23,15 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.attention import inv_freq
 from virnuc_core.encoders.checkpoint import (
     PARTS,
-    STORAGE,
     Source,
-    Storage,
-    Tensors,
     find_safetensors,
     fit,
     open_safetensors,
     our_name,
     read_index,
-    write_tensors,
+    size_text,
 )
+from virnuc_core.encoders.layers import Read
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,
@@ -45,25 +42,29 @@ from virnuc_core.encoders.model_config import (
     Esm2Size,
     HeadShape,
     Shape,
+    Storage,
     read_shape,
     write_shape,
 )
-from virnuc_core.encoders.tokenize import read_tokenizer, train_tokenizer
+from virnuc_core.encoders.pickles import first_line, read_head, read_state
+from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
+from virnuc_core.rundir import whole_file
 
-DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a tensor
-THREADS: Final = 16
+STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DNABERT_WIDTH: Final = 768
 HEAD_NAME: Final = re.compile(r"(\d+)_model\.pth")
-HEAD_CLASS: Final = "MLPClassifier"
-HEAD_MAX_TENSORS: Final = 100  # it has 9; a pickle of a few lines can name one module within itself many times over
-HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; what claims to be one and is larger than this is not read
 
 ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")
 DNABERT_REPOSITORY: Final = ("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6")
 # weights and sizes only: no code of a repository is downloaded, let alone run
 FETCHED_FILES: Final = ("config.json", "tokenizer.json", "model*.safetensors*", "pytorch_model*.bin*")
 Download = Callable[[str, str], Path]  # of a repository at a revision: the folder with its files
+
+DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a random tensor
+SPECIAL_TOKENS: Final = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # ids 0 … 4, as in DNABERT-2
+PIECE_BASES: Final = 60
+BASES_PER_TOKEN: Final = 500  # of random DNA for each entry of a vocabulary: rarer pairs than that are not worth one
 
 
 def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2Shape:
@@ -75,7 +76,7 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
     opened = open_public(source)
     config = _beside(source, "config.json")
     shape = read_shape(config, Esm2Shape) if config else guess_esm2_shape(opened)
-    _write_part(out, shape, fit(opened, shape), source, dtype)
+    write_part(out, shape, fit(opened, shape).read, source.name, dtype)
     return shape
 
 
@@ -95,7 +96,7 @@ def convert_dnabert_s(
     if file is None:
         raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
     read_tokenizer(file)
-    _write_part(out, shape, fit(opened, shape), source, dtype, file)
+    write_part(out, shape, fit(opened, shape).read, source.name, dtype, functools.partial(shutil.copyfile, file))
     return shape
 
 
@@ -117,7 +118,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if width <= dna_width:
         raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
     shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
-    _write_part(out, shape, fit(opened, shape), source, "fp32")
+    write_part(out, shape, fit(opened, shape).read, source.name, "fp32")
     return shape
 
 
@@ -153,7 +154,7 @@ def _download(repository: str, revision: str) -> Path:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED_FILES)))
     except Exception as error:  # the library and what it stands on raise many kinds
         raise WeightsError(
-            f"{repository} at {revision[:12]}: cannot be downloaded ({_first_line(error)}); "
+            f"{repository} at {revision[:12]}: cannot be downloaded ({first_line(error)}); "
             f"without a network, copy its files here and use virnuc models convert"
         ) from error
 
@@ -172,104 +173,7 @@ def open_public(source: Path) -> Source:
         files = [source]
     else:
         raise WeightsError(f"{source}: no such file or directory")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors |= _load_tensors(file)
-    return Source(str(source), tensors)
-
-
-def _load_tensors(path: Path) -> dict[str, Tensor]:
-    """State of a `.bin` or `.pt`; only tensors and plain settings are unpickled."""
-    with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"  # the newer format can be mapped, not copied, into memory
-    try:
-        # fair-esm keeps its arguments in a namespace
-        content = _load_pickle(path, [argparse.Namespace], mmap=zipped)
-    except Exception as error:  # torch raises whatever a broken file leads to
-        raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {_first_line(error)}") from error
-    state = _state(content, "model")
-    if state is None:
-        raise WeightsError(f"{path}: holds no dictionary of tensors")
-    return state
-
-
-def _load_pickle(path: Path, allowed: list[Any], *, mmap: bool) -> object:
-    """What torch's own restricted loader makes of a file that may name `allowed` beside tensors and plain containers.
-
-    Nothing else that the file names is imported, let alone called. Raises whatever torch raises.
-    """
-    with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
-        warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-
-
-def _state(content: object, key: str) -> dict[str, Tensor] | None:
-    """The tensors of a state dictionary, or of one under `key` of a dictionary; None when there are none."""
-    inner = content.get(key) if isinstance(content, Mapping) else None
-    found = inner if isinstance(inner, Mapping) else content
-    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
-        return None
-    return {str(name): tensor.detach() for name, tensor in found.items()}
-
-
-def _first_line(error: Exception) -> str:
-    """What was wrong, in one line; around what its loader found, torch puts advice that nobody should follow."""
-    found = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
-    text = str(found).strip()
-    return text.splitlines()[0].split(". ")[0] if text else type(found).__name__
-
-
-class ModuleState:
-    """What stands for a pickled module: its tensors under their dotted names, none of its code."""
-
-    tensors: dict[str, Tensor]
-
-    def __setstate__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        found = {**state["_parameters"], **state["_buffers"]}
-        for name, module in state["_modules"].items():  # which have their state already
-            inside = {} if module is None else module.tensors
-            found |= {f"{name}.{inner}": tensor for inner, tensor in inside.items()}
-            if len(found) > HEAD_MAX_TENSORS:
-                raise ValueError("more tensors than any head has")
-        self.tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
-
-
-HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each becomes the inert stand-in
-    (ModuleState, name)
-    for name in (
-        f"__main__.{HEAD_CLASS}",
-        "torch.nn.modules.linear.Linear",
-        "torch.nn.modules.batchnorm.BatchNorm1d",
-        "torch.nn.modules.dropout.Dropout",
-        "torch.nn.modules.activation.ReLU",
-    )
-)
-
-
-def read_head(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled head: a whole module, a state dictionary, or one under `model_state_dict`.
-
-    VirNucPro's are whole modules of a class of its training script. Nothing the file holds is executed. Raises
-    `WeightsError` naming what it asked for that a head has no use for.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-            if unpacked > HEAD_MAX_BYTES:
-                raise ValueError(f"{unpacked:,} bytes is no head (at most {HEAD_MAX_BYTES:,})")
-            if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
-                raise ValueError("saved on a big-endian machine")
-        content = _load_pickle(path, list(HEAD_MODULES), mmap=False)
-        state = _state(content.tensors if isinstance(content, ModuleState) else content, "model_state_dict")
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
-    except zipfile.BadZipFile as error:
-        raise WeightsError(f"{path}: not a file of torch.save (1.6 or later); save the head again with it") from error
-    except Exception as error:  # a broken pickle can fail in any way; all of them mean the same
-        raise WeightsError(f"{path}: refused, not a head that can be read safely: {_first_line(error)}") from error
-    if state is None:
-        raise WeightsError(f"{path}: holds neither a pickled {HEAD_CLASS} nor a state dictionary; not a head")
-    return state
+    return Source(str(source), {name: tensor for file in files for name, tensor in read_state(file).items()})
 
 
 def guess_esm2_shape(source: Source) -> Esm2Shape:
@@ -293,26 +197,55 @@ def _beside(source: Path, name: str) -> Path | None:
     return path if path.is_file() else None
 
 
-def _write_part(
+def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Read) -> None:
+    """Write a safetensors file, one tensor at a time (the library wants all in memory); the file appears whole.
+
+    `read` gives each tensor in any floating type. Rotary frequencies, which lose their meaning in half precision, are
+    stored in float32, all others as `dtype`.
+    """
+    short = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+    kinds = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
+    header: dict[str, Any] = {}
+    offset = 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * kinds[name].itemsize
+        header[name] = {"dtype": short[kinds[name]], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with whole_file(path) as aside, aside.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, shape in shapes.items():
+            tensor = read(name)
+            if tuple(tensor.shape) != tuple(shape):
+                raise WeightsError(f"{path}: tensor {name} is {size_text(tensor.shape)}, wanted {size_text(shape)}")
+            raw = tensor.to("cpu", kinds[name]).contiguous()
+            file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
+
+
+def write_part(
     out: Path,
     shape: Shape,
-    tensors: Tensors,
-    source: Path,
+    read: Read,
+    origin: str,
     dtype: Storage | None,
-    tokenizer: Path | None = None,
+    write_tokenizer: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write one part of a models directory; it appears whole, or not at all."""
+    """Write one part of a models directory; it appears whole, or not at all.
+
+    `read` gives the tensors. They are stored as `dtype`, by default as the first of them is.
+    """
     target = out / shape.model
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
-    stored = tensors.read(next(iter(tensors.parts))).dtype if dtype is None else STORAGE[dtype]
+    stored = read(next(iter(shape.tensors()))).dtype if dtype is None else STORAGE[dtype]
     partial = out / f".{shape.model}.{os.getpid()}.partial"
     partial.mkdir(parents=True)
     try:
-        write_tensors(partial / "model.safetensors", shape.tensors(), stored, tensors.read)
-        write_shape(shape.model_copy(update={"origin": source.name}), partial / "config.json")
-        if tokenizer is not None:
-            shutil.copyfile(tokenizer, partial / "tokenizer.json")
+        write_tensors(partial / "model.safetensors", shape.tensors(), stored, read)
+        write_shape(shape.model_copy(update={"origin": origin}), partial / "config.json")
+        if write_tokenizer is not None:
+            write_tokenizer(partial / "tokenizer.json")
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -339,18 +272,34 @@ def init_random(
         raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
     protein, dna = ESM2_SIZES[esm2], DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
-    write_random(out / "esm2", protein, seed, STORAGE[dtype])
-    write_random(out / "dnabert_s", dna, seed, STORAGE[dtype])
-    train_tokenizer(out / "dnabert_s" / "tokenizer.json", dna.vocab, seed)
-    write_random(out / "head", head, seed, torch.float32)
+    vocabulary = functools.partial(train_tokenizer, vocab=dna.vocab, seed=seed)
+    parts: tuple[tuple[Shape, Storage, Callable[[Path], object] | None], ...]
+    parts = ((protein, dtype, None), (dna, dtype, vocabulary), (head, "fp32", None))
+    for shape, stored, write_tokenizer in parts:
+        read = functools.partial(random_tensor, shape, seed=seed)
+        write_part(out, shape, read, f"{RANDOM_ORIGIN}, seed {seed}", stored, write_tokenizer)
 
 
-def write_random(folder: Path, shape: Shape, seed: int, dtype: torch.dtype) -> None:
-    """Write `config.json` and `model.safetensors` of one part with random weights."""
-    folder.mkdir(parents=True)
-    read = functools.partial(random_tensor, shape, seed=seed)
-    write_tensors(folder / "model.safetensors", shape.tensors(), dtype, read)
-    write_shape(shape.model_copy(update={"origin": f"{RANDOM_ORIGIN}, seed {seed}"}), folder / "config.json")
+def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
+    """Write a tokenizer of exactly `vocab` entries, learned from random DNA, in the form of DNABERT-2's file.
+
+    The same arguments give the same file.
+    """
+    letters = np.frombuffer(b"ACGT", dtype=np.uint8)
+    drawn = np.random.default_rng(seed).choice(letters, size=(vocab * BASES_PER_TOKEN // PIECE_BASES, PIECE_BASES))
+    pieces = [row.tobytes().decode("ascii") for row in drawn]
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list("ACGT"), show_progress=False
+    )
+    bpe.train_from_iterator(pieces, trainer)
+    bpe.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+    )
+    bpe.save(str(path))
 
 
 def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
@@ -368,7 +317,7 @@ def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
         drawn = torch.from_numpy(random.random(len(pieces[i]), dtype=np.float32))
         pieces[i].copy_(drawn.sub_(0.5).mul_(spread * 12**0.5).add_(middle))
 
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPoolExecutor(16) as threads:
         list(threads.map(draw, range(len(pieces))))
     return out
 

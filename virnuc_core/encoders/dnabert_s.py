@@ -2,89 +2,52 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes
-from virnuc_core.encoders.layers import Affine, Encoder, Read, WeightReader
+from virnuc_core.encoders.layers import Affine, Dense, Encoder, Read, Resolved, WeightReader, dense, product
 from virnuc_core.encoders.model_config import DnabertShape
-from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, dense, product
 from virnuc_core.encoders.tokenize import PackedBatch
 
 
-class DnabertLayer(NamedTuple):
-    """Weights of one layer."""
-
-    qkv: Dense
-    out: Dense
-    attn_norm: Affine
-    gated: Dense  # first half of its output is activated, the second half multiplied in
-    wo: Dense
-    ffn_norm: Affine
-
-    @property
-    def products(self) -> tuple[Dense, ...]:
-        """The linear layers."""
-        return self.qkv, self.out, self.gated, self.wo
-
-
-class DnabertWeights(NamedTuple):
-    """Weights of the model on one device, in the form one precision runs on."""
-
-    embed: Tensor  # [vocab, width]; the embedding of token type 0 already added
-    embed_norm: Affine
-    layers: tuple[DnabertLayer, ...]
-
-
-def place_dnabert(read: Read, shape: DnabertShape, precision: Resolved, device: torch.device) -> DnabertWeights:
-    """Read the weights to `device`, one tensor at a time; a misshapen one raises `WeightsError` with its name."""
-    weights = WeightReader(read, precision, device)
-    embed = weights.wide("embed.weight") + weights.wide("token_type.weight")[0]
-    layers = tuple(
-        DnabertLayer(
-            qkv=weights.linear(f"layers.{i}.qkv"),
-            out=weights.linear(f"layers.{i}.out"),
-            attn_norm=weights.norm(f"layers.{i}.attn_norm"),
-            gated=weights.linear(f"layers.{i}.gated", bias=False),
-            wo=weights.linear(f"layers.{i}.wo"),
-            ffn_norm=weights.norm(f"layers.{i}.ffn_norm"),
-        )
-        for i in range(shape.layers)
-    )
-    return DnabertWeights(embed.to(DTYPES[precision]), weights.norm("embed_norm"), layers)
-
-
 class DnabertS(Encoder):
-    """The encoder: mean over all tokens of each row, first and last included."""
+    """The encoder: mean over all tokens of each row, first and last included.
+
+    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
+    """
 
     def __init__(
-        self, shape: DnabertShape, weights: DnabertWeights, *, pad_id: int, precision: Resolved, attention: Backend
+        self,
+        shape: DnabertShape,
+        read: Read,
+        device: torch.device,
+        *,
+        pad_id: int,
+        precision: Resolved,
+        attention: Backend,
     ) -> None:
-        device = weights.embed.device
-        super().__init__(shape, device, pad_id=pad_id, precision=precision, attention=attention)
-        self.shape, self.weights = shape, weights
-        # there are no positions to add, so the norm behind the embedding is a property of each token
-        self._embed = F.layer_norm(weights.embed, (shape.width,), *weights.embed_norm, shape.norm_eps)
+        weights = WeightReader(read, precision, device)
+        layers = weights.layers(shape.layers, "gated", "wo", up_bias=False)
+        super().__init__(shape, layers, pad_id=pad_id, precision=precision, attention=attention)
+        # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
+        table = (weights.wide("embed.weight") + weights.wide("token_type.weight")[0]).to(weights.dtype)
+        self.table = F.layer_norm(table, (shape.width,), *weights.norm("embed_norm"), shape.norm_eps)  # [vocab, width]
         self._slopes = torch.tensor(alibi_slopes(shape.heads), dtype=torch.float32, device=device)
-        self._gated = self._gated_weights() if self._adds_in_product else []
-        self._shifts = [(_wide_bias(layer.out), _wide_bias(layer.wo)) for layer in weights.layers]
+        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in layers]
+        self._gated: list[Tensor] = []  # the gated units' weights as the kernel for them wants them, where it can run
+        if self._adds_in_product:
+            from virnuc_core.encoders.kernels import can_gate, interleave
 
-    def _gated_weights(self) -> list[Tensor]:
-        """The gated units' weights as the kernel for them wants them; empty where it cannot run."""
-        from virnuc_core.encoders.kernels import can_gate, interleave
-
-        able = can_gate(self.shape.ffn_width, self.device)
-        return [interleave(layer.gated.weight) for layer in self.weights.layers] if able else []
+            if can_gate(shape.ffn_width, device):
+                self._gated = [interleave(layer.up.weight) for layer in layers]
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""
-        with torch.inference_mode():
-            x = F.embedding(batch.tokens, self._embed)
-            rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
-            return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
+        x = F.embedding(batch.tokens, self.table)
+        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
+        return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Whole rows."""
@@ -93,11 +56,11 @@ class DnabertS(Encoder):
     def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
         """The layers one by one: [slots, width] to the last hidden state."""
         width, eps = (self.width,), self.shape.norm_eps
-        for layer in self.weights.layers:
+        for layer in self.layers:
             mixed = dense(self._attend(dense(x, layer.qkv), rows), layer.out)
             x = F.layer_norm(mixed + x, width, *layer.attn_norm, eps)
-            active, passed = dense(x, layer.gated).chunk(2, dim=-1)
-            x = F.layer_norm(dense(F.gelu(active) * passed, layer.wo) + x, width, *layer.ffn_norm, eps)
+            active, passed = dense(x, layer.up).chunk(2, dim=-1)
+            x = F.layer_norm(dense(F.gelu(active) * passed, layer.down) + x, width, *layer.ffn_norm, eps)
         return x
 
     def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
@@ -113,7 +76,7 @@ class DnabertS(Encoder):
         def gated(x: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
             if self._gated:
                 return gated_unit(x, self._gated[i]), None
-            both = product(*ready(x), self.weights.layers[i].gated)
+            both = product(*ready(x), self.layers[i].up)
             return activation(both, gated=True, quantise=self._quantises)
 
         def add_and_norm(
@@ -124,15 +87,9 @@ class DnabertS(Encoder):
             x.addmm_(rows[0], last.weight.t())
             return norm(x, affine, self.shape.norm_eps, shift=shift)[0]
 
-        for i, layer in enumerate(self.weights.layers):
+        for i, layer in enumerate(self.layers):
             after_mix, after_unit = self._shifts[i]
             mixed = self._attend(product(*ready(x), layer.qkv), rows)
             x = add_and_norm(x, ready(mixed), layer.out, after_mix, layer.attn_norm)
-            x = add_and_norm(x, gated(x, i), layer.wo, after_unit, layer.ffn_norm)
+            x = add_and_norm(x, gated(x, i), layer.down, after_unit, layer.ffn_norm)
         return x
-
-
-def _wide_bias(layer: Dense) -> Tensor:
-    """The bias of a product in float32, for the norm behind it to add."""
-    assert layer.bias is not None
-    return layer.bias.float()

@@ -6,7 +6,6 @@ or of a matrix) by itself, in blocks whose size does not depend on its neighbour
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -15,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from virnuc_core.encoders.precision import FP8, FP8_MAX
+from virnuc_core.encoders.layers import FP8, FP8_MAX
 
 # blocks of the gated unit's product
 GATED_ROWS: Final = 128
@@ -253,7 +252,9 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
 
     (m, k), n = x.shape, interleaved.shape[0] // 2
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    programs = min(_multiprocessors(x.device), triton.cdiv(m, GATED_ROWS) * triton.cdiv(n, GATED_COLUMNS))
+    # as many as run at once; in Triton's interpreter any small number will do
+    most = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
+    programs = min(most, triton.cdiv(m, GATED_ROWS) * triton.cdiv(n, GATED_COLUMNS))
     tensors = (
         TensorDescriptor.from_tensor(x, [GATED_ROWS, GATED_DEPTH]),
         TensorDescriptor.from_tensor(interleaved, [2 * GATED_COLUMNS, GATED_DEPTH]),
@@ -262,9 +263,3 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     blocks = {"rows": GATED_ROWS, "columns": GATED_COLUMNS, "depth": GATED_DEPTH, "tall": GATED_STRETCH}
     _gated_unit[(programs,)](*tensors, m, n, k, **blocks, programs=programs, num_warps=8, num_stages=3)
     return out
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    """Programs that run at once on the device; in Triton's interpreter any small number will do."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -1,19 +1,102 @@
-"""What ESM-2 and DNABERT-S have in common: reading weights to a device, means over rows, the way in and out."""
+"""What the models are made of: number formats, linear layers, weights on a device, means over rows; and the head."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Attend, Backend, reference
-from virnuc_core.encoders.model_config import EncoderShape
-from virnuc_core.encoders.precision import DTYPES, Dense, Resolved, make_dense
+from virnuc_core.config import Precision
+from virnuc_core.encoders.attention import Backend, Rows, reference
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import PackedBatch
+from virnuc_core.errors import DeviceError, WeightsError
 
+Resolved = Literal["fp32", "fp16", "bf16", "fp8"]
 Read = Callable[[str], Tensor]  # a tensor of a model by our name for it
 Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
+
+# Activations between the layers. FP8 quantises at the entry of each linear layer and is bf16 elsewhere: the row-wise
+# scaled product of torch gives bf16.
+DTYPES: Final[dict[Resolved, torch.dtype]] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp8": torch.bfloat16,
+}
+FP8: Final = torch.float8_e4m3fn
+FP8_MAX: Final = 448.0
+HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not depend on how many others came with it
+
+
+def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
+    """The precision that runs; `auto` is fp16 on CUDA and fp32 elsewhere. Raises `DeviceError` for what cannot run."""
+    if asked == "auto":
+        return "fp16" if device.type == "cuda" else "fp32"
+    if asked == "fp32":
+        return "fp32"
+    if device.type != "cuda":
+        raise DeviceError(f"precision {asked} needs a CUDA device, this is {device}; use fp32")
+    if asked == "fp8" and torch.cuda.get_device_capability(device) < (9, 0):
+        name = torch.cuda.get_device_name(device)
+        raise DeviceError(f"precision fp8 needs compute capability 9.0 or later, {name} is older; use fp16")
+    return asked
+
+
+class Dense(NamedTuple):
+    """A linear layer ready to run."""
+
+    weight: Tensor  # [out, in]; float8 when `scale` is set
+    bias: Tensor | None  # [out]
+    scale: Tensor | None  # float32 [1, out]: what a row of `weight` was divided by
+
+    @property
+    def wide_bias(self) -> Tensor:
+        """The bias in float32, for the norm behind a product to add; of a layer that has one."""
+        assert self.bias is not None
+        return self.bias.float()
+
+
+def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of `x` [n, k] scaled to the range of float8, and the float32 scales [n, 1] that undo it."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / FP8_MAX
+    return (wide / scale).to(FP8), scale
+
+
+def dense(x: Tensor, layer: Dense) -> Tensor:
+    """`x @ weight.T + bias`, [n, in] to [n, out]; rows are quantised first where the layer is FP8."""
+    rows, scale = (x, None) if layer.scale is None else quantise_rows(x)
+    return product(rows, scale, layer)
+
+
+def product(x: Tensor, scale: Tensor | None, layer: Dense) -> Tensor:
+    """The same on rows that are in the layer's form: plain, or quantised, with their scales [n, 1], giving bfloat16."""
+    if scale is None or layer.scale is None:
+        return F.linear(x, layer.weight, layer.bias)
+    weight, bias, kind = layer.weight.t(), layer.bias, torch.bfloat16
+    return torch._scaled_mm(
+        x, weight, scale_a=scale, scale_b=layer.scale, bias=bias, out_dtype=kind, use_fast_accum=True
+    )
+
+
+class Layer(NamedTuple):
+    """Weights of one layer of an encoder."""
+
+    attn_norm: Affine
+    qkv: Dense
+    out: Dense
+    ffn_norm: Affine
+    up: Dense  # of DNABERT-S: the first half of its output is activated, the second half multiplied in
+    down: Dense
+
+    @property
+    def products(self) -> tuple[Dense, ...]:
+        """The linear layers."""
+        return self.qkv, self.out, self.up, self.down
 
 
 class WeightReader:
@@ -21,44 +104,67 @@ class WeightReader:
 
     def __init__(self, read: Read, precision: Resolved, device: torch.device) -> None:
         self._stored, self._precision, self._device = read, precision, device
+        self.dtype = DTYPES[precision]
 
     def wide(self, name: str) -> Tensor:
         """One tensor in float32."""
-        return self._read(name).float()
+        return self._stored(name).to(self._device).float()
 
     def norm(self, name: str) -> Affine:
         """Weight and bias of a layer norm."""
-        weight, bias = (self._read(f"{name}.{end}") for end in ("weight", "bias"))
-        return weight.to(DTYPES[self._precision]), bias.to(DTYPES[self._precision])
+        return self._ready(f"{name}.weight"), self._ready(f"{name}.bias")
 
     def linear(self, name: str, *, bias: bool = True) -> Dense:
         """A linear layer."""
-        weight = self._read(f"{name}.weight")
-        return make_dense(weight, self._read(f"{name}.bias") if bias else None, self._precision)
+        ready_bias = self._ready(f"{name}.bias") if bias else None
+        if self._precision != "fp8":
+            return Dense(self._ready(f"{name}.weight").contiguous(), ready_bias, None)
+        quantised, scale = quantise_rows(self._stored(f"{name}.weight").to(self._device))
+        return Dense(quantised, ready_bias, scale.t().contiguous())
 
-    def _read(self, name: str) -> Tensor:
-        return self._stored(name).to(self._device)
+    def layers(self, count: int, up: str, down: str, *, up_bias: bool) -> tuple[Layer, ...]:
+        """All layers; `up` and `down` are the names of the products around the activation."""
+        return tuple(
+            Layer(
+                attn_norm=self.norm(f"layers.{i}.attn_norm"),
+                qkv=self.linear(f"layers.{i}.qkv"),
+                out=self.linear(f"layers.{i}.out"),
+                ffn_norm=self.norm(f"layers.{i}.ffn_norm"),
+                up=self.linear(f"layers.{i}.{up}", bias=up_bias),
+                down=self.linear(f"layers.{i}.{down}"),
+            )
+            for i in range(count)
+        )
+
+    def _ready(self, name: str) -> Tensor:
+        return self._stored(name).to(self._device).to(self.dtype)
 
 
 class Encoder:
     """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations."""
 
     def __init__(
-        self, shape: EncoderShape, device: torch.device, *, pad_id: int, precision: Resolved, attention: Backend
+        self,
+        shape: Esm2Shape | DnabertShape,
+        layers: tuple[Layer, ...],
+        *,
+        pad_id: int,
+        precision: Resolved,
+        attention: Backend,
     ) -> None:
-        self.width, self.pad_id, self.device = shape.width, pad_id, device
+        self.shape, self.layers, self.width, self.pad_id = shape, layers, shape.width, pad_id
         self.precision: Resolved = precision
         self.attention: Backend = attention
         self._quantises = precision == "fp8"
         # a product can add its result onto the stream, but not one of float8 rows; in float32 nothing is gained
         self._adds_in_product = attention == "fused" and precision in ("fp16", "bf16")
-        self._attend = _attend_by(attention)
-        self._flops = 2.0 * shape.linear_weights, 4.0 * shape.width * shape.layers
+        self._attend: Callable[[Tensor, Rows], Tensor] = reference
+        self._mean: Callable[[Tensor, Tensor, Tensor], Tensor] = segment_mean
+        if attention == "fused":  # triton is needed here only
+            from virnuc_core.encoders.attention_kernels import fused_attention
+            from virnuc_core.encoders.kernels import span_means
 
-    def flops_per_token(self, seq_len: float) -> float:
-        """Floating-point operations of one token in a row of `seq_len` tokens: linear layers and attention."""
-        linear, attention = self._flops
-        return linear + attention * seq_len
+            self._attend, self._mean = fused_attention, span_means
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """Mean-pooled embeddings, float32 [row_capacity, width]; rows past `batch.rows` are zero.
@@ -77,21 +183,6 @@ class Encoder:
         """First and last-but-one slot of what is averaged of each row, int32 [row_capacity] each."""
         raise NotImplementedError
 
-    def _mean(self, hidden: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
-        if self.attention == "reference":
-            return segment_mean(hidden, starts, ends)
-        from virnuc_core.encoders.kernels import span_means  # the same without a float32 copy
-
-        return span_means(hidden, starts, ends)
-
-
-def _attend_by(backend: Backend) -> Attend:
-    if backend == "reference":
-        return reference
-    from virnuc_core.encoders.attention_kernels import fused_attention  # triton is needed here only
-
-    return fused_attention
-
 
 def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Mean of `x` [tokens, width] over each span [start, end), float32 [spans, width]; zero where a span is empty.
@@ -103,3 +194,34 @@ def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     ends_and_tail = torch.cat((bounds, bounds[-1:]))
     sums = torch.segment_reduce(x.float(), "sum", offsets=ends_and_tail, axis=0, unsafe=True, initial=0)[::2]
     return sums / (ends - starts).clamp_min(1).unsqueeze(1)
+
+
+class Head:
+    """The classifier, joined embeddings to two scores: linear, batch norm by running statistics, ReLU, linear, softmax.
+
+    In float32. `read` gives the tensors by their names, which are VirNucPro's.
+    """
+
+    def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
+        self.shape = shape
+        self._weights = {name: read(name).to(device).float() for name in shape.tensors()}
+
+    def scores(self, features: Tensor) -> Tensor:
+        """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
+        if features.ndim != 2 or features.shape[1] != self.shape.width:
+            raise WeightsError(
+                f"head: features are {tuple(features.shape)}, it takes {self.shape.width} columns "
+                f"({self.shape.dna_width} of DNA, {self.shape.protein_width} of protein)"
+            )
+        with torch.inference_mode():
+            padded = F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS))
+            blocks = [self._block(block) for block in padded.split(HEAD_ROWS)]
+            return torch.cat(blocks)[: len(features)] if blocks else padded.new_empty(0, 2)
+
+    def _block(self, features: Tensor) -> Tensor:
+        w = self._weights
+        mean, variance = w["bn1.running_mean"], w["bn1.running_var"]
+        norm = w["bn1.weight"], w["bn1.bias"]
+        hidden = F.linear(features, w["hidden_layer.weight"], w["hidden_layer.bias"])
+        hidden = F.batch_norm(hidden, mean, variance, *norm, training=False, eps=self.shape.norm_eps)
+        return F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1)

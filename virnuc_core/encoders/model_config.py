@@ -6,15 +6,17 @@ import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from virnuc_core.config import Spec, explain
 from virnuc_core.errors import WeightsError
+from virnuc_core.rundir import write_text_whole
 
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
+Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
 
 
 class EncoderShape(Spec):
@@ -148,26 +150,8 @@ DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
 
 
 def write_shape(shape: Shape, path: Path) -> None:
-    """Write `config.json`."""
-    path.write_text(json.dumps(shape.model_dump(), indent=1) + "\n", encoding="utf-8")
-
-
-def read_shape(path: Path, kind: type[S]) -> S:
-    """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise WeightsError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")
-    if "model" not in raw and issubclass(kind, EncoderShape):
-        raw = _from_hf(raw, path, kind)
-    try:
-        return kind.model_validate(raw)
-    except ValidationError as error:
-        raise WeightsError(f"{path}: {explain(error)}") from error
+    """Write `config.json` whole."""
+    write_text_whole(path, json.dumps(shape.model_dump(), indent=1) + "\n")
 
 
 _HF_SIZES: Final = {
@@ -180,11 +164,24 @@ _HF_SIZES: Final = {
 _HF_FURTHER: Final = {"layer_norm_eps": "norm_eps", "token_dropout": "token_dropout", "type_vocab_size": "token_types"}
 
 
-def _from_hf(raw: Mapping[str, Any], path: Path, kind: type[EncoderShape]) -> dict[str, Any]:
-    """Our keys from those of HF layout, which has many more."""
-    if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
-        raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
-    if missing := [theirs for theirs in _HF_SIZES if theirs not in raw]:
-        raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
-    known = (_HF_SIZES | _HF_FURTHER).items()
-    return {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
+def read_shape(path: Path, kind: type[S]) -> S:
+    """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise WeightsError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")
+    if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
+        if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
+            raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
+        if missing := [theirs for theirs in _HF_SIZES if theirs not in raw]:
+            raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
+        known = (_HF_SIZES | _HF_FURTHER).items()
+        raw = {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        raise WeightsError(f"{path}: {explain(error)}") from error

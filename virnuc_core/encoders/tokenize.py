@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 import tokenizers
@@ -21,10 +21,6 @@ ESM2_END: Final = 2
 ESM2_UNKNOWN: Final = 3
 ESM2_FIRST: Final = 4
 ESM2_SYMBOLS: Final = b"LAGVSERTIDPKQNFYMHWCXBUZO.-"  # ids from ESM2_FIRST on
-
-SPECIAL_TOKENS: Final = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # ids 0 … 4, as in DNABERT-2
-PIECE_BASES: Final = 60
-BASES_PER_TOKEN: Final = 500  # of random DNA for each entry of a vocabulary: rarer pairs than that are not worth one
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +54,6 @@ class PackedBatch:
         return replace(self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory())
 
 
-class Tokenizer(Protocol):
-    """Sequences to token ids, many at once."""
-
-    @property
-    def pad_id(self) -> int: ...
-
-    def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
-        """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1]), special tokens included."""
-        ...
-
-
 class Esm2Tokenizer:
     """One token a residue, between a start and an end token; a byte that is no residue becomes the unknown token."""
 
@@ -97,11 +82,9 @@ class DnabertTokenizer:
     """
 
     def __init__(self, models: Path) -> None:
-        path = models / "dnabert_s" / "tokenizer.json"
-        self._bpe = read_tokenizer(path)
+        self._bpe = read_tokenizer(models / "dnabert_s" / "tokenizer.json")
         pad = self._bpe.token_to_id("[PAD]")
-        if pad is None:
-            raise WeightsError(f"{path}: has no [PAD] token")
+        assert pad is not None  # it has been looked for
         self.pad_id: Final[int] = pad
         self.vocab: Final[int] = int(self._bpe.get_vocab_size())  # added tokens included
 
@@ -114,43 +97,24 @@ class DnabertTokenizer:
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
 
+Tokenizer = Esm2Tokenizer | DnabertTokenizer
+
+
 def _offsets(lengths: list[int]) -> NDArray[np.int64]:
     return np.cumsum([0, *lengths], dtype=np.int64)
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    """A `tokenizer.json` with [CLS] and [SEP]; its own padding and truncation, if any, are switched off."""
+    """A `tokenizer.json` with [CLS], [SEP] and [PAD]; its own padding and truncation, if any, are switched off."""
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     try:
         bpe = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
-    for special in ("[CLS]", "[SEP]"):
+    for special in ("[CLS]", "[SEP]", "[PAD]"):
         if bpe.token_to_id(special) is None:
             raise WeightsError(f"{path}: has no {special} token")
     bpe.no_padding()
     bpe.no_truncation()
     return bpe
-
-
-def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
-    """Write a tokenizer of exactly `vocab` entries, learned from random DNA, in the form of DNABERT-2's file.
-
-    The same arguments give the same file.
-    """
-    letters = np.frombuffer(b"ACGT", dtype=np.uint8)
-    drawn = np.random.default_rng(seed).choice(letters, size=(vocab * BASES_PER_TOKEN // PIECE_BASES, PIECE_BASES))
-    pieces = [row.tobytes().decode("ascii") for row in drawn]
-    bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
-    bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list("ACGT"), show_progress=False
-    )
-    bpe.train_from_iterator(pieces, trainer)
-    bpe.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
-    )
-    bpe.save(str(path))

@@ -95,24 +95,20 @@ ANCHORS: Final = (
 
 def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
     """Every check of a models directory, in order. A part that cannot be opened is a `fail`, not an exception."""
-    checks = [
-        _part("esm2", lambda: open_esm2(models)),
-        _part("dnabert_s", lambda: open_dnabert(models)),
-        _part("head", lambda: open_head(models)),
-    ]
+    parts: dict[str, Callable[[Path], tuple[Shape, Tensors]]]
+    parts = {"esm2": open_esm2, "dnabert_s": open_dnabert, "head": open_head}
+    checks = [_part(name, opened, models) for name, opened in parts.items()]
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
-    prints = fingerprint(models)
-    for part, digest in (("esm2", prints.esm2), ("dnabert_s", prints.dnabert_s), ("head", prints.head)):
-        checks.append(Check(f"{part} sha256", "pass", digest))
+    checks += [Check(f"{part} sha256", "pass", digest) for part, digest in fingerprint(models).items()]
     return (*checks, *_anchors(models, device))
 
 
-def _part(name: str, opened: Callable[[], tuple[Shape, Tensors]]) -> Check:
+def _part(name: str, opened: Callable[[Path], tuple[Shape, Tensors]], models: Path) -> Check:
     """All tensors of a part are there, have their shape and hold finite numbers."""
+    count = 0
     try:
-        shape, tensors = opened()
-        count = 0
+        shape, tensors = opened(models)
         for tensor in tensors.parts:
             values = tensors.read(tensor)
             if not bool(values.isfinite().all()):
@@ -125,7 +121,15 @@ def _part(name: str, opened: Callable[[], tuple[Shape, Tensors]]) -> Check:
 
 def _anchors(models: Path, device: torch.device) -> list[Check]:
     """The original's published numbers, where the weights are the original's."""
-    reason = _not_the_originals(models)
+    shape, dna_shape, head_shape = open_esm2(models)[0], open_dnabert(models)[0], open_head(models)[0]
+    big, base = ESM2_SIZES["t36_3B"], DNABERT_SIZES["base"]
+    reason = None  # why the anchors say nothing about these weights
+    if any(one.origin.startswith(RANDOM_ORIGIN) for one in (shape, dna_shape, head_shape)):
+        reason = "random weights"
+    elif any((a.width, a.layers) != (b.width, b.layers) for a, b in ((shape, big), (dna_shape, base))):
+        reason = "not ESM-2 3B and DNABERT-S"
+    elif head_shape.model_length != ANCHOR_LENGTH:
+        reason = f"the head is for {head_shape.model_length} bases, not 500"
     if reason is not None:
         return [Check("anchors", "not run", reason)]
     esm2 = load_esm2(models, device, "fp32")
@@ -135,18 +139,6 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     dna = _embed(dnabert, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
     scores = load_head(models, device).scores(torch.cat((dna, protein), dim=1))
     return [judge(anchor, *row) for anchor, row in zip(ANCHORS, zip(dna, protein, scores, strict=True), strict=True)]
-
-
-def _not_the_originals(models: Path) -> str | None:
-    """Why the anchors say nothing about these weights, if they do not."""
-    esm2, dnabert, head = open_esm2(models)[0], open_dnabert(models)[0], open_head(models)[0]
-    if any(shape.origin.startswith(RANDOM_ORIGIN) for shape in (esm2, dnabert, head)):
-        return "random weights"
-    same = (esm2.width, esm2.layers) == (ESM2_SIZES["t36_3B"].width, ESM2_SIZES["t36_3B"].layers)
-    same = same and (dnabert.width, dnabert.layers) == (DNABERT_SIZES["base"].width, DNABERT_SIZES["base"].layers)
-    if not same:
-        return "not ESM-2 3B and DNABERT-S"
-    return None if head.model_length == ANCHOR_LENGTH else f"the head is for {head.model_length} bases, not 500"
 
 
 def _embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
@@ -160,9 +152,7 @@ def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check
     """One anchor beside what was computed here."""
     there = anchor.original
     here = Original(*(float(one) for one in (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])))
-    allowed = Original(
-        TOLERANCE, there.dna_norm * NORM_TOLERANCE, TOLERANCE, there.protein_norm * NORM_TOLERANCE, TOLERANCE
-    )
+    allowed = (TOLERANCE, there.dna_norm * NORM_TOLERANCE, TOLERANCE, there.protein_norm * NORM_TOLERANCE, TOLERANCE)
     fine = all(abs(a - b) <= most for a, b, most in zip(here, there, allowed, strict=True))
     detail = (
         f"virus {here.virus:.7f} (original {there.virus}), DNABERT-S norm {here.dna_norm:.6f} ({there.dna_norm}), "

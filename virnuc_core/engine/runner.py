@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.head import Head
-from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.layers import Encoder, Head
 from virnuc_core.engine.loader import Batch, ShardEnd, Take, packed
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult

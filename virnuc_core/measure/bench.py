@@ -13,7 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,9 +21,7 @@ import torch
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
-from virnuc_core.encoders.dnabert_s import DnabertLayer
-from virnuc_core.encoders.esm2 import Esm2Layer
-from virnuc_core.encoders.precision import product, quantise_rows
+from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Job, Watch, measure_embedding, worker_specs
 from virnuc_core.engine.messages import Measured, WorkerSpec
@@ -66,7 +64,7 @@ class Bench:
         found = resolve(self.devices)
         body = {
             "reads": OrfStore.open(self.store).fingerprint,
-            "weights": asdict(fingerprint(self.models)),
+            "weights": fingerprint(self.models),
             "engine": resolve_engine(engine, found[0].kind).model_dump(mode="json"),
             "devices": [device.model_dump() for device in found],
             "more": more,
@@ -237,18 +235,16 @@ def _measure(spec: WorkerSpec) -> dict[str, float]:
     device, engine = torch.device("cuda:0"), spec.engine
     esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
     budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
-    Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.model_length // 3 + 2)
+    Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.shape.model_length // 3 + 2)
     found: dict[str, float] = {}
-    for name, weights in (("esm2", esm2.weights), ("dnabert_s", dnabert_s.weights)):
-        step = linear_pass(weights.layers, budgets[name], device)
+    for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
+        step = linear_pass(layers, budgets[name], device)
         passes, elapsed_s = sustained_passes(step, SECONDS[name])
         found[name] = budgets[name] * passes / elapsed_s
     return found
 
 
-def linear_pass(
-    layers: Sequence[Esm2Layer] | Sequence[DnabertLayer], slots: int, device: torch.device
-) -> Callable[[], None]:
+def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Callable[[], None]:
     """A call that runs `slots` tokens through every linear layer; inputs of float8 layers are already quantised."""
     inputs = []
     for one in layers[0].products:

@@ -244,7 +244,7 @@ def weights(models: Path | None, *, hashed: bool) -> Iterator[Finding]:
         yield Finding("weights sha256", "not run", f"{size / GIB:.1f} GiB take a while; --hash does it")
         return
     prints = fingerprint(models)
-    text = f"esm2 {prints.esm2[:16]}, dnabert_s {prints.dnabert_s[:16]}, head {prints.head[:16]}"
+    text = ", ".join(f"{part} {digest[:16]}" for part, digest in prints.items())
     yield Finding("weights sha256", "ok", text)
 
 

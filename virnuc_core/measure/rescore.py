@@ -11,7 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
-from virnuc_core.encoders.head import Head
+from virnuc_core.encoders.layers import Head
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
@@ -57,7 +58,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, tensors = open_head_folder(folder)
         head = Head(shape, tensors.read, torch.device("cpu"))
-        _check_fit(head, store, record.widths, folder)
+        _check_fit(shape, store, record.widths, folder)
         scores, failed = head_scores(run, head, store.n_uniques)
         digest = part_digest(folder)
     summary = RescoreSummary(
@@ -92,12 +93,12 @@ def head_scores(run: RunDir, head: Head, uniques: int) -> tuple[NDArray[np.float
     return scores, failed
 
 
-def _check_fit(head: Head, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
-    if head.model_length != store.model_length:
+def _check_fit(shape: HeadShape, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
+    if shape.model_length != store.model_length:
         raise ConfigError(
-            f"the head in {folder} is for length {head.model_length}, the run's reads were cut at {store.model_length}"
+            f"the head in {folder} is for length {shape.model_length}, the run's reads were cut at {store.model_length}"
         )
-    made_for, has = (head.dna_width, head.protein_width), (widths.get("dna"), widths.get("protein"))
+    made_for, has = (shape.dna_width, shape.protein_width), (widths.get("dna"), widths.get("protein"))
     if widths and made_for != has:
         raise ConfigError(
             f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "

@@ -27,12 +27,12 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from virnuc_core.config import Spec
-from virnuc_core.encoders.checkpoint import write_tensors
+from virnuc_core.encoders.convert import write_tensors
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import InputError, ShardError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, whole_file
+from virnuc_core.rundir import RunDir
 
 log = logging.getLogger(__name__)
 
@@ -316,8 +316,7 @@ def _write_head(network: nn.Module, shape: HeadShape, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()
     write_tensors(folder / "model.safetensors", shape.tensors(), torch.float32, lambda name: state[name])
-    with whole_file(folder / "config.json") as aside:
-        write_shape(shape, aside)
+    write_shape(shape, folder / "config.json")
 
 
 def install_head(new: Path, models: Path) -> None:

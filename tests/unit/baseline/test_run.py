@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +164,7 @@ def test_the_record_says_what_the_baseline_was_made_from(
     vanilla: tuple[RunDir, BaselineSummary], store: OrfStore, models: Path
 ) -> None:
     written = read_record(vanilla[0])
-    assert written.fingerprints == {"reads": store.fingerprint, **asdict(fingerprint(models))}
+    assert written.fingerprints == {"reads": store.fingerprint, **fingerprint(models)}
     assert written.model_length == 500
     assert (vanilla[0].root / written.store).resolve() == store.path.resolve()
 

@@ -19,11 +19,10 @@ from virnuc_core.encoders import kernels
 from virnuc_core.encoders.attention import Rows, alibi_slopes, inv_freq, positions, reference, rotary_tables
 from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
-from virnuc_core.encoders.esm2 import Esm2, place_esm2
-from virnuc_core.encoders.layers import segment_mean
+from virnuc_core.encoders.dnabert_s import DnabertS
+from virnuc_core.encoders.esm2 import Esm2
+from virnuc_core.encoders.layers import FP8, Resolved, quantise_rows, segment_mean
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
-from virnuc_core.encoders.precision import FP8, Resolved, quantise_rows
 from virnuc_core.encoders.tokenize import PackedBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -177,10 +176,9 @@ def check_stack(device: torch.device, dtype: torch.dtype) -> None:
     dna = DnabertShape(layers=2, width=64, heads=2, ffn_width=128, vocab=32)
 
     def embedded(kind: Resolved, **way: Any) -> tuple[Tensor, Tensor]:
-        weights = place_esm2(functools.partial(random_tensor, shape), shape, kind, device)
-        dna_weights = place_dnabert(functools.partial(random_tensor, dna), dna, kind, device)
-        esm2 = Esm2(shape, weights, precision=kind, **way)
-        return esm2.embed(batch), DnabertS(dna, dna_weights, pad_id=3, precision=kind, **way).embed(batch)
+        esm2 = Esm2(shape, functools.partial(random_tensor, shape), device, precision=kind, **way)
+        dnabert = DnabertS(dna, functools.partial(random_tensor, dna), device, pad_id=3, precision=kind, **way)
+        return esm2.embed(batch), dnabert.embed(batch)
 
     plain = embedded("fp32", attention="reference")
     for got, expected in zip(embedded(precision, attention="fused"), plain, strict=True):

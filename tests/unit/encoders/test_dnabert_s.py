@@ -13,7 +13,7 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import alibi_slopes
 from virnuc_core.encoders.checkpoint import Source, fit, load_dnabert_s
-from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
+from virnuc_core.encoders.dnabert_s import DnabertS
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
@@ -59,8 +59,8 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    weights = place_dnabert(fit(Source("random", checkpoint()), SHAPE).read, SHAPE, "fp32", CPU)
-    return DnabertS(SHAPE, weights, pad_id=3, precision="fp32", attention="reference")
+    read = fit(Source("random", checkpoint()), SHAPE).read
+    return DnabertS(SHAPE, read, CPU, pad_id=3, precision="fp32", attention="reference")
 
 
 def twin(tokens: Tensor) -> Tensor:
@@ -129,4 +129,4 @@ def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
     dnabert = load_dnabert_s(models, CPU)
     assert (dnabert.attention, dnabert.precision) == ("reference", "fp32")
     assert (dnabert.width, dnabert.pad_id) == (64, 3)  # the tokenizer's [PAD], whatever a config may say
-    assert dnabert.flops_per_token(35) == 2 * (2 * (4 * 64**2 + 3 * 64 * 128) + 4 * 35 * 64)
+    assert dnabert.shape.linear_weights == 2 * (4 * 64**2 + 3 * 64 * 128)

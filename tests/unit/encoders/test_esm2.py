@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from copy import copy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -12,7 +13,8 @@ import pytest
 import torch
 
 from virnuc_core.encoders.checkpoint import Source, fit, load_esm2
-from virnuc_core.encoders.esm2 import Esm2, place_esm2
+from virnuc_core.encoders.esm2 import Esm2
+from virnuc_core.encoders.layers import Resolved
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 
@@ -39,11 +41,10 @@ def oracle() -> Any:
 
 
 @cache
-def ours() -> Esm2:
+def ours(precision: Resolved = "fp32") -> Esm2:
     """The same weights in our module."""
-    tensors = fit(Source("oracle", oracle().state_dict()), SHAPE)
-    weights = place_esm2(tensors.read, SHAPE, "fp32", CPU)
-    return Esm2(SHAPE, weights, precision="fp32", attention="reference")
+    read = fit(Source("oracle", oracle().state_dict()), SHAPE).read
+    return Esm2(SHAPE, read, CPU, precision=precision, attention="reference")
 
 
 def one_by_one(sequence: bytes) -> torch.Tensor:
@@ -105,14 +106,13 @@ def test_position_128_is_the_same_number_wherever_the_row_lies() -> None:
     assert torch.equal(front[129], behind[98 + 129])
 
 
-def test_what_stands_in_dead_slots_reaches_no_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_stands_in_dead_slots_reaches_no_row() -> None:
     rows = proteins([10, 20])
     batch = packed(Esm2Tokenizer(), rows, slots=100, capacity=8)
     clean = ours().embed(batch)
-    weights = ours().weights
-    poisoned_table = weights.embed.clone()
-    poisoned_table[31] = torch.nan  # a token that no residue has
-    poisoned = Esm2(SHAPE, weights._replace(embed=poisoned_table), precision="fp32", attention="reference")
+    poisoned = copy(ours())
+    poisoned.table = poisoned.table.clone()
+    poisoned.table[31] = torch.nan  # a token that no residue has
     tokens = batch.tokens.clone()
     tokens[batch.real_tokens :] = 31
     got = poisoned.embed(replace(batch, tokens=tokens))
@@ -124,21 +124,20 @@ def test_rotary_frequencies_are_the_saved_ones() -> None:
     for name in list(tensors):
         if name.endswith("inv_freq"):
             tensors[name] = tensors[name] * 2
-    weights = place_esm2(fit(Source("doubled", tensors), SHAPE).read, SHAPE, "fp32", CPU)
-    assert torch.equal(weights.inv_freq, 2 * ours().weights.inv_freq)
+    read = fit(Source("doubled", tensors), SHAPE).read
+    doubled = Esm2(SHAPE, read, CPU, precision="fp32", attention="reference")
+    assert torch.equal(doubled.inv_freq, 2 * ours().inv_freq)
 
 
 def test_half_precision_keeps_the_rotary_frequencies_in_float32() -> None:
-    tensors = fit(Source("oracle", oracle().state_dict()), SHAPE)
-    weights = place_esm2(tensors.read, SHAPE, "fp16", CPU)
-    assert weights.layers[0].qkv.weight.dtype == torch.float16
-    assert weights.inv_freq.dtype == torch.float32
-    assert torch.equal(weights.inv_freq, ours().weights.inv_freq)
+    half = ours("fp16")
+    assert half.layers[0].qkv.weight.dtype == torch.float16
+    assert half.inv_freq.dtype == torch.float32
+    assert torch.equal(half.inv_freq, ours().inv_freq)
 
 
 def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
     esm2 = load_esm2(models, CPU)
     assert (esm2.attention, esm2.precision) == ("reference", "fp32")
     assert (esm2.width, esm2.pad_id) == (64, 1)
-    # two layers: 12 width² weights each, two operations a weight, and 4 · 52 · width for scores and mixing
-    assert esm2.flops_per_token(52) == 2 * (2 * 12 * 64**2 + 4 * 52 * 64)
+    assert esm2.shape.linear_weights == 2 * 12 * 64**2  # two layers of 12 width² weights each

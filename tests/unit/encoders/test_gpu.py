@@ -14,11 +14,10 @@ from torch import Tensor
 from virnuc_core.encoders.attention import Backend
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.dnabert_s import DnabertS, place_dnabert
-from virnuc_core.encoders.esm2 import Esm2, place_esm2
-from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.dnabert_s import DnabertS
+from virnuc_core.encoders.esm2 import Esm2
+from virnuc_core.encoders.layers import Encoder, Resolved
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
-from virnuc_core.encoders.precision import Resolved
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 
 from .encoder_batches import dnas, packed, proteins
@@ -51,22 +50,14 @@ COMBINATIONS = tuple(
 )
 
 
+@cache
 def esm2(shape: Esm2Shape, precision: Resolved, way: Backend) -> Esm2:
-    return Esm2(shape, esm2_weights(shape, precision), precision=precision, attention=way)
+    return Esm2(shape, partial(random_tensor, shape), GPU, precision=precision, attention=way)
 
 
+@cache
 def dnabert(precision: Resolved, way: Backend) -> DnabertS:
-    return DnabertS(DNA, dnabert_weights(precision), pad_id=3, precision=precision, attention=way)
-
-
-@cache
-def esm2_weights(shape: Esm2Shape, precision: Resolved) -> Any:
-    return place_esm2(partial(random_tensor, shape), shape, precision, GPU)
-
-
-@cache
-def dnabert_weights(precision: Resolved) -> Any:
-    return place_dnabert(partial(random_tensor, DNA), DNA, precision, GPU)
+    return DnabertS(DNA, partial(random_tensor, DNA), GPU, pad_id=3, precision=precision, attention=way)
 
 
 def protein_batch(order: list[int], *, slots: int = 4096, max_seqlen: int = 256) -> PackedBatch:
@@ -226,12 +217,11 @@ def test_3b_shaped_embeddings_keep_their_direction(precision: Resolved) -> None:
 @cache
 def _big(precision: Resolved, way: Backend) -> Tensor:
     shape = ESM2_SIZES["t36_3B"]
-    weights = place_esm2(partial(random_tensor, shape), shape, precision, GPU)
-    encoder = Esm2(shape, weights, precision=precision, attention=way)
+    encoder = Esm2(shape, partial(random_tensor, shape), GPU, precision=precision, attention=way)
     rows = proteins([10 + 3 * i % 157 for i in range(96)], seed=5)
     batch = packed(Esm2Tokenizer(), rows, slots=9216, capacity=128, max_seqlen=256).to(GPU)
     pooled = encoder.embed(batch)[:96].cpu()
-    del encoder, weights
+    del encoder
     torch.cuda.empty_cache()
     return pooled
 
@@ -248,6 +238,5 @@ def test_base_dnabert_s_keeps_its_direction_as_well_as_plain_torch(precision: Re
 @cache
 def _base(precision: Resolved, way: Backend) -> Tensor:
     shape = DNABERT_SIZES["base"]
-    weights = place_dnabert(partial(random_tensor, shape), shape, precision, GPU)
-    encoder = DnabertS(shape, weights, pad_id=3, precision=precision, attention=way)
+    encoder = DnabertS(shape, partial(random_tensor, shape), GPU, pad_id=3, precision=precision, attention=way)
     return encoder.embed(dna_tokens(list(range(48))))[:48].cpu()

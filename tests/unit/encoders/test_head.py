@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from virnuc_core.encoders.checkpoint import load_head, open_head
-from virnuc_core.encoders.head import OTHERS, VIRUS
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -38,12 +37,8 @@ def test_no_rows_give_no_scores(models: Path) -> None:
     assert load_head(models, CPU).scores(torch.empty(0, 128)).shape == (0, 2)
 
 
-def test_class_0_is_others_and_class_1_is_virus() -> None:
-    assert (OTHERS, VIRUS) == (0, 1)
-
-
 def test_its_widths_and_length_come_from_the_config(models: Path) -> None:
     head = load_head(models, CPU)
-    assert (head.model_length, head.dna_width, head.protein_width) == (500, 64, 64)
+    assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
     with pytest.raises(WeightsError, match=r"features are \(3, 127\), it takes 128 columns"):
         head.scores(torch.zeros(3, 127))

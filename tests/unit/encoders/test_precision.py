@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
-from virnuc_core.encoders.precision import FP8, make_dense, quantise_rows, resolve_precision
+from virnuc_core.encoders.layers import FP8, WeightReader, quantise_rows, resolve_precision
 from virnuc_core.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -59,7 +59,8 @@ def test_one_row_of_nan_spoils_no_other() -> None:
 
 def test_an_fp8_layer_is_scaled_by_output_row() -> None:
     weight = torch.randn(32, 16) * torch.logspace(-3, 3, 32).unsqueeze(1)
-    layer = make_dense(weight, torch.zeros(32), "fp8")
+    tensors = {"fc1.weight": weight, "fc1.bias": torch.zeros(32)}
+    layer = WeightReader(tensors.__getitem__, "fp8", CPU).linear("fc1")
     assert layer.weight.dtype == FP8
     assert layer.scale is not None
     assert layer.scale.shape == (1, 32)

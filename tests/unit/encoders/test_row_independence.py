@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head
-from virnuc_core.encoders.head import Head
-from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.layers import Encoder, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 from .encoder_batches import dnas, packed, proteins
@@ -81,7 +80,7 @@ def test_rows_past_the_last_are_zero(pair: tuple[Encoder, Tokenizer, list[bytes]
 
 def test_scores_of_a_row_are_the_same_bits_in_any_company(models: Path) -> None:
     head: Head = load_head(models, CPU)
-    features = torch.randn(700, head.dna_width + head.protein_width, generator=torch.Generator().manual_seed(2))
+    features = torch.randn(700, head.shape.width, generator=torch.Generator().manual_seed(2))
     whole = head.scores(features)
     for row in (0, 1, 255, 256, 699):
         assert torch.equal(head.scores(features[row : row + 1])[0], whole[row])

@@ -13,7 +13,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, train_tokenizer
+from virnuc_core.encoders.convert import train_tokenizer
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 
 

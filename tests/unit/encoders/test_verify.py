@@ -40,8 +40,8 @@ def copied(models: Path, tmp_path: Path) -> Path:
 def test_sound_random_weights_pass_and_anchors_do_not_run(models: Path) -> None:
     checks = {check.name: check for check in verify(models, CPU)}
     prints = fingerprint(models)
-    assert checks["esm2 sha256"].detail == prints.esm2
-    assert checks["head sha256"].detail == prints.head
+    assert checks["esm2 sha256"].detail == prints["esm2"]
+    assert checks["head sha256"].detail == prints["head"]
     assert [checks[part].verdict for part in ("esm2", "dnabert_s", "head")] == ["pass"] * 3
     assert checks["esm2"].detail.endswith("random, seed 7")
     assert (checks["anchors"].verdict, checks["anchors"].detail) == ("not run", "random weights")

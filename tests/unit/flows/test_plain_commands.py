@@ -27,7 +27,7 @@ def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
     for name, seed in (("a", "4"), ("b", "4"), ("c", "5")):
         assert main(["models", "init-random", str(tmp_path / name), "--head", "300", "--seed", seed]) == 0
     assert fingerprint(tmp_path / "a") == fingerprint(tmp_path / "b")
-    assert fingerprint(tmp_path / "a").head != fingerprint(tmp_path / "c").head
+    assert fingerprint(tmp_path / "a")["head"] != fingerprint(tmp_path / "c")["head"]
 
 
 @pytest.mark.parametrize("word", ["2", "-300", "long", "3e2", ""])

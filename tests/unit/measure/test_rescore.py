@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from virnuc_core import runfiles
 from virnuc_core.encoders.checkpoint import fingerprint, load_head
-from virnuc_core.encoders.convert import init_random, write_random
+from virnuc_core.encoders.convert import init_random, random_tensor, write_part
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError
@@ -44,12 +45,11 @@ def run(tmp_path: Path, models: Path) -> RunDir:
     made = simulate(SimulateSpec(reads=300, genome_length=3_000, seed=2), tmp_path / "reads.fasta")
     stage(StageSpec(reads=(str(made.reads_file),)), run.store)
     store = OrfStore.open(run.store)
-    prints = fingerprint(models)
     record = runfiles.new_record(
         runfiles.RunRecord,
         (),
         model_length=500,
-        fingerprints={"reads": store.fingerprint, "head": prints.head},
+        fingerprints={"reads": store.fingerprint, "head": fingerprint(models)["head"]},
         store="orfs.h5",
         widths={"dna": 64, "protein": 64},
     )
@@ -58,7 +58,7 @@ def run(tmp_path: Path, models: Path) -> RunDir:
     shards.write_plan(run, plan)
     rng = np.random.default_rng(0)
     head = load_head(models, torch.device("cpu"))
-    embeddings = rng.normal(size=(store.n_uniques, head.dna_width + head.protein_width)).astype(np.float32)
+    embeddings = rng.normal(size=(store.n_uniques, head.shape.width)).astype(np.float32)
     embeddings[7] = np.nan
     scores = head.scores(torch.from_numpy(embeddings)).numpy()
     for shard in range(len(plan)):
@@ -77,7 +77,7 @@ def test_the_same_head_gives_the_same_bytes(tmp_path: Path, run: RunDir, models:
     summary = rescore(run, models, out)
     assert content(out) == content(run)
     assert summary.results.rows_failed > 0, "the failed sequence stays failed"
-    assert summary.head == fingerprint(models).head
+    assert summary.head == fingerprint(models)["head"]
 
 
 def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
@@ -96,7 +96,7 @@ def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
     assert np.array_equal(np.array([np.float32(line[3]) for line in lines]), scores[kept, 1])
     written = json.loads((out.root / "rescore.json").read_text())
     assert written["schema_version"] == 1
-    assert written["head"] == summary.head == fingerprint(other).head
+    assert written["head"] == summary.head == fingerprint(other)["head"]
     assert written["results"]["reads"] == 300
 
 
@@ -151,7 +151,8 @@ def test_a_head_of_other_widths_is_refused_whatever_its_sum(tmp_path: Path, run:
     odd = tmp_path / "odd"
     shutil.copytree(models, odd)
     shutil.rmtree(odd / "head")
-    write_random(odd / "head", HeadShape(model_length=500, dna_width=60, protein_width=68), 1, torch.float32)
+    shape = HeadShape(model_length=500, dna_width=60, protein_width=68)
+    write_part(odd, shape, partial(random_tensor, shape), "random", "fp32")
     with pytest.raises(ConfigError, match=r"60 \(DNA\) \+ 68 \(protein\), the run has 64 \+ 64"):
         rescore(run, odd, RunDir(tmp_path / "out"))
 
@@ -160,6 +161,6 @@ def test_a_heads_own_folder_will_do(tmp_path: Path, run: RunDir, models: Path) -
     shutil.copytree(models / "head", tmp_path / "new")
     summary = rescore(run, tmp_path / "new", RunDir(tmp_path / "out"))
     assert content(RunDir(tmp_path / "out")) == content(run)
-    assert summary.head == fingerprint(models).head
+    assert summary.head == fingerprint(models)["head"]
     with pytest.raises(WeightsError, match="no head here"):
         rescore(run, tmp_path, RunDir(tmp_path / "other"))

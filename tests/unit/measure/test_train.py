@@ -83,7 +83,7 @@ def test_a_signal_is_learnt_and_the_head_has_the_original_names(world: World, ne
     assert summary.test_accuracy > 0.85
     assert summary.test_auc > 0.95
     head = load_head(models, torch.device("cpu"))
-    assert (head.model_length, head.dna_width, head.protein_width) == (500, 64, 64)
+    assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
     truth = read_truth(world.truth)
     splits, _ = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
     scores = head.scores(stored_embeddings(world.run, [splits[2].unique])[0])

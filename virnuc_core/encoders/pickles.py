@@ -1,0 +1,113 @@
+"""Pickled checkpoints and heads: their tensors, and nothing else of what such a file may hold.
+
+torch's own restricted loader reads them: nothing that a file names, beside tensors, plain containers and what is
+allowed here, is imported, let alone called.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pickle
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from virnuc_core.errors import WeightsError
+
+HEAD_CLASS: Final = "MLPClassifier"
+HEAD_MAX_TENSORS: Final = 100  # it has 9; a pickle of a few lines can name one module within itself many times over
+HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; what claims to be one and is larger than this is not read
+
+
+def read_state(path: Path) -> dict[str, Tensor]:
+    """The tensors of a `.bin` or `.pt`; `WeightsError` when it holds anything but tensors and plain settings."""
+    with path.open("rb") as file:
+        zipped = file.read(4) == b"PK\x03\x04"  # the newer format can be mapped, not copied, into memory
+    try:
+        # fair-esm keeps its arguments in a namespace
+        state = _state(_load(path, [argparse.Namespace], mmap=zipped), "model")
+    except Exception as error:  # torch raises whatever a broken file leads to
+        raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {first_line(error)}") from error
+    if state is None:
+        raise WeightsError(f"{path}: holds no dictionary of tensors")
+    return state
+
+
+class ModuleState:
+    """What stands for a pickled module: its tensors under their dotted names, none of its code."""
+
+    tensors: dict[str, Tensor]
+
+    def __setstate__(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        found = {**state["_parameters"], **state["_buffers"]}
+        for name, module in state["_modules"].items():  # which have their state already
+            inside = {} if module is None else module.tensors
+            found |= {f"{name}.{inner}": tensor for inner, tensor in inside.items()}
+            if len(found) > HEAD_MAX_TENSORS:
+                raise ValueError("more tensors than any head has")
+        self.tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
+
+
+HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each becomes the inert stand-in
+    (ModuleState, name)
+    for name in (
+        f"__main__.{HEAD_CLASS}",
+        "torch.nn.modules.linear.Linear",
+        "torch.nn.modules.batchnorm.BatchNorm1d",
+        "torch.nn.modules.dropout.Dropout",
+        "torch.nn.modules.activation.ReLU",
+    )
+)
+
+
+def read_head(path: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled head: a whole module, a state dictionary, or one under `model_state_dict`.
+
+    VirNucPro's are whole modules of a class of its training script. Raises `WeightsError` naming what the file asked
+    for that a head has no use for.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+            if unpacked > HEAD_MAX_BYTES:
+                raise ValueError(f"{unpacked:,} bytes is no head (at most {HEAD_MAX_BYTES:,})")
+            if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
+                raise ValueError("saved on a big-endian machine")
+        content = _load(path, list(HEAD_MODULES), mmap=False)
+        state = _state(content.tensors if isinstance(content, ModuleState) else content, "model_state_dict")
+    except OSError as error:
+        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
+    except zipfile.BadZipFile as error:
+        raise WeightsError(f"{path}: not a file of torch.save (1.6 or later); save the head again with it") from error
+    except Exception as error:  # a broken pickle can fail in any way; all of them mean the same
+        raise WeightsError(f"{path}: refused, not a head that can be read safely: {first_line(error)}") from error
+    if state is None:
+        raise WeightsError(f"{path}: holds neither a pickled {HEAD_CLASS} nor a state dictionary; not a head")
+    return state
+
+
+def _load(path: Path, allowed: list[Any], *, mmap: bool) -> object:
+    with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+        warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+
+def _state(content: object, key: str) -> dict[str, Tensor] | None:
+    """The tensors of a state dictionary, or of one under `key` of a dictionary; None when there are none."""
+    inner = content.get(key) if isinstance(content, Mapping) else None
+    found = inner if isinstance(inner, Mapping) else content
+    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
+        return None
+    return {str(name): tensor.detach() for name, tensor in found.items()}
+
+
+def first_line(error: Exception) -> str:
+    """What was wrong, in one line; around what its loader found, torch puts advice that nobody should follow."""
+    found = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
+    text = str(found).strip()
+    return text.splitlines()[0].split(". ")[0] if text else type(found).__name__
