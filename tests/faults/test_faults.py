@@ -95,6 +95,7 @@ def test_out_of_memory_halves_the_budget_for_that_shard_only(harness: ModuleType
     assert len(changed) <= 1
 
 
+@pytest.mark.slow
 def test_a_hanging_worker_is_ended_and_replaced(harness: ModuleType, scene: Any, tmp_path: Path) -> None:
     _, protein = guilty_row(scene)
     fault = {"kind": "hang", "protein": protein, "marker": str(tmp_path / "struck")}

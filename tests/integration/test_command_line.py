@@ -147,23 +147,11 @@ def test_a_failed_criterion_is_5_and_the_report_is_printed(
         'reads = 50\n[targets]\none_device_seconds = { op = "<", value = 0.001 }\n'
     )
     out = tmp_path / "validation"
-    words = [
-        "validate",
-        "--profile",
-        profile,
-        "--reads",
-        few_reads,
-        "--models",
-        models,
-        "--devices",
-        "cpu:1",
-        "-o",
-        out,
-    ]
-    done = virnuc(*words, environment=child_environment)
-    assert done.returncode == 5, done.stderr
-    assert "OVERALL: 0 of 7 CRITERIA MET" in done.stdout
-    assert "not met: Time on one device" in done.stdout
+    words = ("--profile", profile, "--reads", few_reads, "--models", models, "--devices", "cpu:1", "-o", out)
+    code, printed, said = inside(capsys, "validate", *words)
+    assert code == 5, said
+    assert "OVERALL: 0 of 7 CRITERIA MET" in printed
+    assert "not met: Time on one device" in printed
     assert inside(capsys, "verify", out)[0] == 0
     changed = json.loads((out / "report" / "report.json").read_text())
     changed["run"]["total_s"] = 0.0005

@@ -91,6 +91,7 @@ def test_a_terminated_run_ends_with_all_it_started(
         assert run.ends() == 130, run.log.read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_at_a_terminal_reaches_the_temporary_server_too_and_leaves_nothing(
     tmp_path: Path, many_reads: Path, models: Path, database: Path
 ) -> None:
@@ -100,12 +101,21 @@ def test_ctrl_c_at_a_terminal_reaches_the_temporary_server_too_and_leaves_nothin
         assert run.ends() == 130, run.log.read_text()
 
 
+@pytest.mark.parametrize("temporary_server", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
-    tmp_path: Path, some_reads: Path, models: Path, undisturbed: str, database: Path
+    tmp_path: Path,
+    some_reads: Path,
+    models: Path,
+    undisturbed: str,
+    request: pytest.FixtureRequest,
+    temporary_server: bool,
 ) -> None:
     """SIGKILL, which no process can answer: what the killed run had started ends all the same."""
-    with running(tmp_path, some_reads, models, own_server(tmp_path / "prefect", database)) as run:
-        assert SERVER in run.commands(), "no temporary server to leave behind"
+    environment = request.getfixturevalue("child_environment")
+    if temporary_server:
+        environment = own_server(tmp_path / "prefect", request.getfixturevalue("database"))
+    with running(tmp_path, some_reads, models, environment) as run:
+        assert (SERVER in run.commands()) == temporary_server
         assert WORKER in run.commands()
         run.process.kill()
         assert run.ends() == -signal.SIGKILL
@@ -115,6 +125,7 @@ def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
     assert digest(run.out) == undisturbed
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_replaced_and_the_flow_goes_on(
     tmp_path: Path, some_reads: Path, models: Path, child_environment: dict[str, str], undisturbed: str
 ) -> None:
@@ -133,6 +144,7 @@ def flow_run_of(name: str) -> FlowRun:
     return alive[0]
 
 
+@pytest.mark.slow
 def test_cancelling_a_run_started_by_hand_ends_it(
     tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:

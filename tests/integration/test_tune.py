@@ -125,12 +125,12 @@ def test_settings_that_change_results_are_marked_and_not_recommended(
     tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("virnuc_core.measure.tune.compare_scores", lambda _, scores: (0.25, len(scores)))
-    few = {"token_budgets": [512], "attentions": ["reference", "fused"]}
+    few = {"token_budgets": [512], "attentions": ["reference"]}
     state = ask(tmp_path / "sweep", few_reads, models, **few)
     verdicts = {}
     for candidate in json.loads((tmp_path / "sweep" / "tune.json").read_text())["candidates"]:
         verdicts[candidate["changes"].get("attention", "auto")] = candidate["verdict"]
-    assert verdicts == {"auto": "base", "reference": "changes results", "fused": "cannot run"}
+    assert verdicts == {"auto": "base", "reference": "changes results"}
     assert (state.message or "").startswith("the base stays")
 
 
