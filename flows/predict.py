@@ -14,9 +14,8 @@ from prefect.client.schemas.objects import State
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
-from tasks.artifacts import emit, publish_table
 from tasks.predict import embed, fate_rows, viral_reads
-from tasks.step import device_slots, done
+from tasks.step import device_slots, done, emit, publish_table
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import LocalWorkers

@@ -12,8 +12,7 @@ from flows import preflight
 from flows.flow_run import announce, named, with_parameters
 from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
-from tasks.artifacts import cell, publish_table
-from tasks.step import done
+from tasks.step import done, publish_table
 from virnuc_core.config import EngineSpec
 from virnuc_core.measure.inbox import Ledger, Row, RowFate
 from virnuc_core.runfiles import RunSummary
@@ -44,10 +43,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
             ledger.write_table(rows)
     rows = ledger.scan(settle_s=settings.settle_s)
     counts = Counter(row.fate for row in rows)
-    publish_table(f"inbox-{settings.inbox.name}", [_shown(row) for row in rows], f"Files of {settings.inbox}")
+    shown = [{name: getattr(row, name) for name in ("file", "fate", "reads", "viral", "run", "note")} for row in rows]
+    publish_table(f"inbox-{settings.inbox.name}", shown, f"Files of {settings.inbox}")
     message = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "the inbox is empty"
     return done(counts, message, reused=left == settings.max_files)
-
-
-def _shown(row: Row) -> dict[str, str]:
-    return {name: cell(getattr(row, name)) for name in ("file", "fate", "reads", "viral", "run", "note")}

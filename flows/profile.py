@@ -8,9 +8,8 @@ from prefect.client.schemas.objects import State
 from flows.flow_run import named, with_parameters
 from flows.measure_parameters import ProfileSettings
 from flows.predict import staged_run
-from tasks.artifacts import markdown_table, publish_markdown, publish_table
 from tasks.predict import stage_rows
-from tasks.step import done
+from tasks.step import Rows, done, markdown_table, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, trace
 from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench
@@ -50,7 +49,7 @@ def profile(settings: ProfileSettings) -> State[Traces]:
     return done(found, f"{found}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
 
 
-def _text(found: Traces, tables: tuple[list[dict[str, str]], ...]) -> str:
+def _text(found: Traces, tables: tuple[Rows, ...]) -> str:
     stages, marks, operations = map(markdown_table, tables)
     names = "\n".join(
         f"- `{table.trace or 'not kept: too large'}`: {counted(table.shards, 'shard')}, {table.batches} batches, "

@@ -8,9 +8,8 @@ from prefect.client.schemas.objects import State
 from flows.flow_run import named, with_parameters
 from flows.measure_parameters import ScaleSettings
 from flows.validate import Judged, in_short, measure
-from tasks.artifacts import percent
 from tasks.step import done
-from virnuc_core.report.formatting import number
+from virnuc_core.report.formatting import number, percent
 from virnuc_core.report.model import Report
 
 

@@ -10,8 +10,7 @@ from prefect.client.schemas.objects import State
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.measure_parameters import SWEPT, TuneSettings
-from tasks.artifacts import publish_table
-from tasks.step import done
+from tasks.step import done, publish_table
 from tasks.tools import run_trial, trial_rows
 from virnuc_core.engine.devices import resolve_engine
 from virnuc_core.measure.bench import Bench

@@ -23,12 +23,10 @@ from prefect.flow_runs import pause_flow_run
 from flows import preflight
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.measure_parameters import MeasureSettings, ValidateSettings
-from tasks.artifacts import publish_markdown
 from tasks.predict import embed
-from tasks.step import REJECTED, TimeLimitError, done, not_met
+from tasks.step import REJECTED, TimeLimitError, done, not_met, publish_markdown
 from tasks.tools import ceiling, overhead
 from tasks.validate import (
-    BASELINE,
     TIMED_OUT,
     Approval,
     approval_form,
@@ -46,7 +44,7 @@ from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import model_length, read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.report.files import RUN_PREFIX
+from virnuc_core.report.files import BASELINE, RUN_PREFIX
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, rerender
 from virnuc_core.rundir import RunDir

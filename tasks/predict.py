@@ -10,8 +10,17 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
-from tasks.step import device_slots, done, first_attempt, step, time_limit
+from tasks.step import (
+    Markdown,
+    Rows,
+    device_slots,
+    done,
+    first_attempt,
+    progress_artifact,
+    publish_table,
+    step,
+    time_limit,
+)
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
@@ -75,42 +84,33 @@ def embed(
     devices = spec.devices
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
-    before = _summary_before(run)
+    if run.summary.is_file() and read(run.summary, RunSummary).stopped_at_limit:
+        run.summary.unlink()  # so that the run can go on
+
+    def write_stopped(wall_s: float) -> None:  # how long it had taken, and nothing that was not measured
+        stopped = RunSummary(
+            stopped_at_limit=True,
+            wall_s=wall_s,
+            staging_s=staging.total_s,
+            total_s=staging.total_s + wall_s,
+            n_reads=staging.counts.n_reads,
+            devices=resolve(devices),
+        )
+        write(run.summary, stopped)
+
+    before = read_summary(run)
     with device_slots(resolve(devices)), progress as show, closing(prewarmed) if prewarmed else nullcontext():
         watch = replace(watch or Watch(), on_progress=lambda snapshot: show(snapshot.percent / 100))
-        with time_limit(run.root, time_limit_s, lambda wall_s: _write_stopped(run, staging, spec, wall_s)):
+        with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         show(1.0)
     publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
-    return done(summary, _what_was_done(summary, before), reused=summary == before)
-
-
-def _what_was_done(summary: RunSummary, before: RunSummary | None) -> str:
     if summary == before:
-        return f"all {summary.shards} shards were committed: nothing to compute"
+        return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
-    return f"{summary.shards_computed} of {summary.shards} shards computed{kept} in {summary.wall_s:.1f} s{deaths}"
-
-
-def _write_stopped(run: RunDir, staging: StageSummary, spec: ClassifySpec, wall_s: float) -> None:
-    """summary.json of a run that was ended: how long it had taken, and nothing that was not measured."""
-    stopped = RunSummary(
-        stopped_at_limit=True,
-        wall_s=wall_s,
-        staging_s=staging.total_s,
-        total_s=staging.total_s + wall_s,
-        n_reads=staging.counts.n_reads,
-        devices=resolve(spec.devices),
-    )
-    write(run.summary, stopped)
-
-
-def _summary_before(run: RunDir) -> RunSummary | None:
-    """What the directory says of a complete run; the summary of one that was ended goes, so that it can go on."""
-    if run.summary.is_file() and read(run.summary, RunSummary).stopped_at_limit:
-        run.summary.unlink()
-    return read_summary(run)
+    computed = f"{summary.shards_computed} of {summary.shards} shards computed{kept}"
+    return done(summary, f"{computed} in {summary.wall_s:.1f} s{deaths}")
 
 
 @step("viral reads", "viral reads")
@@ -125,20 +125,23 @@ def stage_rows(summary: RunSummary) -> Rows:
     total_s, rows = summary.total_s or 0.0, []
     for place, name in enumerate(STAGES, start=1):
         seconds = summary.stages.get(name)
-        share = seconds / total_s if seconds is not None and total_s > 0 else None
         spent = f"{seconds:.2f}" if seconds is not None else "fused" if name in summary.stages else "not measured"
-        rows.append({"stage": f"Stage {place}: {name}", "seconds": spent, "share": percent(share)})
-    return [*rows, {"stage": "**Total wall time**", "seconds": f"{total_s:.2f}", "share": "100 %"}]
+        share = None if seconds is None else _share(seconds, total_s)
+        rows.append({"stage": f"Stage {place}: {name}", "seconds": spent, "share": share})
+    return [*rows, {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"}]
 
 
 def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:
     """What became of the reads; the fates add up to the reads that came in. `tally` is what staging counted: its
     remarks on reads, and the records that never became one, follow below the sum."""
 
-    def row(what: str, count: int) -> dict[str, str]:
-        share = percent(count / summary.n_reads if summary.n_reads else None)
-        return {"fate": cell(what), "reads": cell(count), "share": share}
+    def row(what: str, count: int) -> dict[str, object]:
+        return {"fate": what, "reads": count, "share": _share(count, summary.n_reads)}
 
-    total = {"fate": "**all reads**", "reads": cell(sum(summary.fates.values())), "share": "100 %"}
+    total = {"fate": Markdown("**all reads**"), "reads": sum(summary.fates.values()), "share": "100 %"}
     remarks = [row(f"remark: {name}", tally[name]) for name in REMARKS if tally is not None and name in tally]
-    return [*(row(name, count) for name, count in summary.fates.items()), total, *remarks]
+    return [*(row(*fate) for fate in summary.fates.items()), total, *remarks]
+
+
+def _share(part: float, whole: float | None) -> str | None:
+    return f"{100 * part / whole:,.1f} %" if whole else None

@@ -1,27 +1,41 @@
-"""What every task of ours is: tried again where that can help, heard in its run's log, and brief about wrong input.
+"""What every task of ours is: tried again where that can help, heard in its run's log, brief about wrong input; what
+a flow holds while it works; and what Prefect shows of it.
 
-And what a flow holds while it works: its child processes, the devices it computes on, and the time it may take. Two
-guards stand before a device. Prefect's concurrency slots make runs of one server queue, visibly. The lock of the
+Two guards stand before a device. Prefect's concurrency slots make runs of one server queue, visibly. The lock of the
 operating system, taken by the worker process itself (`virnuc_core.rundir`), is what makes sharing impossible.
+
+Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9"; one infinite
+number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
+import math
+import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
+import httpx
 from prefect import Task, runtime, task
+from prefect.artifacts import (
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
 from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
 from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext, TaskRunContext
+from prefect.events import emit_event
 from prefect.exceptions import ObjectAlreadyExists
 from prefect.logging.handlers import APILogHandler
 from prefect.settings import PREFECT_API_URL
@@ -29,28 +43,22 @@ from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
 from virnuc_core.engine.process import end_all_children
-from virnuc_core.errors import (
-    ConfigError,
-    DeviceError,
-    InputError,
-    ShardError,
-    VirnucError,
-    WeightsError,
-    WorkerError,
-)
+from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 
 P = ParamSpec("P")
 T = TypeVar("T")
-CORE: Final = "virnuc_core"
-REUSED: Final = "Reused"
 NOT_MET: Final = "Criteria not met"
 REJECTED: Final = "Rejected"
-HOPELESS: Final = (InputError, ConfigError, WeightsError, FileNotFoundError, PermissionError, IsADirectoryError)
+HOPELESS: Final = (FileNotFoundError, PermissionError, IsADirectoryError)
 WORTH_A_RETRY: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
+MAX_BYTES: Final = 100 * 1024
+_MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
-_held: ContextVar[frozenset[str]] = ContextVar("slots this flow run holds", default=frozenset())
+_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
 logger = logging.getLogger(__name__)
+
+Rows = Sequence[Mapping[str, object]]  # of equal keys
 
 
 class NotMetError(VirnucError):
@@ -77,7 +85,7 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Task[P, 
                 return Failed(message=str(error), data=error)
 
         # 10 s, 20 s, 40 s; each stretched by up to a fifth, so that tasks felled together do not come back together
-        made: Task[P, State[T]] = task(
+        return task(
             name=name,
             task_run_name=run_name,
             cache_policy=NO_CACHE,
@@ -86,7 +94,6 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Task[P, 
             retry_jitter_factor=0.2,
             retry_condition_fn=_retry_condition,
         )(body)
-        return made
 
     return decorate
 
@@ -112,7 +119,7 @@ def first_attempt() -> bool:
 
 def done(data: T, message: str, *, reused: bool = False) -> State[T]:
     """Completed, with a message; named `Reused` when no work had to be done."""
-    return Completed(name=REUSED if reused else None, message=message, data=data)
+    return Completed(name="Reused" if reused else None, message=message, data=data)
 
 
 def not_met(data: T, message: str, *, fails: bool, name: str = NOT_MET) -> State[T]:
@@ -122,53 +129,36 @@ def not_met(data: T, message: str, *, fails: bool, name: str = NOT_MET) -> State
     return Completed(name=name, message=message, data=data)
 
 
-class _RunOf(logging.Filter):
-    """Writes the run's ids on each record, since threads of the core know of no run."""
-
-    def __init__(self, flow_run_id: str, task_run_id: str | None) -> None:
-        super().__init__()
-        self.flow_run_id, self.task_run_id = flow_run_id, task_run_id
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        record.flow_run_id = self.flow_run_id
-        if self.task_run_id is not None:
-            record.task_run_id = self.task_run_id
-        return True
-
-
-def _current_run() -> _RunOf | None:
-    task_context = TaskRunContext.get()
-    if task_context is not None and task_context.task_run.flow_run_id is not None:
-        return _RunOf(str(task_context.task_run.flow_run_id), str(task_context.task_run.id))
-    flow = FlowRunContext.get()
-    if flow is not None and flow.flow_run is not None:
-        return _RunOf(str(flow.flow_run.id), None)
-    return None
-
-
 @contextmanager
 def core_logs() -> Iterator[None]:
     """Send the core's records from INFO up to the current run while the body runs; outside a run do nothing."""
-    run = _current_run()
-    if run is None:
+    task_run, flow_run, ids = TaskRunContext.get(), FlowRunContext.get(), {}
+    if task_run is not None and task_run.task_run.flow_run_id is not None:
+        ids = {"flow_run_id": str(task_run.task_run.flow_run_id), "task_run_id": str(task_run.task_run.id)}
+    elif flow_run is not None and flow_run.flow_run is not None:
+        ids = {"flow_run_id": str(flow_run.flow_run.id)}
+    else:
         yield
         return
-    logger = logging.getLogger(CORE)
-    handler = next((h for h in logger.handlers if isinstance(h, APILogHandler)), None)
-    own = handler is None
-    if handler is None:
-        handler = APILogHandler()
+
+    def named(record: logging.LogRecord) -> bool:  # threads of the core know of no run
+        vars(record).update(ids)
+        return True
+
+    logger = logging.getLogger("virnuc_core")
+    outer = next((h for h in logger.handlers if isinstance(h, APILogHandler)), None)
+    handler, level = outer or APILogHandler(), logger.level
+    if outer is None:
         logger.addHandler(handler)
-    level = logger.level
     if logger.getEffectiveLevel() > logging.INFO:
         logger.setLevel(logging.INFO)
-    handler.addFilter(run)
+    handler.addFilter(named)
     try:
         yield
     finally:
-        handler.removeFilter(run)
+        handler.removeFilter(named)
         logger.setLevel(level)
-        if own:
+        if outer is None:
             logger.removeHandler(handler)
 
 
@@ -188,11 +178,6 @@ def no_orphans() -> Iterator[None]:
         end_all_children()
 
 
-def slot_name(device: Device) -> str:
-    """The concurrency limit of a device; a GPU's UUID names it on every machine."""
-    return f"virnuc-{device.id}".lower()
-
-
 @contextmanager
 def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
     """Hold one slot of the server for each GPU of `devices`, waiting until all are free.
@@ -201,7 +186,8 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
     run is seen by nobody else) the worker's own lock does the work. Slots that the flow holds around this are held
     once. Errors: `TimeoutError` after `wait_s` seconds.
     """
-    names = sorted({slot_name(device) for device in devices if device.kind == "cuda"} - _held.get())
+    # a GPU's UUID names it on every machine
+    names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
     if not names or PREFECT_API_URL.value() is None:
         yield
         return
@@ -237,24 +223,166 @@ def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float]
 
     Errors: `TimeLimitError` then, after `on_reached` was told the seconds that had passed.
     """
+    if limit_s is None:
+        yield
+        return
     started_s, reached = time.monotonic(), threading.Event()
 
     def end() -> None:
         reached.set()
         end_all_children()
 
-    timer = None if limit_s is None else threading.Timer(limit_s, end)
-    if timer is not None:
-        timer.daemon = True
-        timer.start()
+    timer = threading.Timer(limit_s, end)
+    timer.daemon = True
+    timer.start()
     try:
         yield
     except WorkerError as error:
         if not reached.is_set():
             raise
         on_reached(time.monotonic() - started_s)
-        raise TimeLimitError(f"{what}: ended at the limit of {limit_s or 0:,.0f} s") from error
+        raise TimeLimitError(f"{what}: ended at the limit of {limit_s:,.0f} s") from error
     finally:
-        if timer is not None:
-            timer.cancel()
-            timer.join()
+        timer.cancel()
+        timer.join()
+
+
+# --- what Prefect shows ----------------------------------------------------------------------------------------------
+
+
+class Markdown(str):
+    """Text that is Markdown already; all other text in a table is shown as it stands."""
+
+    __slots__ = ()
+
+
+def key(*parts: object) -> str:
+    """An artifact key: lower-case letters, digits and dashes; `ValueError` when nothing is left of `parts`."""
+    cleaned = re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, parts)).lower()).strip("-")[:100].strip("-")
+    if not cleaned:
+        raise ValueError(f"no artifact key can be made of {parts!r}")
+    return cleaned
+
+
+def cell(value: object) -> str:
+    """One value as the text of a table cell: comparison signs as signs, no infinite number, nothing read as Markdown.
+
+    >>> cell(">= 0.9"), cell(float("inf")), cell(None), cell(0.12345678), cell("a*b*")
+    ('≥ 0.9', '∞', '–', '0.1235', 'a\\\\*b\\\\*')
+    """
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float() if math.isfinite(value):
+            return f"{value:.4g}" if abs(value) < 1e6 else f"{value:,.0f}"
+        case float():
+            return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
+        case Markdown():
+            return value
+    text = str(value).replace("\r", " ").replace("\n", " ").replace("<=", "≤").replace(">=", "≥")
+    return _MARKDOWN.sub(r"\\\1", text)
+
+
+def bounded_rows(rows: Rows, limit: int = MAX_BYTES) -> list[dict[str, str]]:
+    """The cells of the first rows that stay below `limit` bytes, and a last row that says how many were left out."""
+    kept: list[dict[str, str]] = []
+    used = 0
+    for row in rows:
+        texts = {name: cell(value) for name, value in row.items()}
+        used += sum(len(name.encode()) + len(text.encode()) + 8 for name, text in texts.items())
+        if used > limit:
+            note = f"… {len(rows) - len(kept):,} more rows: see the files of the run"
+            return [*kept, dict.fromkeys(row, "") | {next(iter(row)): note}]
+        kept.append(texts)
+    return kept
+
+
+def bounded_markdown(text: str, full_text: Path | str, limit: int = MAX_BYTES) -> str:
+    """The text, cut at a line's end below `limit` bytes with a word on where the whole stands."""
+    if len(text.encode()) <= limit:
+        return text
+    note = f"\n\n… cut here; the whole text is `{full_text}`\n"
+    head = text.encode()[: limit - len(note.encode())].decode("utf-8", "ignore")
+    return head[: head.rfind("\n")] + note
+
+
+def markdown_table(rows: Rows) -> str:
+    """Rows as a Markdown table; empty text for no rows."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def publish_table(name: str, rows: Rows, description: str) -> None:
+    """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing."""
+    if inside_a_run():
+        create_table_artifact(bounded_rows(rows), key=key(name), description=description)
+
+
+def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
+    """Record a text under `name`, cut to size."""
+    if inside_a_run():
+        create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=description)
+
+
+def inside_a_run() -> bool:
+    """Whether this code runs inside a Prefect flow or task."""
+    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+
+
+def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
+    """Send `virnuc.<event>` about `virnuc.<resource>`; Prefect adds the flow run as a related resource."""
+    emit_event(
+        event=f"virnuc.{event}",
+        resource={"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name},
+        payload=dict(payload),
+    )
+
+
+@contextmanager
+def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> Iterator[Callable[[float], None]]:
+    """Gives what takes a share of work done, 0 to 1; the newest is sent every `every_s` seconds, and at the end.
+
+    Outside a run nothing is sent. A server that is away is noted in the log and never stops the work.
+    """
+    if not inside_a_run():
+        yield lambda share: None
+        return
+    stop, newest = threading.Event(), 0.0
+    made: Any = None  # Prefect's id of the artifact
+
+    def show(share: float) -> None:
+        nonlocal newest
+        newest = round(100 * min(max(share, 0.0), 1.0), 1)
+
+    def publish(percent: float) -> None:
+        nonlocal made
+        if made is None:
+            made = create_progress_artifact(percent, key=key(name), description=description)
+        else:
+            update_progress_artifact(made, progress=percent)
+
+    def loop() -> None:
+        shown, ended = -1.0, False
+        while not ended:
+            ended = stop.wait(every_s)
+            if (percent := newest) != shown:
+                try:
+                    publish(percent)
+                    shown = percent
+                except (httpx.HTTPError, OSError) as error:
+                    logger.warning("progress not shown: %s", error)
+
+    context = contextvars.copy_context()  # the run this thread belongs to
+    thread = threading.Thread(target=context.run, args=(loop,), name="progress artifact", daemon=True)
+    thread.start()
+    try:
+        yield show
+    finally:
+        stop.set()
+        thread.join(timeout=2 * every_s)

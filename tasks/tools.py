@@ -8,18 +8,17 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from tasks.artifacts import Rows, cell, percent, progress_artifact, publish_table
-from tasks.step import device_slots, done, first_attempt, step
+from tasks.step import Markdown, Rows, device_slots, done, first_attempt, progress_artifact, publish_table, step
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread
-from virnuc_core.measure.trace import WAIT, Operation, Traces, TraceTable
+from virnuc_core.measure.trace import WAIT, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, Trial
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.formatting import number
+from virnuc_core.report.formatting import number, percent
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.validation import OverheadFile
@@ -50,7 +49,9 @@ def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: 
     with device_slots(resolve(bench.devices)), progress as show:
         found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show)
     publish_table(f"commits-{label}", overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
-    return done(found, overhead_sentence(found))
+    shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
+    cost = f"commits cost {percent(median(shares))} of the tokens/s, over {len(shares)} pairs of runs"
+    return done(found, cost if shares else "commits were not timed")
 
 
 @step("ceiling", "ceiling of {devices}")
@@ -68,61 +69,52 @@ def mark_rows(tables: Sequence[TraceTable]) -> Rows:
 
     The share is of the recorded window, by the device's time where it has one of its own.
     """
-    return [_mark_row(table, mark) for table in tables for mark in table.marks]
-
-
-def _mark_row(table: TraceTable, mark: Operation) -> dict[str, str]:
-    own = mark.device_ms if table.kind == "cuda" and mark.name != WAIT else mark.host_ms
-    return {
-        "device": cell(table.device),
-        "stage": cell(STAGE_OF.get(mark.name, mark.name)),
-        "calls": cell(mark.calls),
-        "host ms": cell(round(mark.host_ms, 2)),
-        "device ms": cell(round(mark.device_ms, 2)) if table.kind == "cuda" else "–",
-        "share of the recording": percent(own / table.window_ms if table.window_ms else None),
-    }
+    rows = []
+    for table, mark in [(one, mark) for one in tables for mark in one.marks]:
+        own_ms = mark.device_ms if table.kind == "cuda" and mark.name != WAIT else mark.host_ms
+        row = {
+            "device": table.device,
+            "stage": STAGE_OF.get(mark.name, mark.name),
+            "calls": mark.calls,
+            "host ms": round(mark.host_ms, 2),
+            "device ms": round(mark.device_ms, 2) if table.kind == "cuda" else None,
+            "share of the recording": percent(own_ms / table.window_ms),
+        }
+        rows.append(row)
+    return rows
 
 
 def operation_rows(tables: Sequence[TraceTable], limit: int) -> Rows:
     """The operations that took most time on each device."""
-    return [_operation_row(table, row) for table in tables for row in table.operations[:limit]]
-
-
-def _operation_row(table: TraceTable, row: Operation) -> dict[str, str]:
-    own = row.device_ms if row.on == "device" else row.host_ms
-    shapes = {"shapes": cell(row.shapes)} if any(one.shapes for one in table.operations) else {}
-    return {
-        "device": cell(table.device),
-        "operation": cell(row.name[:NAME_WIDTH]),
-        "on": row.on,
-        "calls": cell(row.calls),
-        "ms": cell(round(own, 2)),
-        "ms a call": cell(own / row.calls if row.calls else None),
-        "share of the recording": percent(own / table.window_ms if table.window_ms else None),
-        **shapes,
-    }
+    rows = []
+    for table, one in [(part, one) for part in tables for one in part.operations[:limit]]:
+        own_ms = one.device_ms if one.on == "device" else one.host_ms
+        row = {
+            "device": table.device,
+            "operation": one.name[:NAME_WIDTH],
+            "on": one.on,
+            "calls": one.calls,
+            "ms": round(own_ms, 2),
+            "ms a call": own_ms / one.calls,
+            "share of the recording": percent(own_ms / table.window_ms),
+        }
+        shapes = {"shapes": one.shapes} if any(other.shapes for other in table.operations) else {}
+        rows.append(row | shapes)
+    return rows
 
 
 def overhead_rows(found: OverheadFile) -> Rows:
     """Pairs of runs with and without commits."""
     return [
         {
-            "pair": cell(place),
-            "tokens/s with commits": cell(round(pair.with_tokens_per_s)),
-            "tokens/s without": cell(round(pair.without_tokens_per_s)),
+            "pair": place,
+            "tokens/s with commits": round(pair.with_tokens_per_s),
+            "tokens/s without": round(pair.without_tokens_per_s),
             "overhead": percent(pair.overhead),
-            "worker restarts": cell(pair.restarts),
+            "worker restarts": pair.restarts,
         }
         for place, pair in enumerate(found.pairs, start=1)
     ]
-
-
-def overhead_sentence(found: OverheadFile) -> str:
-    """What commits cost, in a sentence."""
-    shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
-    if not shares:
-        return "commits were not timed"
-    return f"commits cost {percent(median(shares))} of the tokens/s, over {len(shares)} pairs of runs"
 
 
 @step("measure", "{name}")
@@ -130,38 +122,33 @@ def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> 
     """One trial of a candidate, or why it cannot run; a trial that was made before, over the same all, is reused."""
     with device_slots(resolve(sweep.bench.devices)):
         found = sweep.trial(candidate, repeat)
-    return done(found, _trial_sentence(found), reused=isinstance(found, Trial) and found.reused)
-
-
-def _trial_sentence(found: Trial | str) -> str:
-    """A trial in a sentence."""
     if isinstance(found, str):
-        return f"cannot run: {found}"
+        return done(found, f"cannot run: {found}")
     same = "" if not found.score_difference else f", scores differ by up to {found.score_difference:.2g}"
-    return f"{found.tokens_per_s:,.0f} tokens/s in {found.window_s:.1f} s{same}"
+    return done(found, f"{found.tokens_per_s:,.0f} tokens/s in {found.window_s:.1f} s{same}", reused=found.reused)
 
 
 def trial_rows(found: Sequence[Candidate], chosen: Recommendation, tolerance: float) -> Rows:
     """The sweep as a table, fastest first; what cannot run stands last."""
-    ordered = sorted(found, key=lambda candidate: median(candidate.rates), reverse=True)
-    return [_candidate_row(candidate, candidate is chosen.candidate, tolerance) for candidate in ordered]
-
-
-def _candidate_row(candidate: Candidate, recommended: bool, tolerance: float) -> dict[str, str]:
-    engine, rates = candidate.engine, candidate.rates
-    last = candidate.trials[-1].model_dump() if candidate.trials else {}
-    return {
-        "settings": cell(candidate.label),
-        "tokens/s": cell(round(median(rates))) if rates else "–",
-        "spread": percent(spread(rates)) if len(rates) > 1 else "–",
-        "runs": cell(len(rates)),
-        "elapsed": cell(number(last.get("window_s"), 1, " s")),
-        "utilisation": cell(number(last.get("utilisation"), 1, " %")),
-        "packing": percent(last.get("packing")),
-        "starved": percent(last.get("starved")),
-        "queue depth": cell(engine.prefetch_factor * max(1, engine.num_workers)),
-        "score difference": cell(candidate.difference),
-        "labels changed": cell(last.get("labels_changed")),
-        "verdict": "**recommended**" if recommended else cell(candidate.verdict(tolerance)),
-        "why": cell(candidate.refused or ("slower, dropped by halving" if candidate.dropped else "")),
-    }
+    rows = []
+    for candidate in sorted(found, key=lambda one: median(one.rates), reverse=True):
+        rates, engine = candidate.rates, candidate.engine
+        last = candidate.trials[-1].model_dump() if candidate.trials else {}
+        verdict = Markdown("**recommended**") if candidate is chosen.candidate else candidate.verdict(tolerance)
+        row = {
+            "settings": candidate.label,
+            "tokens/s": round(median(rates)) if rates else None,
+            "spread": percent(spread(rates)) if len(rates) > 1 else None,
+            "runs": len(rates),
+            "elapsed": number(last.get("window_s"), 1, " s"),
+            "utilisation": number(last.get("utilisation"), 1, " %"),
+            "packing": percent(last.get("packing")),
+            "starved": percent(last.get("starved")),
+            "queue depth": engine.prefetch_factor * max(1, engine.num_workers),
+            "score difference": candidate.difference,
+            "labels changed": last.get("labels_changed"),
+            "verdict": verdict,
+            "why": candidate.refused or ("slower, dropped by halving" if candidate.dropped else ""),
+        }
+        rows.append(row)
+    return rows

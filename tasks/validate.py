@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from prefect.artifacts import create_link_artifact
 from prefect.client.schemas.objects import State
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from tasks.artifacts import (
-    VERDICT_MARKS,
+from tasks.step import (
+    Markdown,
     Rows,
     cell,
+    device_slots,
+    done,
     emit,
+    first_attempt,
+    inside_a_run,
     key,
     markdown_table,
-    percent,
     progress_artifact,
-    publish_link,
     publish_markdown,
     publish_table,
+    step,
 )
-from tasks.step import device_slots, done, first_attempt, step
 from virnuc_core.baseline.run import BaselineProgress, run_baseline
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
@@ -34,8 +36,9 @@ from virnuc_core.report.approval import APPROVAL, QUESTIONS
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, cosines
 from virnuc_core.report.compare import compare as compare_results
-from virnuc_core.report.formatting import Mark, Table
-from virnuc_core.report.model import Criterion, Report
+from virnuc_core.report.files import BASELINE
+from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
+from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, write_report
 from virnuc_core.report.verify import dna_width
 from virnuc_core.report.views import accounts, agreements, criteria, scaling
@@ -43,15 +46,15 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
 from virnuc_core.validation import ApprovalRecord, BaselineSummary, Comparison
 
-BASELINE = "baseline"
 Answer = Literal["yes", "no", "not answered"]
-Verdict = Literal["approved", "rejected", "pending"]
-# the answer given when nobody answers in time
-TIMED_OUT: Final = {
-    "verdict": "pending",
-    "reviewer": "nobody (time-out)",
-    "note": "no answer came before the time-out",
+VERDICT_MARKS: Final = {
+    "pass": "✓ **PASS**",  # signs that every font has, no emoji
+    "fail": "✗ **FAIL**",
+    "projected": "≈ projected",
+    "not run": "– not run",
 }
+# the answer given when nobody answers in time
+TIMED_OUT: Final = {"verdict": "pending", "reviewer": "nobody (time-out)", "note": "no answer came before the time-out"}
 
 
 @step("baseline", "baseline {spec.name} on {devices}")
@@ -59,35 +62,24 @@ def baseline(
     run: RunDir, *, store: Path, models: Path, devices: Devices, spec: BaselineSpec, label: str, force: bool = False
 ) -> State[BaselineSummary]:
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
-    if force and first_attempt():
-        start_over(run)
+    if force and first_attempt() and run.root.exists():
+        shutil.rmtree(run.root)  # an error stops here: what cannot be removed must not be taken for the new one's
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
 
-    def share(so_far: BaselineProgress) -> float:
-        return so_far.rows / so_far.total_rows if so_far.total_rows else 1.0
+    def show_share(so_far: BaselineProgress) -> None:
+        show(so_far.rows / so_far.total_rows if so_far.total_rows else 1.0)
 
     with device_slots(resolve(devices)), progress as show:
-        summary = run_baseline(run, store, models, devices, spec, on_progress=lambda so_far: show(share(so_far)))
+        summary = run_baseline(run, store, models, devices, spec, on_progress=show_share)
         show(1.0)
-    return done(summary, _time_of(summary), reused=summary.reused)
-
-
-def start_over(run: RunDir) -> None:
-    """Remove an earlier baseline. Errors: `OSError`; what cannot be removed must not be taken for the new one's."""
-    if run.root.exists():
-        shutil.rmtree(run.root)
-
-
-def _time_of(summary: BaselineSummary) -> str:
-    """What the baseline's time is and how it is known."""
     if summary.source == "recorded":
-        return f"{summary.name}: {summary.wall_s:,.1f} s, recorded in the profile"
-    if summary.subset is None:
-        return f"{summary.name}: {summary.wall_s:,.1f} s measured on all reads"
-    return (
-        f"{summary.name}: {summary.measured_s:,.1f} s measured on {summary.subset.reads:,} reads, "
-        f"{summary.wall_s:,.1f} s scaled by tokens"
-    )
+        text = f"{summary.wall_s:,.1f} s, recorded in the profile"
+    elif summary.subset is None:
+        text = f"{summary.wall_s:,.1f} s measured on all reads"
+    else:
+        measured = f"{summary.measured_s:,.1f} s measured on {summary.subset.reads:,} reads"
+        text = f"{measured}, {summary.wall_s:,.1f} s scaled by tokens"
+    return done(summary, f"{summary.name}: {text}", reused=summary.reused)
 
 
 @step("compare", "compare {label}")
@@ -98,7 +90,13 @@ def compare(
     found = comparisons(out, names, tolerance=tolerance, subset=subset)
     write_comparisons(out, found)
     publish_table(f"comparison-{label}", rows_of(agreements(found)), f"Agreement of the runs of {label}")
-    return done(found, _agreements(found))
+    parts = []
+    for c in found:
+        if c.bitwise is not None:
+            parts.append(f"{c.a} and {c.b} {'equal' if c.bitwise.identical else 'NOT equal'} bit for bit")
+        elif c.consensus is not None:
+            parts.append(f"{c.b} agrees with {c.a} to {percent(c.consensus.agreement) or '–'}")
+    return done(found, "; ".join(parts) or "nothing to compare")
 
 
 def comparisons(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
@@ -110,23 +108,10 @@ def comparisons(out: Path, names: tuple[str, ...], *, tolerance: float, subset: 
             for name in names
         ]
     for name in names[1:]:
-        first = names[0]
-        a, b = out / first, out / name
+        a, b = out / names[0], out / name
         exact = {"cosines": cosines(a, b, dna_width(a)), "bitwise": bitwise(a, b)}
-        found.append(compare_results(a, b, tolerance=tolerance, names=(first, name)).model_copy(update=exact))
+        found.append(compare_results(a, b, tolerance=tolerance, names=(a.name, b.name)).model_copy(update=exact))
     return tuple(found)
-
-
-def _agreements(found: tuple[Comparison, ...]) -> str:
-    """The agreements, in a sentence."""
-    parts = []
-    for comparison in found:
-        if comparison.bitwise is not None:
-            same = "equal bit for bit" if comparison.bitwise.identical else "NOT equal bit for bit"
-            parts.append(f"{comparison.a} and {comparison.b} {same}")
-        elif comparison.consensus is not None:
-            parts.append(f"{comparison.b} agrees with {comparison.a} to {percent(comparison.consensus.agreement)}")
-    return "; ".join(parts) or "nothing to compare"
 
 
 @step("report", "report {label}")
@@ -134,7 +119,15 @@ def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[R
     """Every form of the report in `out/report/`, and one event for each verdict."""
     judged = write_report(out, profile, history)
     for criterion in (*judged.criteria, *judged.checks):
-        emit_verdict(criterion, judged, out)
+        target = criterion.target
+        payload = {
+            "value": criterion.value,
+            "target": None if target is None else f"{target.op} {target.value:g} {criterion.unit}",
+            "reason": criterion.reason,
+            "profile": profile.name,
+            "report": str(RunDir(out).report.absolute()),
+        }
+        emit(f"criterion.{key(criterion.verdict)}", f"criterion.{key(criterion.id)}", criterion.title, payload)
     return done(judged, met_sentence(judged))
 
 
@@ -151,64 +144,39 @@ def publish(judged: Report, out: Path, label: str) -> None:
         publish_table(f"scaling-{name}", rows_of(scaling(judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(f"report-{name}", text, met_sentence(judged), folder / "report.md")
-    publish_link(f"report-html-{name}", folder / "report.html", "report.html", "The report with its charts")
-
-
-def emit_verdict(criterion: Criterion, judged: Report, out: Path) -> None:
-    """One event for one verdict."""
-    target = criterion.target
-    emit(
-        f"criterion.{key(criterion.verdict)}",
-        f"criterion.{key(criterion.id)}",
-        criterion.title,
-        {
-            "value": criterion.value,
-            "target": None if target is None else f"{target.op} {target.value:g} {criterion.unit}",
-            "reason": criterion.reason,
-            "profile": judged.profile.name,
-            "report": str(RunDir(out).report.absolute()),
-        },
-    )
+    if inside_a_run():
+        page, what = folder / "report.html", "The report with its charts"
+        create_link_artifact(page.absolute().as_uri(), page.name, key=key(f"report-html-{name}"), description=what)
 
 
 def emit_outcome(judged: Report, out: Path) -> None:
     """One event for the validation as a whole."""
-    passed = not judged.failed
-    emit(
-        "validation.passed" if passed else "validation.failed",
-        f"validation.{key(judged.profile.name)}",
-        judged.profile.title,
-        {
-            "met": judged.met,
-            "asked": len(judged.criteria),
-            "failed": [criterion.title for criterion in judged.failed],
-            "report": str(RunDir(out).report.absolute()),
-        },
-    )
+    payload = {
+        "met": judged.met,
+        "asked": len(judged.criteria),
+        "failed": [criterion.title for criterion in judged.failed],
+        "report": str(RunDir(out).report.absolute()),
+    }
+    outcome = "failed" if judged.failed else "passed"
+    emit(f"validation.{outcome}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
 
 
 def rows_of(*tables: Table) -> Rows:
     """Tables of a report's view, one below the other, as Prefect shows them."""
-    return [
-        {
-            name: VERDICT_MARKS[value.verdict] if isinstance(value, Mark) else cell(value)
-            for name, value in zip(table.header, row, strict=True)
-        }
-        for table in tables
-        for row in table.rows
-    ]
+
+    def as_shown(value: object) -> object:
+        return Markdown(VERDICT_MARKS[value.verdict]) if isinstance(value, Mark) else value
+
+    return [dict(zip(table.header, map(as_shown, row), strict=True)) for table in tables for row in table.rows]
 
 
 def met_sentence(report: Report) -> str:
     """`6 of 7 criteria met`, and which were missed."""
     missed = ", ".join(criterion.title for criterion in report.failed)
-    open_ones = sum(criterion.verdict in ("not run", "projected") for criterion in report.criteria)
-    text = f"{report.met} of {len(report.criteria)} criteria met"
-    if missed:
-        text += f"; not met: {missed}"
-    if open_ones:
-        text += f"; {open_ones} not judged here"
-    return text
+    unjudged = sum(criterion.verdict in ("not run", "projected") for criterion in report.criteria)
+    said = f"; not met: {missed}" if missed else ""
+    left = f"; {unjudged} not judged here" if unjudged else ""
+    return f"{report.met} of {len(report.criteria)} criteria met{said}{left}"
 
 
 # --- the reviewer's answer --------------------------------------------------------------------------------------------
@@ -225,22 +193,9 @@ class Approval(RunInput):
     tuning_could_help: Answer = Field("not answered", description=QUESTIONS["tuning_could_help"])
     code_fix_needed: Answer = Field("not answered", description=QUESTIONS["code_fix_needed"])
     esm2_still_bottleneck: Answer = Field("not answered", description=QUESTIONS["esm2_still_bottleneck"])
-    verdict: Verdict = Field(description="The decision")
+    verdict: Literal["approved", "rejected", "pending"] = Field(description="The decision")
     reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
-
-
-def form_with(figures: Mapping[str, str], description: str) -> type[Approval]:
-    """The form with the figures of this run beside the questions they belong to, by name of field.
-
-    `description` stands above the form; in a low window the UI hides it, so that nothing may stand there alone.
-    """
-    fields: dict[str, Any] = {}
-    for name, text in figures.items():
-        field = Approval.model_fields[name]
-        fields[name] = (field.annotation, Field(field.default, description=f"{field.description} {text}"))
-    made = create_model("Approval", __base__=Approval, **fields)
-    return made.with_initial_data(description=description)
 
 
 def record_answer(report_dir: Path, answer: Approval, *, flow_run: str) -> ApprovalRecord:
@@ -252,21 +207,26 @@ def record_answer(report_dir: Path, answer: Approval, *, flow_run: str) -> Appro
 
 
 def approval_form(judged: Report, out: Path) -> type[Approval]:
-    """What the reviewer is asked, with the figures of this validation beside the questions."""
-    rows = rows_of(*criteria(judged))
-    missed = [f"{row['Criterion']} {row['Measured']} ({row['Required']})" for row in rows if "FAIL" in row["Verdict"]]
+    """What the reviewer is asked, with the figures of this validation beside the questions they belong to.
+
+    A table stands above the form; in a low window the UI hides it, so that nothing may stand there alone.
+    """
     wanted = ("Verdict", "Criterion", "Measured", "Required")
-    table = markdown_table([{name: row[name] for name in wanted} for row in rows])
+    table = markdown_table([{name: row[name] for name in wanted} for row in rows_of(*criteria(judged))])
+    missed = [cell(f"{c.title} {shown(c)} ({target_text(c.target, c.unit)})") for c in judged.failed]
     link = (RunDir(out).report / "report.html").absolute().as_uri()
-    return form_with(
-        {
-            "all_criteria_met": f"**{met_sentence(judged)}**",
-            "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
-            "tuning_could_help": "(loader workers, token budget, prefetch)",
-            "esm2_still_bottleneck": f"How large is the share of non-GPU work? {shares_of_time(judged)}",
-        },
-        f"{table}\nBottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} [The whole report]({link})\n",
-    )
+    figures = {
+        "all_criteria_met": f"**{met_sentence(judged)}**",
+        "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
+        "tuning_could_help": "(loader workers, token budget, prefetch)",
+        "esm2_still_bottleneck": f"How large is the share of non-GPU work? {shares_of_time(judged)}",
+    }
+    fields: dict[str, Any] = {
+        name: (Answer, Field("not answered", description=f"{QUESTIONS[name]} {text}")) for name, text in figures.items()
+    }
+    advice = f"Bottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} [The whole report]({link})"
+    made = create_model("Approval", __base__=Approval, **fields)
+    return made.with_initial_data(description=f"{table}\n{advice}\n")
 
 
 def shares_of_time(judged: Report) -> str:

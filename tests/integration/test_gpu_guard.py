@@ -23,7 +23,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import GlobalConcurrencyLimitUpdate
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
-from tasks.step import LEASE_S, slot_name
+from tasks.step import LEASE_S
 from virnuc_core.errors import DeviceError
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
@@ -32,6 +32,7 @@ from .processes import PATIENCE_S, ROOT, wait_for
 
 pytestmark = pytest.mark.slow
 GPU = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
+SLOT = "virnuc-gpu-guarded"
 WORK_S = 3.0
 
 # what a worker does with a device: works, says so; the device is locked before, and it dies with the run it is of
@@ -107,7 +108,7 @@ def state_of(run: str) -> str:
 
 def slots_taken() -> float:
     with get_client(sync_client=True) as client:
-        return client.read_global_concurrency_limit_by_name(slot_name(GPU)).active_slots
+        return client.read_global_concurrency_limit_by_name(SLOT).active_slots
 
 
 def test_the_second_run_waits_for_the_first_to_end(tmp_path: Path, server: dict[str, str]) -> None:
@@ -153,7 +154,7 @@ def test_a_slot_given_away_too_early_still_lets_nobody_onto_the_device(tmp_path:
     with running("holder", tmp_path, 600, server):
         wait_for(lambda: lines.of("holder", "begins"), "the holder to begin")
         with get_client(sync_client=True) as client:  # as `prefect gcl update … --active-slots 0` does
-            client.update_global_concurrency_limit(slot_name(GPU), GlobalConcurrencyLimitUpdate(active_slots=0))
+            client.update_global_concurrency_limit(SLOT, GlobalConcurrencyLimitUpdate(active_slots=0))
         with running("intruder", tmp_path, 0.1, server) as intruder:
             intruder.wait(PATIENCE_S)
         assert lines.of("intruder", "begins") is None

@@ -28,9 +28,18 @@ from pydantic import Field
 from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
 from flows.validate import ask
-from tasks.artifacts import progress_artifact, publish_markdown, publish_table
-from tasks.step import core_logs, device_slots, done, not_met, slot_name, step
-from tasks.validate import Approval, form_with
+from tasks.step import (
+    Markdown,
+    core_logs,
+    device_slots,
+    done,
+    not_met,
+    progress_artifact,
+    publish_markdown,
+    publish_table,
+    step,
+)
+from tasks.validate import Approval
 from virnuc_core.config import Spec
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
@@ -139,7 +148,7 @@ def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(caplog: pytest.
 def test_artifacts_are_recorded_as_written() -> None:
     @flow
     def whole() -> None:
-        publish_table("criteria-x", [{"verdict": "✅ **PASS**", "required": "≥ 90 %"}], "7 criteria")
+        publish_table("criteria-x", [{"verdict": Markdown("✅ **PASS**"), "required": ">= 90 %"}], "7 criteria")
         publish_markdown("report-x", "# Report", "the report", Path("/r"))
         with progress_artifact("progress-x", "", every_s=0.05) as show:
             show(0.5)
@@ -212,7 +221,7 @@ def test_two_runs_never_hold_one_gpu() -> None:
         thread.join()
     assert overlaps == []
     with get_client(sync_client=True) as client:
-        limit = client.read_global_concurrency_limit_by_name(slot_name(GPU))
+        limit = client.read_global_concurrency_limit_by_name("virnuc-gpu-aaaa")
     assert (limit.limit, limit.active_slots) == (1, 0)
 
 
@@ -252,9 +261,7 @@ def test_cores_need_no_slot() -> None:
 @flow
 def gated(report_dir: Path, timeout_s: int) -> dict[str, Any]:
     """Asks, and returns the answer."""
-    return ask(
-        report_dir, form_with({"all_criteria_met": "**6 of 7**"}, "## 6 of 7"), timeout_s=timeout_s, poll_s=1
-    ).model_dump()
+    return ask(report_dir, Approval, timeout_s=timeout_s, poll_s=1).model_dump()
 
 
 def in_thread(report_dir: Path, timeout_s: int) -> tuple[threading.Thread, list[State[Any]]]:

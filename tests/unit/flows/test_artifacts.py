@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.artifacts import (
+from tasks.step import (
     MAX_BYTES,
     bounded_markdown,
     bounded_rows,

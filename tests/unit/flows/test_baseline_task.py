@@ -6,17 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from tasks.validate import start_over
+from tasks.validate import baseline
+from virnuc_core.config import Devices
+from virnuc_core.profiles import BaselineSpec
 from virnuc_core.rundir import RunDir
 
 
-def test_starting_over_removes_everything_or_says_why_not(tmp_path: Path) -> None:
+def test_an_old_baseline_that_cannot_be_removed_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "baseline")
-    start_over(run)  # nothing there: nothing to do
-    run.root.mkdir()
-    (run.root / "prediction_results.txt").write_text("old")
-    start_over(run)
-    assert not run.root.exists()
     run.root.write_text("a file")
+    cpu, spec = Devices.parse("cpu:1"), BaselineSpec()
     with pytest.raises(NotADirectoryError):
-        start_over(run)
+        baseline.fn(run, store=tmp_path, models=tmp_path, devices=cpu, spec=spec, label="x", force=True)

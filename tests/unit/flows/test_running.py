@@ -12,8 +12,7 @@ import pytest
 from flows import preflight
 from flows.flow_commands import prepare_prefect
 from flows.flow_run import run_name, sample_of
-from tasks.artifacts import progress_artifact
-from tasks.step import can_help, first_attempt
+from tasks.step import can_help, first_attempt, progress_artifact
 from virnuc_core.errors import (
     ConfigError,
     DeviceError,
@@ -78,9 +77,18 @@ def test_outside_a_run_every_attempt_is_the_first() -> None:
     assert first_attempt()
 
 
-def test_progress_is_sent_seldom_and_at_the_end() -> None:
-    sent: list[float] = []
-    with progress_artifact("p", "", every_s=0.05, send=sent.append) as show:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Percentages that reach Prefect, as if this were a run."""
+    found: list[float] = []
+    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("tasks.step.create_progress_artifact", lambda percent, **_: found.append(percent) or "id")
+    monkeypatch.setattr("tasks.step.update_progress_artifact", lambda _, progress: found.append(progress))
+    return found
+
+
+def test_progress_is_sent_seldom_and_at_the_end(sent: list[float]) -> None:
+    with progress_artifact("p", "", every_s=0.05) as show:
         began = time.monotonic()
         for step in range(1000):
             show(step / 1000)
@@ -92,18 +100,23 @@ def test_progress_is_sent_seldom_and_at_the_end() -> None:
     assert sent == sorted(set(sent))
 
 
-def test_a_server_that_is_away_does_not_stop_the_work(caplog: pytest.LogCaptureFixture) -> None:
-    def refuse(_: float) -> None:
+@pytest.mark.usefixtures("sent")
+def test_a_server_that_is_away_does_not_stop_the_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: float, **_given: str) -> None:
         raise httpx.ConnectError("refused")
 
-    with progress_artifact("p", "", every_s=0.01, send=refuse) as show:
+    monkeypatch.setattr("tasks.step.create_progress_artifact", refuse)
+    with progress_artifact("p", "", every_s=0.01) as show:
         show(0.5)
     assert "progress not shown: refused" in caplog.text
 
 
+@pytest.mark.usefixtures("sent")
 def test_no_thread_is_left_behind() -> None:
     before = threading.active_count()
-    with progress_artifact("p", "", every_s=0.01, send=lambda _: None):
+    with progress_artifact("p", "", every_s=0.01):
         pass
     assert threading.active_count() == before
 

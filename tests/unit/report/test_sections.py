@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.predict import fate_rows
-from tasks.tools import overhead_rows, overhead_sentence
+from tasks.tools import overhead_rows
 from tasks.validate import rows_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
@@ -351,18 +351,17 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
     found = read(tmp_path / OVERHEAD, OverheadFile)
     rows = overhead_rows(found)
-    assert [row["pair"] for row in rows] == ["1", "2", "3"]
-    assert all(row["overhead"].endswith(" %") for row in rows)
-    assert overhead_sentence(found).endswith("over 3 pairs of runs")
+    assert [row["pair"] for row in rows] == [1, 2, 3]
+    assert all(str(row["overhead"]).endswith(" %") for row in rows)
     report = build_report(tmp_path, production)
     counted = rows_of(accounts(report))
     assert report.accounting is not None
     by_name = {row["What"]: row["Count"] for row in counted}
-    assert by_name["sum of the fates"] == f"{report.accounting.reads:,}"
+    assert by_name["sum of the fates"] == report.accounting.reads
     assert by_name["records skipped"] == "not recorded"
     doubtful = report.accounting.model_copy(update={"adds_up": False})
     doubted = rows_of(accounts(report.model_copy(update={"accounting": doubtful})))
-    assert any("does NOT add up" in row["What"] for row in doubted)
+    assert any("does NOT add up" in str(row["What"]) for row in doubted)
     assert rows_of(accounts(report.model_copy(update={"accounting": None}))) == []
 
 
@@ -370,4 +369,4 @@ def test_remarks_of_staging_stand_below_the_fates() -> None:
     summary = RunSummary(n_reads=4, fates={"viral": 1, "others": 3})
     rows = fate_rows(summary, {"reads": 4, "ambiguous": 2, "skipped": 0})
     assert [row["fate"] for row in rows] == ["viral", "others", "**all reads**", "remark: ambiguous", "remark: skipped"]
-    assert rows[3] == {"fate": "remark: ambiguous", "reads": "2", "share": "50.0 %"}
+    assert rows[3] == {"fate": "remark: ambiguous", "reads": 2, "share": "50.0 %"}
