@@ -22,7 +22,6 @@ from typing import Final
 from virnuc_core.errors import ConfigError, DeviceError
 
 SYSTEM_LOCKS: Final = Path("/run/lock")
-PR_SET_PDEATHSIG: Final = 1
 
 
 class _Inside:
@@ -98,10 +97,13 @@ def write_text_whole(path: Path, text: str) -> None:
 
 
 def _try_lock(handle: int) -> bool:
+    """Whether an open file is locked for this process now, which it then names."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    os.ftruncate(handle, 0)
+    os.write(handle, str(os.getpid()).encode())
     return True
 
 
@@ -125,8 +127,6 @@ def run_lock(root: Path) -> Iterator[None]:
         ours = _try_lock(handle)
         if not ours:
             raise ConfigError(f"{root}: {_holder(path)} is working here; wait for it or choose another directory")
-        os.ftruncate(handle, 0)
-        os.write(handle, str(os.getpid()).encode())
         yield
     finally:
         if ours and made and [entry.name for entry in root.iterdir()] == [path.name]:
@@ -184,8 +184,6 @@ def lock_device(device: str, wait_s: float) -> int:
             os.close(handle)
             raise DeviceError(f"{device} is in use by {_holder(path)}; wait for it or choose another device")
         time.sleep(0.2)
-    os.ftruncate(handle, 0)
-    os.write(handle, str(os.getpid()).encode())
     return handle
 
 
@@ -194,6 +192,7 @@ def die_with_parent(parent: int | None = None) -> None:
 
     The initializer of every process we start. The kernel counts the thread that started a process as its parent.
     """
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if parent is not None and os.getppid() != parent:
         os._exit(1)

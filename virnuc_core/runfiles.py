@@ -6,10 +6,10 @@ A file of an older run may lack keys or hold others: what is absent is `None` or
 
 from __future__ import annotations
 
-import logging
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -22,12 +22,9 @@ from virnuc_core.config import explain
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_whole
 
-log = logging.getLogger(__name__)
-
 MODEL_LENGTH: Final = "model length"
 LARGEST: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
 
-Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 Seconds = Annotated[float, Field(ge=0, le=LARGEST)]  # a clock that ran backwards measured nothing
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -119,29 +116,21 @@ def git_commit() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, without importing it, and of the driver where there is one."""
+    """Versions of what computes, without importing it, of the driver and of the newest CUDA it runs."""
+    import pynvml
+
     found = {"python": platform.python_version()}
     for package in ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect"):
         try:
             found[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             found[package] = "absent"
-    return found | driver_versions()
-
-
-def driver_versions() -> dict[str, str]:
-    """`driver` and `cuda_driver` (the newest CUDA it runs) of this machine; empty where there is no NVIDIA driver."""
-    import nvitop
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()  # asked first: nvitop prints several lines of its own where there is no driver
+    with suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        found["driver"], cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()
+        found["cuda_driver"] = f"{cuda // 1000}.{cuda % 1000 // 10}"
         pynvml.nvmlShutdown()
-        found = {"driver": nvitop.Device.driver_version(), "cuda_driver": nvitop.Device.cuda_driver_version()}
-    except (pynvml.NVMLError, RuntimeError, OSError) as error:
-        log.debug("no driver version: %s", error)
-        return {}
-    return {name: version for name, version in found.items() if version and version != nvitop.NA}
+    return found
 
 
 def new_record(kind: type[Record], devices: Sequence[Device], **made: Any) -> Record:

@@ -46,9 +46,6 @@ def read_usable(path: Path, kind: type[File]) -> tuple[File | None, tuple[str, .
             del way[-2][names[len(way) - 2]]
 
 
-# --- run.json ---------------------------------------------------------------------------------------------------------
-
-
 class StagingTally(RunFile):
     """What staging counted of the input."""
 
@@ -113,9 +110,6 @@ def record_validation(
     runfiles.write(path, record)
 
 
-# --- baseline/summary.json --------------------------------------------------------------------------------------------
-
-
 class BaselineSubset(RunFile):
     """The part of the input that a baseline was measured on."""
 
@@ -149,8 +143,6 @@ class BaselineSummary(RunFile):
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
     reused: bool = Field(False, exclude=True)
 
-
-# --- checkpoint_overhead.json -----------------------------------------------------------------------------------------
 
 OVERHEAD: Final = "checkpoint_overhead.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
@@ -186,9 +178,6 @@ class OverheadFile(RunFile):
     pairs: tuple[OverheadPair, ...]
 
 
-# --- beside the report --------------------------------------------------------------------------
-
-
 class ApprovalRecord(RunFile):
     """`report/approval.json`: what the reviewer of a validation said."""
 
@@ -203,9 +192,6 @@ class ApprovalRecord(RunFile):
     verdict: Literal["approved", "rejected", "pending"]
     reviewer: str | None = None
     note: str = ""
-
-
-# --- comparison.json --------------------------------------------------------------------------------------------------
 
 
 class ScoreDifference(RunFile):

@@ -5,28 +5,28 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable
 from importlib import resources
+from importlib.resources.abc import Traversable
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field, ValidationError
 
 from virnuc_core.config import BaselineName, EngineSpec, Spec, explain
 from virnuc_core.errors import ConfigError
 
-Relation = Literal["<", "<=", ">", ">="]
-RELATIONS: dict[Relation, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
+RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
 
 class Target(Spec):
     """A threshold: the measured value must stand in this relation to `value`."""
 
-    op: Relation
+    op: Literal["<", "<=", ">", ">="]
     value: float
 
     def met(self, measured: float) -> bool:
         """Whether `measured op value` holds."""
-        return bool(RELATIONS[self.op](measured, self.value))
+        return RELATIONS[self.op](measured, self.value)
 
 
 class BaselineSpec(Spec):
@@ -82,24 +82,22 @@ class Profile(Spec):
 
 def profile_names() -> list[str]:
     """Names of the profiles that come with virnuc."""
-    folder = resources.files("virnuc_core.profiles")
-    return sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml"))
+    names = (entry.name for entry in resources.files(__name__).iterdir())
+    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
 
 
 def load_profile(name_or_path: str) -> Profile:
     """A shipped profile by name, or a user's `.toml` file by path; `ConfigError` names the key that is wrong."""
-    if name_or_path.endswith(".toml"):
-        path = Path(name_or_path)
-        if not path.is_file():
-            raise ConfigError(f"profile {path}: no such file")
-        text = path.read_text(encoding="utf-8")
-    elif name_or_path in profile_names():
-        text = (resources.files("virnuc_core.profiles") / f"{name_or_path}.toml").read_text(encoding="utf-8")
-    else:
-        raise ConfigError(f"profile '{name_or_path}' is not known; choose {', '.join(profile_names())} or a .toml file")
+    file: Traversable = Path(name_or_path)
+    if not name_or_path.endswith(".toml"):
+        if name_or_path not in profile_names():
+            known = ", ".join(profile_names())
+            raise ConfigError(f"profile '{name_or_path}' is not known; choose {known} or a .toml file")
+        file = resources.files(__name__) / f"{name_or_path}.toml"
+    elif not file.is_file():
+        raise ConfigError(f"profile {file}: no such file")
     try:
-        raw: dict[str, Any] = tomllib.loads(text)
-        return Profile.model_validate(raw)
+        return Profile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"profile {name_or_path}: not valid TOML: {error}") from error
     except ValidationError as error:

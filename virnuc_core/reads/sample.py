@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -32,17 +31,15 @@ class LengthBin:
     shortest: int
     longest: int
     before: int
-    after: int
+    after: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSummary:
     """What was drawn, and how far its lengths are from those of the whole."""
 
-    out: Path
     reads_before: int
     reads_after: int
-    seed: int
     bins: tuple[LengthBin, ...]
     distance: float  # largest difference of the two cumulative length distributions (Kolmogorov–Smirnov), 0 to 1
 
@@ -65,38 +62,31 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
     """
     if n < 1:
         raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
-    with _read_twice(source, out.parent) as files:
+    with ExitStack() as held:
+        files = find_inputs((source,)).files
+        if source == STDIN:  # kept for the second reading
+            out.parent.mkdir(parents=True, exist_ok=True)
+            kept = held.enter_context(tempfile.NamedTemporaryFile(dir=out.parent, prefix=".sample."))
+            with Source.open(STDIN) as stream:
+                while piece := stream.read(_COPY_BYTES):
+                    kept.write(piece)
+                if stream.damage is not None:
+                    raise stream.damage
+            kept.flush()
+            files = (kept.name,)
         if any(out.resolve() == Path(name).resolve() for name in files):
             raise ConfigError(f"{out}: is what is drawn from; choose another name")
         lengths = _count_lengths(files, out)
         bins = _bins(lengths)
-        quotas = _quotas(np.array([part.before for part in bins]), n)
-        drawn = _draw(files, bins, quotas, out, np.random.default_rng(seed))
-    return SampleSummary(
-        out=out,
-        reads_before=sum(lengths.values()),
-        reads_after=sum(drawn.values()),
-        seed=seed,
-        bins=tuple(replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)),
-        distance=_distance(lengths, drawn),
-    )
-
-
-@contextmanager
-def _read_twice(source: str, folder: Path) -> Iterator[tuple[str, ...]]:
-    """The files of a source; standard input is kept in a temporary file for the second reading."""
-    if source != STDIN:
-        yield find_inputs((source,)).files
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".sample.") as kept:
-        with Source.open(STDIN) as stream:
-            while piece := stream.read(_COPY_BYTES):
-                kept.write(piece)
-            if stream.damage is not None:
-                raise stream.damage
-        kept.flush()
-        yield (kept.name,)
+        quotas = _quotas(np.array([part.before for part in bins], np.int64), n)
+        bins = [replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
+        drawn = _draw(files, bins, out, np.random.default_rng(seed))
+    distance = 0.0
+    if drawn:
+        ordered = sorted(lengths)
+        shares = [np.cumsum([counts[length] for length in ordered]) / counts.total() for counts in (lengths, drawn)]
+        distance = float(np.abs(shares[0] - shares[1]).max())
+    return SampleSummary(lengths.total(), drawn.total(), tuple(bins), distance)
 
 
 def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
@@ -117,12 +107,12 @@ def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
 
 def _bins(lengths: Counter[int]) -> list[LengthBin]:
     """Bins of about equally many reads; a length that occurs often is a bin of its own."""
-    enough = sum(lengths.values()) / _MOST_BINS
+    enough = lengths.total() / _MOST_BINS
     bins: list[LengthBin] = []
     for length, count in sorted(lengths.items()):
         last = bins[-1] if bins else None
         if last is None or last.before >= enough or count >= enough:
-            bins.append(LengthBin(length, length, count, 0))
+            bins.append(LengthBin(length, length, count))
         else:
             bins[-1] = replace(last, longest=length, before=last.before + count)
     return bins
@@ -131,23 +121,18 @@ def _bins(lengths: Counter[int]) -> list[LengthBin]:
 def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """How many to draw of each bin: its share of `n`, the remainders to those that miss most by rounding down."""
     total = int(before.sum())
-    n = min(n, total)
     if total == 0:
         return np.zeros(0, np.int64)
+    n = min(n, total)
     quotas, left = np.divmod(before * n, total)
     order = np.argsort(-left, kind="stable")
     quotas[order[: n - int(quotas.sum())]] += 1
     return quotas
 
 
-def _draw(
-    files: tuple[str, ...], bins: list[LengthBin], quotas: NDArray[np.int64], out: Path, rng: np.random.Generator
-) -> Counter[int]:
+def _draw(files: tuple[str, ...], bins: list[LengthBin], out: Path, rng: np.random.Generator) -> Counter[int]:
     """Write the chosen reads; gives the lengths written."""
-    chosen = [
-        np.sort(rng.choice(part.before, int(quota), replace=False, shuffle=False))
-        for part, quota in zip(bins, quotas, strict=True)
-    ]
+    chosen = [np.sort(rng.choice(part.before, part.after, replace=False, shuffle=False)) for part in bins]
     upper = np.array([part.longest for part in bins])
     seen = np.zeros(len(bins), np.int64)
     drawn: Counter[int] = Counter()
@@ -165,11 +150,3 @@ def _draw(
                 target.write(batch.text[i])
                 drawn[int(lengths[i])] += 1
     return drawn
-
-
-def _distance(before: Counter[int], after: Counter[int]) -> float:
-    if not before or not after:
-        return 0.0
-    lengths = sorted(before)
-    shares = [np.cumsum([counts[length] for length in lengths]) / sum(counts.values()) for counts in (before, after)]
-    return float(np.abs(shares[0] - shares[1]).max())

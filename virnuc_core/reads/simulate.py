@@ -7,11 +7,10 @@ a codon usage of their own; the others are rich in G and C, with genes far betwe
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -75,8 +74,6 @@ class SimulateSummary:
 
     reads: int
     viral_reads: int
-    bases: int
-    copies: int
     genomes: int
     reads_file: Path
     truth_file: Path
@@ -98,7 +95,7 @@ class _Genomes:
 class _Reads:
     """Some reads: letters padded to the longest. A copy has all of another read but its place."""
 
-    letters: NDArray[np.uint8]  # [n, longest] codes 0..4
+    letters: NDArray[np.uint8]  # [n, longest] of ACGTN
     lengths: NDArray[np.int64]
     genome: NDArray[np.int64]
     start: NDArray[np.int64]
@@ -115,37 +112,38 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
     match = _SUFFIX.search(out.name)
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
+    fastq = match[1] in ("fastq", "fq")
     stem = out.name[: match.start()]
     truth_file, genomes_file = out.with_name(f"{stem}.truth.tsv"), out.with_name(f"{stem}.genomes.fasta.gz")
-    lengths, weights = _length_choices(spec)
+    histogram = {spec.read_length: 1} if spec.lengths is None else read_histogram(spec.lengths)
+    weights = np.array(list(histogram.values()), float)
     rng = np.random.default_rng(spec.seed)
-    genomes = _make_genomes(spec, int(lengths.max()), rng)
-    made = viral = bases = copies = 0
+    genomes = _make_genomes(spec, max(histogram), rng)
+    labels = [LABELS[int(viral)] for viral in genomes.viral]
+    viral_reads = 0
     with ExitStack() as files:
         reads_out, genomes_out = (files.enter_context(reads_file(path)) for path in (out, genomes_file))
         truth_out = files.enter_context(files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8"))
-        genomes_out.write(_genomes_text(genomes))
+        letters = _LETTERS[genomes.codes].tobytes()
+        for name, start, length in zip(genomes.names, genomes.starts.tolist(), genomes.lengths.tolist(), strict=True):
+            genomes_out.write(b">%b\n%b\n" % (name.encode(), letters[start : start + length]))
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
-        while made < spec.reads:
+        for made in range(0, spec.reads, _BATCH):
             size = min(_BATCH, spec.reads - made)
-            reads = _make_reads(spec, genomes, rng.choice(lengths, size, p=weights), rng)
+            lengths = rng.choice(list(histogram), size, p=weights / weights.sum())
+            reads = _make_reads(spec, genomes, lengths, rng)
             ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
-            reads_out.write(_reads_text(reads, ids, "fastq" if match[1] in ("fastq", "fq") else "fasta"))
-            truth_out.writelines(_truth_lines(reads, ids, genomes))
-            made += size
-            viral += int(np.count_nonzero(genomes.viral[reads.genome]))
-            bases += int(reads.lengths.sum())
-            copies += int(np.count_nonzero(reads.source != np.arange(size)))
-    return SimulateSummary(made, viral, bases, copies, len(genomes.names), out, truth_file, genomes_file)
-
-
-def _length_choices(spec: SimulateSpec) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Read lengths and how likely each is."""
-    if spec.lengths is None:
-        return np.array([spec.read_length]), np.ones(1)
-    counts = read_histogram(spec.lengths)
-    weights = np.array(list(counts.values()), float)
-    return np.array(list(counts), np.int64), weights / weights.sum()
+            pieces, mark = [], b"@" if fastq else b">"
+            for name, row, length in zip(ids, reads.letters, reads.lengths.tolist(), strict=True):
+                quality = b"+\n%b\n" % (b"I" * length) if fastq else b""
+                pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row[:length].tobytes(), quality))
+            reads_out.write(b"".join(pieces))
+            columns = (reads.genome.tolist(), reads.start.tolist(), reads.reverse.tolist(), reads.source.tolist())
+            for number, (name, genome, start, reverse, source) in enumerate(zip(ids, *columns, strict=True)):
+                strand, copied = "-" if reverse else "+", ids[source] if source != number else ""
+                truth_out.write(f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{strand}\t{copied}\n")
+            viral_reads += int(np.count_nonzero(genomes.viral[reads.genome]))
+    return SimulateSummary(spec.reads, viral_reads, len(genomes.names), out, truth_file, genomes_file)
 
 
 def read_histogram(path: Path) -> dict[int, int]:
@@ -171,66 +169,40 @@ def read_histogram(path: Path) -> dict[int, int]:
 
 
 def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generator) -> _Genomes:
-    pieces, names = [], []
-    kinds = [0] * spec.other_genomes + [1] * spec.viral_genomes
-    for number, kind in enumerate(kinds):
+    names = [f"{LABELS[0]}_{number:04d}" for number in range(1, spec.other_genomes + 1)]
+    names += [f"{LABELS[1]}_{number:04d}" for number in range(1, spec.viral_genomes + 1)]
+    viral = np.arange(len(names)) >= spec.other_genomes
+    pieces = []
+    for kind in viral.astype(int).tolist():
         length = max(int(spec.genome_length * rng.uniform(0.5, 1.5)), longest_read)
         pieces.append(_genome(kind, length, rng))
-        names.append(f"{LABELS[kind]}_{number + 1 if kind == 0 else number + 1 - spec.other_genomes:04d}")
     lengths = np.array([len(piece) for piece in pieces], np.int64)
-    return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, np.array(kinds) == 1)
+    return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, viral)
 
 
 def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Genes of a codon usage of the genome's own, on either strand, with random bases between. Codes 0..3."""
     gc = float(np.clip(rng.normal(_GC[kind], _SPREAD), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
-    codons, shares = _codon_usage(base_shares, rng)
+    stops = ["ACGT".index(a) * 16 + "ACGT".index(b) * 4 + "ACGT".index(c) for a, b, c in _STOPS]
+    codons = np.delete(np.indices((4, 4, 4)).reshape(3, 64).T, stops, axis=0).astype(np.uint8)  # the 61
+    usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
+    usage /= usage.sum()
     pieces: list[NDArray[np.uint8]] = []
     size = 0
     while size < length:
         gene = int(rng.integers(100, 600))  # codons
         between = int(3 * gene * (1 / _CODING[kind] - 1))
-        coding = codons[rng.choice(len(codons), gene, p=shares)].reshape(-1)
+        coding = codons[rng.choice(len(codons), gene, p=usage)].reshape(-1)
         pieces.append(coding if rng.random() < 0.5 else (3 - coding)[::-1])
         pieces.append(rng.choice(4, between, p=base_shares).astype(np.uint8))
         size += len(coding) + between
     return np.concatenate(pieces)[:length]
 
 
-def _codon_usage(
-    base_shares: NDArray[np.float64], rng: np.random.Generator
-) -> tuple[NDArray[np.uint8], NDArray[np.float64]]:
-    """The 61 codons that are no stop, and how often each is used."""
-    stops = ["ACGT".index(a) * 16 + "ACGT".index(b) * 4 + "ACGT".index(c) for a, b, c in _STOPS]
-    codons = np.delete(np.indices((4, 4, 4)).reshape(3, 64).T, stops, axis=0).astype(np.uint8)
-    shares = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
-    return codons, shares / shares.sum()
-
-
 def _make_reads(spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64], rng: np.random.Generator) -> _Reads:
-    n = len(lengths)
-    genome = _choose_genomes(spec, genomes, n, rng)
-    start = (rng.random(n) * (genomes.lengths[genome] - lengths + 1)).astype(np.int64)
-    reverse = rng.random(n) < 0.5
-    longest = int(lengths.max())
-    # a read of the other strand is a window of the reversed complement of everything
-    ahead = np.concatenate([genomes.codes, np.zeros(longest, np.uint8)])
-    back = np.concatenate([3 - genomes.codes[::-1], np.zeros(longest, np.uint8)])
-    at = genomes.starts[genome] + start
-    letters = np.empty((n, longest), np.uint8)
-    letters[~reverse] = sliding_window_view(ahead, longest)[at[~reverse]]
-    letters[reverse] = sliding_window_view(back, longest)[(len(genomes.codes) - at - lengths)[reverse]]
-    flat = letters.reshape(-1)
-    wrong = rng.integers(0, flat.size, rng.binomial(flat.size, spec.error_rate))
-    flat[wrong] = (flat[wrong] + rng.integers(1, 4, len(wrong))) % 4
-    flat[rng.integers(0, flat.size, rng.binomial(flat.size, spec.n_rate))] = 4
-    source = _copied(spec, n, rng)
-    return _Reads(letters[source], lengths[source], genome[source], start[source], reverse[source], source)
-
-
-def _choose_genomes(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """A genome for each read: its kind by the viral share, within the kind by length. Both kinds occur if n ≥ 2."""
+    n, longest = len(lengths), int(lengths.max())
+    # a kind by the viral share, within it a genome by length; both kinds occur if there are two reads
     viral = rng.random(n) < spec.viral_share
     if n >= 2 and 0 < spec.viral_share < 1 and viral.all() | ~viral.any():
         viral[0] = ~viral[0]
@@ -238,44 +210,25 @@ def _choose_genomes(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.rando
     for kind in (False, True):
         members = np.flatnonzero(genomes.viral == kind)
         weights = genomes.lengths[members] / genomes.lengths[members].sum()
-        own = viral == kind
-        genome[own] = rng.choice(members, int(np.count_nonzero(own)), p=weights)
-    return genome
-
-
-def _copied(spec: SimulateSpec, n: int, rng: np.random.Generator) -> NDArray[np.int64]:
-    """For each of `n` reads itself, or an original before it that it becomes an exact copy of."""
+        genome[viral == kind] = rng.choice(members, int(np.count_nonzero(viral == kind)), p=weights)
+    start = (rng.random(n) * (genomes.lengths[genome] - lengths + 1)).astype(np.int64)
+    reverse = rng.random(n) < 0.5
+    # a read of the other strand is a window of the reversed complement of everything
+    ahead = np.concatenate([genomes.codes, np.zeros(longest, np.uint8)])
+    back = np.concatenate([3 - genomes.codes[::-1], np.zeros(longest, np.uint8)])
+    at = genomes.starts[genome] + start
+    codes = np.empty((n, longest), np.uint8)
+    codes[~reverse] = sliding_window_view(ahead, longest)[at[~reverse]]
+    codes[reverse] = sliding_window_view(back, longest)[(len(genomes.codes) - at - lengths)[reverse]]
+    flat = codes.reshape(-1)
+    wrong = rng.integers(0, flat.size, rng.binomial(flat.size, spec.error_rate))
+    flat[wrong] = (flat[wrong] + rng.integers(1, 4, len(wrong))) % 4
+    flat[rng.integers(0, flat.size, rng.binomial(flat.size, spec.n_rate))] = 4
+    # a copy repeats a read before it that is none itself
     source = np.arange(n)
     copies = np.flatnonzero(rng.random(n) < spec.duplicate_share)
     copies = copies[copies > 0]
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     fine = ~np.isin(originals, copies)
     source[copies[fine]] = originals[fine]
-    return source
-
-
-def _reads_text(reads: _Reads, ids: list[str], form: Literal["fasta", "fastq"]) -> bytes:
-    letters = _LETTERS[reads.letters]
-    quality = b"I" * letters.shape[1]
-    pieces = []
-    for name, row, length in zip(ids, letters, reads.lengths.tolist(), strict=True):
-        bases = row[:length].tobytes()
-        if form == "fasta":
-            pieces.append(b">%b\n%b\n" % (name.encode(), bases))
-        else:
-            pieces.append(b"@%b\n%b\n+\n%b\n" % (name.encode(), bases, quality[:length]))
-    return b"".join(pieces)
-
-
-def _truth_lines(reads: _Reads, ids: list[str], genomes: _Genomes) -> Iterator[str]:
-    columns = (reads.genome.tolist(), reads.start.tolist(), reads.reverse.tolist(), reads.source.tolist())
-    labels = [LABELS[int(viral)] for viral in genomes.viral]
-    for name, genome, start, reverse, source in zip(ids, *columns, strict=True):
-        copied = ids[source] if ids[source] != name else ""
-        yield f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{'-' if reverse else '+'}\t{copied}\n"
-
-
-def _genomes_text(genomes: _Genomes) -> bytes:
-    letters = _LETTERS[genomes.codes].tobytes()
-    spans = zip(genomes.names, genomes.starts.tolist(), genomes.lengths.tolist(), strict=True)
-    return b"".join(b">%b\n%b\n" % (name.encode(), letters[start : start + length]) for name, start, length in spans)
+    return _Reads(_LETTERS[codes[source]], lengths[source], genome[source], start[source], reverse[source], source)

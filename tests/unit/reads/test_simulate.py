@@ -62,7 +62,6 @@ def test_copies_are_exact_and_marked(tmp_path: Path) -> None:
     summary = simulate(SimulateSpec(reads=2000, duplicate_share=0.3, seed=4), tmp_path / "r.fasta")
     reads, truth = dict(reads_of(summary.reads_file)), truth_of(summary)
     copies = {read: fact["copy_of"] for read, fact in truth.items() if fact["copy_of"]}
-    assert len(copies) == summary.copies
     assert 300 < len(copies) < 700
     assert all(reads[read] == reads[source] for read, source in copies.items())
     assert not set(copies) & set(copies.values())
@@ -91,7 +90,6 @@ def test_lengths_from_a_histogram(tmp_path: Path, write: WriteReads) -> None:
     counts = Counter(len(bases) for _, bases in reads_of(summary.reads_file))
     assert set(counts) == {75, 150, 300}
     assert counts[150] / 2000 == pytest.approx(0.6, abs=0.05)
-    assert summary.bases == sum(length * count for length, count in counts.items())
 
 
 @pytest.mark.parametrize(("text", "line"), [("75\n", 1), ("75 1\n-3 4\n", 2), ("0 4\n", 1), ("a b\n1 x\n", 2)])
