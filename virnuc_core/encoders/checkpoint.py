@@ -183,7 +183,7 @@ def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Es
 # -- tensor files ------------------------------------------------------------------------------------------------------
 
 
-class Source(NamedTuple):
+class Checkpoint(NamedTuple):
     """A checkpoint under whatever names its author chose."""
 
     origin: str
@@ -203,7 +203,7 @@ class Tensors:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def open_safetensors(files: list[Path]) -> Source:
+def open_safetensors(files: list[Path]) -> Checkpoint:
     """One or several `.safetensors` files, mapped into memory: a tensor's numbers are read when they are used."""
     found: dict[str, Tensor] = {}
     for file in files:
@@ -213,7 +213,7 @@ def open_safetensors(files: list[Path]) -> Source:
             raise WeightsError(
                 f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
             ) from error
-    return Source(str(files[0] if len(files) == 1 else files[0].parent), found)
+    return Checkpoint(str(files[0] if len(files) == 1 else files[0].parent), found)
 
 
 # Names of the public layouts (ESM-2 as fair-esm saved it and as ported to transformers, DNABERT-S), prefixes taken off
@@ -250,7 +250,7 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(source: Source, shape: Shape) -> Tensors:
+def fit(source: Checkpoint, shape: Shape) -> Tensors:
     """A checkpoint of any public layout under our names; `WeightsError` names what is missing, unexpected or misshapen.
 
     It is held against the model by names, shapes and types: no weights are read. Newer ports do not save the rotary

@@ -23,7 +23,7 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.attention import inv_freq
 from virnuc_core.encoders.checkpoint import (
     PARTS,
-    Source,
+    Checkpoint,
     find_safetensors,
     fit,
     open_safetensors,
@@ -58,8 +58,7 @@ HEAD_NAME: Final = re.compile(r"(\d+)_model\.pth")
 ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")
 DNABERT_REPOSITORY: Final = ("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6")
 # weights and sizes only: no code of a repository is downloaded, let alone run
-FETCHED_FILES: Final = ("config.json", "tokenizer.json", "model*.safetensors*", "pytorch_model*.bin*")
-Download = Callable[[str, str], Path]  # of a repository at a revision: the folder with its files
+FETCHED_FILES: Final = ["config.json", "tokenizer.json", "model*.safetensors*", "pytorch_model*.bin*"]
 
 DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a random tensor
 SPECIAL_TOKENS: Final = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # ids 0 … 4, as in DNABERT-2
@@ -111,7 +110,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if length is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
     safe = source.suffix == ".safetensors"
-    opened = open_safetensors([source]) if safe else Source(str(source), read_head(source))
+    opened = open_safetensors([source]) if safe else Checkpoint(str(source), read_head(source))
     if "hidden_layer.weight" not in opened.tensors:
         raise WeightsError(f"{source}: no tensor hidden_layer.weight; not a head of VirNucPro")
     hidden, width = opened.tensors["hidden_layer.weight"].shape
@@ -122,14 +121,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     return shape
 
 
-def fetch(
-    out: Path,
-    head: Path,
-    *,
-    model_length: int | None = None,
-    dtype: Storage | None = None,
-    download: Download | None = None,
-) -> None:
+def fetch(out: Path, head: Path, *, model_length: int | None = None, dtype: Storage | None = None) -> None:
     """Make a models directory of the public ESM-2 3B and DNABERT-S, and a head file of VirNucPro.
 
     The head (`300_model.pth` or `500_model.pth`) comes with VirNucPro's own repository and is not downloaded here.
@@ -137,21 +129,20 @@ def fetch(
     """
     if not head.is_file():
         raise WeightsError(f"{head}: no such file; 300_model.pth and 500_model.pth come with VirNucPro's repository")
-    get = download or _download
     if not (out / "head").exists():
         convert_head(head, out, model_length)
     if not (out / "dnabert_s").exists():
-        convert_dnabert_s(get(*DNABERT_REPOSITORY), out, dtype=dtype)
+        convert_dnabert_s(_download(*DNABERT_REPOSITORY), out, dtype=dtype)
     if not (out / "esm2").exists():
-        convert_esm2(get(*ESM2_REPOSITORY), out, dtype=dtype)
+        convert_esm2(_download(*ESM2_REPOSITORY), out, dtype=dtype)
 
 
 def _download(repository: str, revision: str) -> Path:
     """Folder of a repository's weights at one revision, in the cache of huggingface_hub."""
-    from huggingface_hub import snapshot_download
+    import huggingface_hub
 
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(FETCHED_FILES)))
+        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=FETCHED_FILES))
     except Exception as error:  # the library and what it stands on raise many kinds
         raise WeightsError(
             f"{repository} at {revision[:12]}: cannot be downloaded ({first_line(error)}); "
@@ -159,7 +150,7 @@ def _download(repository: str, revision: str) -> Path:
         ) from error
 
 
-def open_public(source: Path) -> Source:
+def open_public(source: Path) -> Checkpoint:
     """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin or .pt file."""
     if source.is_dir():
         if files := find_safetensors(source):
@@ -173,10 +164,10 @@ def open_public(source: Path) -> Source:
         files = [source]
     else:
         raise WeightsError(f"{source}: no such file or directory")
-    return Source(str(source), {name: tensor for file in files for name, tensor in read_state(file).items()})
+    return Checkpoint(str(source), {name: tensor for file in files for name, tensor in read_state(file).items()})
 
 
-def guess_esm2_shape(source: Source) -> Esm2Shape:
+def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
     sizes = {our_name(name): tensor.shape for name, tensor in source.tensors.items()}
     layers = {int(match[1]) for name in sizes if (match := re.match(r"layers\.(\d+)\.", name))}

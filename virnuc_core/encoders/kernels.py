@@ -107,10 +107,9 @@ def norm(
 
     With `keep`, `x + delta` takes the place of `x`.
     """
-    rows, width = x.shape
-    out, scale = _row_outputs(x, width, quantise)
+    out, scale, sizes = _rows_out(x, x.shape[1], quantise)
     parts = {"has_delta": delta is not None, "keep": keep, "has_shift": shift is not None}
-    _norm[(rows,)](x, delta, shift, *affine, out, scale, eps, **parts, **_row_sizes(width, quantise))
+    _norm[(len(x),)](x, delta, shift, *affine, out, scale, eps, **parts, **sizes)
     return out, scale
 
 
@@ -144,23 +143,21 @@ def activation(
     x: Tensor, *, gated: bool = False, gelu: bool = True, quantise: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """Exact GELU of `x` [rows, width], or of its first half times its second, plain or quantised."""
-    rows, width = x.shape[0], x.shape[1] // (2 if gated else 1)
-    out, scale = _row_outputs(x, width, quantise)
-    _activation[(rows,)](x, out, scale, gated=gated, gelu=gelu, **_row_sizes(width, quantise))
+    out, scale, sizes = _rows_out(x, x.shape[1] // (2 if gated else 1), quantise)
+    _activation[(len(x),)](x, out, scale, gated=gated, gelu=gelu, **sizes)
     return out, scale
 
 
-def _row_outputs(x: Tensor, width: int, quantise: bool) -> tuple[Tensor, Tensor | None]:
-    """Room for rows of `width`, and for their scales when they are quantised."""
+def _rows_out(x: Tensor, width: int, quantise: bool) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
+    """Room for rows of `width`, and for their scales when they are quantised; and how a kernel treats them.
+
+    Its warps hold a row in registers, 16 numbers or so a thread.
+    """
     out = torch.empty(x.shape[0], width, dtype=FP8 if quantise else x.dtype, device=x.device)
-    return out, torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if quantise else None
-
-
-def _row_sizes(width: int, quantise: bool) -> dict[str, Any]:
-    """How a kernel treats rows of `width`; its warps hold a row in registers, 16 numbers or so a thread."""
+    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if quantise else None
     block = triton.next_power_of_2(width)
     warps = max(1, min(16, block // 512))
-    return {"width": width, "block": block, "quantise": quantise, "top": FP8_MAX, "num_warps": warps}
+    return out, scale, {"width": width, "block": block, "quantise": quantise, "top": FP8_MAX, "num_warps": warps}
 
 
 @jit

@@ -29,6 +29,14 @@ class EncoderShape(Spec):
     heads: int = Field(ge=1)
     ffn_width: int = Field(ge=4)
 
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        rotary = isinstance(self, Esm2Shape)  # which turns pairs of numbers
+        if self.width % self.heads or (rotary and self.head_dim % 2):
+            parts = f"{self.heads} heads{' of even size' if rotary else ''}"
+            raise ValueError(f"width {self.width} does not split into {parts}")
+        return self
+
     @property
     def head_dim(self) -> int:
         return self.width // self.heads
@@ -52,14 +60,7 @@ class Esm2Shape(EncoderShape):
     norm_eps: float = Field(1e-5, gt=0)
     token_dropout: bool = True
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads or self.head_dim % 2:
-            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
-        return self
-
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the model."""
         w, f = self.width, self.ffn_width
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w), "inv_freq": (self.head_dim // 2,)}
         for i in range(self.layers):
@@ -77,14 +78,7 @@ class DnabertShape(EncoderShape):
     token_types: int = Field(2, ge=1)
     norm_eps: float = Field(1e-12, gt=0)
 
-    @model_validator(mode="after")
-    def _heads_divide(self) -> Self:
-        if self.width % self.heads:
-            raise ValueError(f"width {self.width} does not split into {self.heads} heads")
-        return self
-
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the model."""
         w, f = self.width, self.ffn_width
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w)}
         shapes |= {"token_type.weight": (self.token_types, w)} | _norm("embed_norm", w)
@@ -111,7 +105,6 @@ class HeadShape(Spec):
         return self.dna_width + self.protein_width
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the model."""
         shapes = _linear("hidden_layer", self.hidden, self.width) | _norm("bn1", self.hidden)
         shapes |= {"bn1.running_mean": (self.hidden,), "bn1.running_var": (self.hidden,)}
         return shapes | _linear("output_layer", 2, self.hidden)

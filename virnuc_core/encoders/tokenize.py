@@ -40,10 +40,6 @@ class PackedBatch:
     def slots(self) -> int:
         return int(self.tokens.shape[0])
 
-    @property
-    def row_capacity(self) -> int:
-        return int(self.cu_seqlens.shape[0]) - 1
-
     def to(self, device: torch.device) -> PackedBatch:
         """The same batch on `device`; asynchronous when the source is page-locked."""
         tokens, bounds = (one.to(device, non_blocking=True) for one in (self.tokens, self.cu_seqlens))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.encoders.attention import alibi_slopes
-from virnuc_core.encoders.checkpoint import Source, fit, load_dnabert_s
+from virnuc_core.encoders.checkpoint import Checkpoint, fit, load_dnabert_s
 from virnuc_core.encoders.dnabert_s import DnabertS
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.tokenize import DnabertTokenizer
@@ -59,7 +59,7 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    read = fit(Source("random", checkpoint()), SHAPE).read
+    read = fit(Checkpoint("random", checkpoint()), SHAPE).read
     return DnabertS(SHAPE, read, CPU, pad_id=3, precision="fp32", attention="reference")
 
 

@@ -119,33 +119,34 @@ def head_file(models: Path, tmp_path: Path) -> Path:
     return tmp_path / "500_model.pth"
 
 
-def test_fetch_downloads_pinned_revisions_and_converts_them(models: Path, head_file: Path, tmp_path: Path) -> None:
+def test_fetch_downloads_pinned_revisions_and_converts_them(
+    models: Path, head_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked = []
 
-    def download(repository: str, revision: str) -> Path:
+    def download(repository: str, *, revision: str, allow_patterns: list[str]) -> str:
+        assert not any("py" in pattern.split(".")[-1] for pattern in allow_patterns)
         asked.append((repository, revision))
-        return models / ("esm2" if "esm2" in repository else "dnabert_s")
+        return str(models / ("esm2" if "esm2" in repository else "dnabert_s"))
 
-    fetch(tmp_path / "out", head_file, download=download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    fetch(tmp_path / "out", head_file)
     assert asked == [converting.DNABERT_REPOSITORY, converting.ESM2_REPOSITORY]
     assert all(len(revision) == 40 for _, revision in asked)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["dnabert_s", "esm2", "head"]
-    fetch(tmp_path / "out", head_file, download=download)
+    fetch(tmp_path / "out", head_file)
     assert len(asked) == 2  # what is there is not fetched again
 
 
 def test_fetch_without_a_network_is_one_clear_line(
     head_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import huggingface_hub
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    def refuse(*_: object, **options: object) -> str:
-        assert options["revision"] == converting.DNABERT_REPOSITORY[1]
-        assert not any("py" in str(pattern).split(".")[-1] for pattern in options["allow_patterns"])  # type: ignore[attr-defined]
+    def refuse(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("Cannot reach the hub\nand more lines")
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     with pytest.raises(
         WeightsError, match=r"cannot be downloaded \(Cannot reach the hub\); without a network"
     ) as caught:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from virnuc_core.encoders.checkpoint import (
-    Source,
+    Checkpoint,
     check_models,
     fingerprint,
     fit,
@@ -199,7 +199,7 @@ def test_a_spoilt_models_directory_is_one_clear_line(
 def test_a_sound_models_directory_passes_and_its_weights_are_not_read(models: Path) -> None:
     check_models(models)
     shape = ESM2_SIZES["tiny"]
-    fit(Source("here", {name: torch.empty(size, device="meta") for name, size in shape.tensors().items()}), shape)
+    fit(Checkpoint("here", {name: torch.empty(size, device="meta") for name, size in shape.tensors().items()}), shape)
 
 
 @pytest.mark.parametrize("part", ["esm2", "dnabert_s", "head"])

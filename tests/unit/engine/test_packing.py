@@ -60,7 +60,7 @@ def test_filled_slots_hold_each_row_whole_and_the_rest_is_padding(lengths: list[
     starts = torch.tensor([0, *np.cumsum(lengths).tolist()])
     for plan, batch in packed((torch.cat(rows), starts), 512, pad=-7):
         cu = batch.cu_seqlens.tolist()
-        assert len(cu) == batch.row_capacity + 1
+        assert len(cu) == row_capacity(batch.slots) + 1
         for place, row in enumerate(plan.rows.tolist()):
             assert batch.tokens[cu[place] : cu[place + 1]].tolist() == rows[row].tolist()
         assert set(cu[batch.rows :]) == {plan.tokens}
