@@ -28,14 +28,14 @@ BAD_SETTINGS: Final = ConfigError.exit_code
 STDIN: Final = "\0stdin"
 
 COMMANDS: Final = {
-    "validate": ("flows.measure_commands", "prove this machine against a profile: the validation flow"),
-    "predict": ("flows.flow_commands", "say which reads are viral: the production flow"),
+    "validate": ("flows.flow_commands", "prove this machine against a profile: the validation flow"),
+    "predict": ("flows.start", "say which reads are viral: the production flow"),
     "predict-inbox": ("flows.flow_commands", "predict each new file of a folder, once"),
-    "scale": ("flows.measure_commands", "the scaling curve over the devices of this machine"),
-    "tune": ("flows.measure_commands", "the fastest engine settings for this machine and these reads"),
-    "profile": ("flows.measure_commands", "where the time goes: profiler traces and tables"),
-    "train": ("flows.measure_commands", "fit the head on labelled reads"),
-    "approve": ("flows.measure_commands", "answer a validation that waits for its reviewer"),
+    "scale": ("flows.flow_commands", "the scaling curve over the devices of this machine"),
+    "tune": ("flows.flow_commands", "the fastest engine settings for this machine and these reads"),
+    "profile": ("flows.flow_commands", "where the time goes: profiler traces and tables"),
+    "train": ("flows.flow_commands", "fit the head on labelled reads"),
+    "approve": ("flows.flow_commands", "answer a validation that waits for its reviewer"),
     "models": ("flows.plain_commands", "make, convert, fetch or check weights"),
     "simulate": ("flows.plain_commands", "write labelled synthetic reads"),
     "sample": ("flows.plain_commands", "draw a subset with the same read lengths"),

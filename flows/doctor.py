@@ -15,7 +15,7 @@ from typing import Annotated, Final
 
 from cyclopts import Parameter
 
-from flows.flow_commands import prepare_prefect
+from flows.start import prepare_prefect
 from virnuc_core.measure import doctor as checks
 from virnuc_core.measure.doctor import Finding
 

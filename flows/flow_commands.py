@@ -1,74 +1,264 @@
-"""Commands that start a flow by hand. What can be refused at once is refused before Prefect starts."""
+"""What each flow beside `predict` takes, one flat model each, and the command that starts it; and `virnuc approve`."""
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from collections.abc import MutableMapping
-from typing import TYPE_CHECKING, Any, Final
+import getpass
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+from uuid import UUID
 
-from flows.parameters import InboxSettings, PredictSettings, RunSettings, command
-from virnuc_core.config import EngineSpec
+from cyclopts import Parameter
+from pydantic import Field
 
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State
+from flows.parameters import FlowSettings, Reads, RunSettings, VerdictSettings, command
+from flows.start import by_hand, prepare_prefect, say
+from virnuc_core.config import Attention, Precision, Spec
+from virnuc_core.errors import ConfigError, VirnucError
 
-PARTIAL: Final = 6  # done, but some rows had to be set aside
-PREFECT_DEFAULTS: Final = {
-    # the statistics client contends for an embedded server's database and logs a traceback where there is no network
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # the first start migrates the database: 12 to 18 s on two cores, too close to the stock limit of 20 s
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
-    # leases kept in a server's memory leak their slot when that server ends
-    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
-    # threads of the core log without a run context; their records carry the run's id instead (tasks/step.py)
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-}
+CRITERION_FAILED: Final = 5
+PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 
-def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set himself.
+class InboxSettings(VerdictSettings, FlowSettings):
+    """Predict each new file of a folder, once."""
 
-    Prefect reads its settings on import, and hands them to the temporary server it starts where none is configured.
-    """
-    for name, value in PREFECT_DEFAULTS.items():
-        environment.setdefault(name, value)
+    inbox: Path = Field(description="folder that is watched; files are told apart by their content")
+    out: Path = Field(description="results: one run directory per content, and inbox.tsv with each file's fate")
+    settle_s: float = Field(60.0, ge=0, description="a file changed within this many seconds may still be arriving")
+    max_files: int = Field(100, ge=1, description="files predicted by one run at most; the next run goes on")
+    retry_failed: bool = Field(False, description="predict again what failed before")
 
+    def check_own_files(self) -> None:
+        """Refuse an inbox that is no folder. Errors: those of `Ledger`."""
+        from virnuc_core.measure.inbox import Ledger
 
-def start(flow: str, settings: RunSettings | InboxSettings, debug: bool) -> State[Any]:
-    """The final state of `module:flow` on these settings."""
-    base = EngineSpec()
-    if profile := getattr(settings, "profile", None):
-        from virnuc_core.profiles import load_profile
-
-        base = load_profile(profile).engine
-    prepare_prefect()
-    from flows import preflight
-
-    preflight.check(settings, base)
-    from flows.local_run import run_flow
-
-    module, _, name = flow.partition(":")
-    values = {name: getattr(settings, name) for name in type(settings).model_fields}
-    return run_flow(getattr(importlib.import_module(module), name), values, debug=debug)
-
-
-def say(*lines: object) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-
-
-@command(PredictSettings, "reads")
-def predict(settings: PredictSettings, debug: bool) -> int:
-    """Say which reads are viral."""
-    state = start("flows.predict:predict", settings, debug)
-    say(state.message, f"Results: {settings.out}")
-    return PARTIAL if state.result().fates["failed"] else 0
+        Ledger(self.inbox, self.out)
 
 
 @command(InboxSettings)
 def predict_inbox(settings: InboxSettings, debug: bool) -> int:
     """Predict each new file of a folder, once."""
-    state = start("flows.predict_inbox:predict_inbox", settings, debug)
+    state = by_hand("flows.predict_inbox:predict_inbox", settings, debug)
     say(state.message, f"Fates: {settings.out / 'inbox.tsv'}")
     return 0
+
+
+class MeasureSettings(RunSettings):
+    """Runs whose figures are judged."""
+
+    out: Path = Field(description="directory of the runs and the report")
+    profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
+    history: Path | None = Field(None, description="file of past runs; else virnuc-history.jsonl beside the output")
+
+
+class ValidateSettings(MeasureSettings):
+    """Does this machine, with these weights, meet the profile?"""
+
+    fail_on_criteria: bool = Field(True, description="a criterion missed, or a reviewer's no, fails the flow run")
+    approval: bool = Field(False, description="pause after the report until a reviewer has answered")
+    approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
+
+
+@command(ValidateSettings)
+def validate(settings: ValidateSettings, debug: bool) -> int:
+    """Prove this machine, with these weights, against a profile; exit code 5 when a criterion was missed."""
+    state = by_hand("flows.validate:validate", settings, debug)
+    from tasks.step import NOT_MET, REJECTED
+
+    folder = settings.out / "report"
+    say((folder / "report.txt").read_text(encoding="utf-8"), state.message, f"Report: {folder / 'report.html'}")
+    say(_in_the_ui(state.state_details.flow_run_id))
+    return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
+
+
+def _in_the_ui(flow_run_id: UUID | None) -> str:
+    """Where the run can be looked at."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
+
+    address = PREFECT_UI_URL.value()
+    if PREFECT_API_URL.value() is not None and address:
+        return f"In the UI: {address}/runs/flow-run/{flow_run_id}"
+    stock = Path.home() / ".prefect"
+    home = "" if PREFECT_HOME.value() == stock else f"PREFECT_HOME={PREFECT_HOME.value()} "
+    return (
+        f"To see this run in the UI: {home}prefect server start, then open "
+        f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
+    )
+
+
+class ScaleSettings(MeasureSettings):
+    """How does the time fall with the number of devices?"""
+
+    profile: str = Field("phase6-scaling", min_length=1, description="sizes and bands: a name, or a .toml file")
+
+
+@command(ScaleSettings)
+def scale(settings: ScaleSettings, debug: bool) -> int:
+    """Run the same reads on one, two, four, … devices and measure how the time falls."""
+    state = by_hand("flows.scale:scale", settings, debug)
+    say(state.message, f"Report: {settings.out / 'report' / 'report.html'}")
+    return 0
+
+
+Slots = Annotated[int, Field(ge=64, le=1 << 20)]
+Tokens = Annotated[int, Field(ge=64)]
+Loaders = Annotated[int, Field(ge=0, le=64)]
+Batches = Annotated[int, Field(ge=1, le=64)]
+SWEPT: Final = {
+    "token_budgets": "token_budget",
+    "dna_token_budgets": "dna_token_budget",
+    "attentions": "attention",
+    "precisions": "precision",
+    "loader_workers": "num_workers",
+    "prefetch_factors": "prefetch_factor",
+    "shard_sizes": "shard_tokens",
+}
+
+
+class TuneSettings(RunSettings):
+    """Which settings are fastest here? Lists left empty are not swept."""
+
+    out: Path = Field(description="directory of the sweep: tune.json, settings.toml and every trial")
+    profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
+    search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
+    repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
+    allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
+    token_budgets: tuple[Slots, ...] = Field(
+        (8_192, 16_384, 32_768), description="token slots of one ESM-2 batch to try"
+    )
+    dna_token_budgets: tuple[Slots, ...] = Field((), description="slots of one DNABERT-S batch to try")
+    attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
+    precisions: tuple[Precision, ...] = Field((), description="precisions to try")
+    loader_workers: tuple[Loaders, ...] = Field((0, 2, 4), description="loader processes of one device to try")
+    prefetch_factors: tuple[Batches, ...] = Field((2, 4), description="batches kept ready for each loader to try")
+    shard_sizes: tuple[Tokens, ...] = Field((), description="ESM-2 tokens of one shard to try")
+
+    def swept(self) -> dict[str, tuple[Any, ...]]:
+        """Engine settings and the values to try, without those that are not swept."""
+        lists = {engine: getattr(self, own) for own, engine in SWEPT.items()}
+        return {name: values for name, values in lists.items() if values}
+
+
+@command(TuneSettings, "reads")
+def tune(settings: TuneSettings, debug: bool) -> int:
+    """Measure engine settings on this machine and these reads, and write the fastest that leave results alone."""
+    state = by_hand("flows.tune:tune", settings, debug)
+    out = settings.out
+    say(state.message, f"Use it: --settings {out / 'settings.toml'}", f"All figures: {out / 'tune.json'}")
+    return 0
+
+
+class ProfileSettings(RunSettings):
+    """Where does the time of a run go, down to the kernels?"""
+
+    out: Path = Field(description="run directory; traces and tables are written to its telemetry/traces/")
+    traced_shards: int = Field(1, ge=1, le=8, description="shards recorded on each device, after one to warm up")
+    operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
+    shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
+    memory: bool = Field(False, description="record allocations as well")
+    max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
+
+
+@command(ProfileSettings, "reads")
+def profile(settings: ProfileSettings, debug: bool) -> int:
+    """Run the reads, then record a few shards with torch's profiler: traces, and tables of stages and kernels."""
+    state = by_hand("flows.profile:profile", settings, debug)
+    tables = Path(settings.out, "telemetry", "traces", "profile.md").read_text(encoding="utf-8")
+    say(tables, state.message)
+    return 0
+
+
+class TrainSettings(RunSettings):
+    """Fit the head on labelled reads."""
+
+    reads: Reads = Field(description="labelled reads")
+    out: Path = Field(description="run directory of the training embeddings; the head is written to OUT/head")
+    truth: Path = Field(description="table of read id, label (virus or others) and genome")
+    install: bool = Field(False, description="put the head into the models directory; the old one becomes head.before")
+    epochs: int = Field(200, ge=1, description="passes over the training rows at most")
+    seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
+
+    def check_own_files(self) -> None:
+        """Refuse a table of origins that is not fit. Errors: those of `read_truth`."""
+        from virnuc_core.measure.train import read_truth  # it brings torch along
+
+        read_truth(self.truth)
+
+
+@command(TrainSettings, "reads")
+def train(settings: TrainSettings, debug: bool) -> int:
+    """Fit the head on labelled reads."""
+    state = by_hand("flows.train:train", settings, debug)
+    head = f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"
+    say(state.message, f"Head: {head}")
+    return 0
+
+
+Decision = Annotated[bool, Parameter(negative=())]
+YesOrNo = Literal["yes", "no"]
+
+
+class ApprovalOptions(Spec):
+    """A reviewer's answer to a validation."""
+
+    run: str = Field(description="flow run: its id or its name")
+    yes: Decision = Field(False, description="approve")
+    no: Decision = Field(False, description="reject")
+    later: Decision = Field(False, description="leave it pending")
+    reviewer: str | None = Field(None, description="who decides (default: the login name)")
+    note: str = Field("", description="issues, adjustments, follow-up work")
+    all_criteria_met: YesOrNo | None = Field(None, description="are all criteria met?")
+    target_realistic: YesOrNo | None = Field(None, description="if not: was the target realistic?")
+    tuning_could_help: YesOrNo | None = Field(None, description="if not: could tuning help?")
+    code_fix_needed: YesOrNo | None = Field(None, description="if not: is a code fix needed?")
+    esm2_still_bottleneck: YesOrNo | None = Field(None, description="is ESM-2 still the bottleneck?")
+
+    def form(self) -> dict[str, Any]:
+        """As the paused run takes it. Errors: `ConfigError` when there is not one decision."""
+        decisions = {"approved": self.yes, "rejected": self.no, "pending": self.later}
+        chosen = [verdict for verdict, wanted in decisions.items() if wanted]
+        if len(chosen) != 1:
+            raise ConfigError("give one of --yes, --no and --later; see virnuc approve --help")
+        kept = self.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
+        return {"verdict": chosen[0], "reviewer": getpass.getuser(), **kept}
+
+
+@command(ApprovalOptions, "run")
+def approve(answer: ApprovalOptions, debug: bool) -> int:
+    """Answer a validation that was started with --approval and waits."""
+    form = answer.form()
+    prepare_prefect()
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.responses import SetStateStatus
+
+    with get_client(sync_client=True) as client:
+        flow_run = _find(client, answer.run)
+        if flow_run.state is None or not flow_run.state.is_paused():
+            name = "no state" if flow_run.state is None else flow_run.state.name
+            raise ConfigError(f"flow run '{flow_run.name}' does not wait for an answer; it is {name}")
+        response = client.resume_flow_run(flow_run.id, run_input=form)
+    if response.status != SetStateStatus.ACCEPT:
+        reason = getattr(response.details, "reason", None) or response.status.value
+        raise VirnucError(f"flow run '{flow_run.name}': the answer was not accepted: {reason}")
+    say(f"{flow_run.name}: {form['verdict']} by {form['reviewer']}")
+    return 0
+
+
+def _find(client: Any, run: str) -> Any:
+    """The flow run of that id, or the one of that name that waits."""
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        return client.read_flow_run(UUID(run))
+    except ValueError:
+        pass
+    except ObjectNotFound:
+        raise ConfigError(f"no flow run has the id {run}") from None
+    found = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run])))
+    waiting = [flow_run for flow_run in found if flow_run.state is not None and flow_run.state.is_paused()]
+    if len(waiting) > 1:
+        raise ConfigError(f"{len(waiting)} flow runs named '{run}' wait; name one by its id")
+    if not found:
+        raise ConfigError(f"no flow run is named '{run}'")
+    return (waiting or found)[0]

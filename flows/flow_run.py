@@ -1,21 +1,36 @@
-"""How every flow begins: its parameters checked, its run named and tagged, its reads staged, and who works for it.
+"""What surrounds every flow's work: its run named and tagged, its reads staged, and, by hand, a way to end it.
 
 Prefect learns of a process that is killed from nobody: its run stays "Running" for ever. Every run of ours therefore
 bears its process in its labels, and each new run on the same machine first looks for those whose process is gone.
+
+A flow started by hand has a tidy terminal, a cancel button that works, and a server that ends when it does.
 """
 
 from __future__ import annotations
 
+import contextvars
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from types import SimpleNamespace
+from typing import Any, Final, TypeVar, cast
+from uuid import UUID
 
 import httpx
 import psutil
 from prefect import runtime
-from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterState,
@@ -25,13 +40,14 @@ from prefect.client.schemas.filters import (
 from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
-from prefect.states import Crashed, Failed
+from prefect.flows import Flow
+from prefect.logging.handlers import PrefectConsoleHandler
+from prefect.states import Cancelled, Crashed, Failed
 from pydantic import BaseModel
 
-from flows.local_run import ended_when_cancelled
 from flows.parameters import RunSettings, flow_parameters
 from tasks.predict import stage
-from tasks.step import core_logs, no_orphans
+from tasks.step import NotMetError, core_logs, no_orphans
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.stage import StageSpec, StageSummary
@@ -39,13 +55,33 @@ from virnuc_core.rundir import RunDir
 
 Settings = TypeVar("Settings", bound=BaseModel)
 T = TypeVar("T")
-TAG: Final = "virnuc"
-PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"
+PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
 SAME_START_S: Final = 1.0
-PACKED: Final = (".gz", ".bz2", ".xz", ".zst", ".bgz")
-READS: Final = (".fastq", ".fq", ".fasta", ".fa", ".fna", ".ffn")
+ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
 MAX_NAME: Final = 60
+WATCH_S: Final = 2.0
+IMPATIENCE_S: Final = 10.0  # in which children end; who presses Ctrl-C after that means it
+# The embedded server as a program that ends when another process has adopted it: nobody is left who would want an
+# orderly end. The kernel's parent-death signal would not do, it is sent when the *thread* that started it ends.
+# Arguments: the parent's number, the module, its arguments.
+SERVER: Final = """
+import os, runpy, signal, sys, threading, time
+def end_after(parent):
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=end_after, args=(int(sys.argv[1]),), daemon=True).start()
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+_cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
 logger = logging.getLogger(__name__)
+
+
+class CancelledError(VirnucError):
+    """Somebody cancelled the flow run, in the UI or with `prefect flow-run cancel`."""
+
+    exit_code = 130
 
 
 def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
@@ -59,7 +95,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
         @wraps(function)
         def body(settings: Settings) -> State[T]:
             try:
-                with no_orphans(), core_logs(), ended_when_cancelled():
+                with no_orphans(), core_logs(), _ended_when_cancelled():
                     return function(settings)
             except VirnucError as error:
                 return Failed(message=str(error), data=error)
@@ -77,12 +113,7 @@ def sample_of(reads: Sequence[str]) -> str:
     """
     if not reads:
         return "no-reads"
-    name = "stdin" if reads[0] == "-" else Path(reads[0]).name
-    for endings in (PACKED, READS):
-        for ending in endings:
-            if name.lower().endswith(ending) and len(name) > len(ending):
-                name = name[: -len(ending)]
-                break
+    name = "stdin" if reads[0] == "-" else ENDINGS.sub("", Path(reads[0]).name)
     more = f"+{len(reads) - 1}" if len(reads) > 1 else ""
     return (name[:MAX_NAME] or "reads") + more
 
@@ -119,23 +150,18 @@ def announce(*tags: str) -> None:
         return
     own = psutil.Process()
     labels: dict[str, str | int | float | bool] = {PLACE: place(), PROCESS: own.pid, BEGAN: own.create_time()}
+    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
+    ours = FlowRunFilter(tags=FlowRunFilterTags(all_=["virnuc"]), state=running)
     with get_client(sync_client=True) as client:
-        flow_run_id = context.flow_run.id
-        client.update_flow_run_labels(flow_run_id, labels)
-        client.update_flow_run(flow_run_id, tags=sorted({*context.flow_run.tags, TAG, *tags}))
+        client.update_flow_run_labels(context.flow_run.id, labels)
+        client.update_flow_run(context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags}))
         try:
-            _end_dead(client)
+            for flow_run in client.read_flow_runs(flow_run_filter=ours):
+                if _is_dead(flow_run):
+                    logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
+                    client.set_flow_run_state(flow_run.id, Crashed(message="its process was killed"), force=True)
         except (httpx.HTTPError, PrefectException) as error:
             logger.warning("runs of dead processes could not be looked for: %s", error)
-
-
-def _end_dead(client: SyncPrefectClient) -> None:
-    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
-    wanted = FlowRunFilter(tags=FlowRunFilterTags(all_=[TAG]), state=running)
-    for flow_run in client.read_flow_runs(flow_run_filter=wanted):
-        if _is_dead(flow_run):
-            logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
-            client.set_flow_run_state(flow_run.id, Crashed(message="its process was killed"), force=True)
 
 
 def _is_dead(flow_run: FlowRun) -> bool:
@@ -161,3 +187,123 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     )
     store = RunDir(settings.out).store
     return stage(spec, store, label=label, email=settings.email, force=settings.force).result()
+
+
+# --- by hand ----------------------------------------------------------------------------------------------------------
+
+
+def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False) -> State[Any]:
+    """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
+
+    On the console are the core's lines, plainly, and Prefect's warnings, unless `debug`; errors are for the caller to
+    say, once. Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`.
+    """
+    keep_server_ours()
+    for handler in () if debug else logging.getLogger().handlers:
+        if isinstance(handler, PrefectConsoleHandler):
+            handler.addFilter(_said_on_the_console)
+            handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+    cancelled: list[UUID] = []
+    by_hand = _cancelled.set(cancelled)
+    try:
+        with _terminate_politely():
+            state = cast(State[Any], flow(**parameters, return_state=True))
+    except KeyboardInterrupt:
+        if not cancelled:
+            raise
+        with get_client(sync_client=True) as client:
+            client.set_flow_run_state(cancelled[0], Cancelled(message="cancelled; children ended"), force=True)
+        raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
+    finally:
+        _cancelled.reset(by_hand)
+    found = None if state.is_completed() else state.result(raise_on_failure=False)
+    if isinstance(found, BaseException) and not isinstance(found, NotMetError):
+        raise found
+    return state
+
+
+def _said_on_the_console(record: logging.LogRecord) -> bool:
+    return record.name.startswith("virnuc_core") or record.levelno == logging.WARNING
+
+
+def keep_server_ours() -> None:
+    """From now on an embedded server outlives a Ctrl-C at the terminal, but not this process.
+
+    Ctrl-C reaches every process of the terminal's group. A server that is gone first leaves the flow asking for it for
+    two minutes; one that this process could not stop, because it was killed, would stay for ever. Prefect has no
+    setting for how it starts its server, so the module's own `subprocess` is stood in for.
+    """
+    from prefect.server.api import server
+
+    def start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        return subprocess.Popen(dying_with_parent(args), **{"start_new_session": True, **options})
+
+    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})
+    server.subprocess = stand_in  # type: ignore[attr-defined, assignment]
+
+
+def dying_with_parent(command: Sequence[str]) -> list[str]:
+    """`python -m MODULE …` as a command that ends when this process does, however that ends."""
+    if list(command[:2]) != [sys.executable, "-m"]:
+        logger.warning("the embedded server is started in a way unknown here; it may outlive a killed run")
+        return list(command)
+    return [sys.executable, "-P", "-c", SERVER, str(os.getpid()), *command[2:]]
+
+
+@contextmanager
+def _ended_when_cancelled() -> Iterator[None]:
+    """Interrupt the body of a flow that was started by hand when its run is cancelled.
+
+    A worker or `serve` ends the process of a cancelled run; nobody does that for a run started by hand.
+    """
+    cancelled, context = _cancelled.get(), FlowRunContext.get()
+    if cancelled is None or context is None or context.flow_run is None:
+        yield
+        return
+    stop, here = threading.Event(), contextvars.copy_context()  # with the server this run talks to
+    arguments = (_watch, context.flow_run.id, cancelled, stop)
+    thread = threading.Thread(target=here.run, args=arguments, name="cancel watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(timeout=30)
+
+
+def _watch(flow_run_id: UUID, cancelled: list[UUID], stop: threading.Event) -> None:
+    """Ask for the run's state until `stop`; when it was cancelled, say so and interrupt the main thread."""
+    with get_client(sync_client=True) as client:
+        while not stop.wait(WATCH_S):
+            try:
+                state = client.read_flow_run(flow_run_id).state
+            except (httpx.HTTPError, PrefectException, OSError) as error:
+                logger.debug("state of the run not read: %s", error)
+                continue
+            if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                cancelled.append(flow_run_id)
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+                return
+
+
+@contextmanager
+def _terminate_politely() -> Iterator[None]:
+    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again at once does not disturb the ending."""
+    last_s = -math.inf
+
+    def interrupt(_signum: int, _frame: object) -> None:
+        nonlocal last_s
+        now = time.monotonic()
+        if now - last_s > IMPATIENCE_S:
+            last_s = now
+            raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """What each flow takes: one flat model a flow. From it come the UI's form, the `virnuc` options and the checks.
 
-Here are the models of predictions; those of the other flows build on them in `flows.measure_parameters`.
+Here is what all flows take, and the model of predictions; those of the other flows are in `flows.flow_commands`.
 
 Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a deployment's other
 settings would silently fall back to the model's defaults. A flow therefore has its model's fields as parameters of its
@@ -9,11 +9,12 @@ own, and so has the command that starts it: `flow_parameters` and `command` make
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import tomllib
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -31,11 +32,6 @@ Reads = Annotated[tuple[str, ...], Field(min_length=1)]
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
-READS_HELP = "FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
-MODELS_HELP = "models directory: esm2/, dnabert_s/, head/"
-# no asterisk: the UI shows the pattern of a refused value as Markdown
-DEVICES_PATTERN = r"^(auto|cpu|cpu:[1-9][0-9]{0,3}|cuda:[^, ]+(, ?cuda:[^, ]+){0,63})$"
-DEVICES_HELP = "cuda:0,cuda:1 or cuda:GPU-UUID, cpu:2 (cores), or auto: all GPUs, else one core"
 SHORT_OPTIONS = {"out": "-o"}
 ENVIRONMENT = {"models": "VIRNUC_MODELS"}  # where a command looks for what it was not given
 
@@ -51,29 +47,20 @@ def build(model: type[Settings], values: dict[str, Any]) -> Settings:
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The model's fields: those that must be given first, then its own before those it inherits."""
 
-    def rank(name: str) -> tuple[bool, int]:
-        depth = next(i for i, base in enumerate(model.__mro__) if name in inspect.get_annotations(base))
-        return not model.model_fields[name].is_required(), depth
-
-    return {name: model.model_fields[name] for name in sorted(model.model_fields, key=rank)}
+    own_first = {name: None for base in model.__mro__ for name in inspect.get_annotations(base)}
+    fields = {name: model.model_fields[name] for name in own_first if name in model.model_fields}
+    return dict(sorted(fields.items(), key=lambda item: not item[1].is_required()))
 
 
 def _parameter(name: str, field: FieldInfo, annotation: Any, *, positional: bool = False) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if positional else inspect.Parameter.KEYWORD_ONLY
-    default = inspect.Parameter.empty if field.is_required() else field.get_default(call_default_factory=True)
+    default = inspect.Parameter.empty if field.is_required() else field.default
     return inspect.Parameter(name, kind, annotation=annotation, default=default)
-
-
-def _annotated(annotation: Any, facts: Iterable[object]) -> Any:
-    for fact in facts:
-        annotation = Annotated[annotation, fact]
-    return annotation
 
 
 def _signed(called: Callable[..., Result], like: Callable[..., Result], parameters: list[inspect.Parameter]) -> None:
     """Give `called` the name of `like` and this signature, where whoever inspects it looks."""
-    called.__name__, called.__qualname__, called.__module__ = like.__name__, like.__qualname__, like.__module__
-    called.__doc__ = like.__doc__
+    functools.update_wrapper(called, like)
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
@@ -83,18 +70,15 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
 
     Types, bounds and defaults stand in its signature; the descriptions in its docstring, where Prefect looks for them.
     """
-
-    parameters = [
-        _parameter(name, field, _annotated(field.annotation, field.metadata))
-        for name, field in fields_of(model).items()
-    ]
+    fields = fields_of(model)
+    parameters = [_parameter(name, field, field.rebuild_annotation()) for name, field in fields.items()]
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
         def called(**values: Any) -> Result:
             return function(build(model, values))
 
         _signed(called, function, parameters)
-        lines = [f"    {name}: {field.description}" for name, field in fields_of(model).items()]
+        lines = [f"    {name}: {field.description}" for name, field in fields.items()]
         called.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Args:", *lines])
         return called
 
@@ -113,16 +97,15 @@ def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Sett
         _parameter(name, fields[name], _option(name, fields[name], name in positional), positional=name in positional)
         for name in names
     ]
-    debug = inspect.Parameter(
-        "debug", inspect.Parameter.KEYWORD_ONLY, annotation=Annotated[bool, Parameter(parse=False)]
-    )
+    debug = Annotated[bool, Parameter(parse=False)]
+    parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, annotation=debug))
 
     def decorate(function: Callable[[Settings, bool], int]) -> Callable[..., int]:
         def called(*values: Any, debug: bool, **options: Any) -> int:
             given = dict(zip(positional, values, strict=False)) | options
             return function(build(model, given), debug)
 
-        _signed(called, function, [*parameters, debug])
+        _signed(called, function, parameters)
         return called
 
     return decorate
@@ -144,13 +127,18 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
         env_var=ENVIRONMENT.get(name),
         show_default=not positional and field.default not in (None, False, ()),
     )
-    return _annotated(annotation, [shown, *(fact for fact in field.metadata if isinstance(fact, Parameter))])
+    return Annotated[(annotation, shown, *(fact for fact in field.metadata if isinstance(fact, Parameter)))]
 
 
 class ComputeSettings(Spec):
     """Where and how to compute. A setting left at `default`, or empty, is the profile's, or the engine's own."""
 
-    devices: str = Field("auto", description=DEVICES_HELP, pattern=DEVICES_PATTERN)
+    devices: str = Field(
+        "auto",
+        description="cuda:0,cuda:1 or cuda:GPU-UUID, cpu:2 (cores), or auto: all GPUs, else one core",
+        # no asterisk: the UI shows the pattern of a refused value as Markdown
+        pattern=r"^(auto|cpu|cpu:[1-9][0-9]{0,3}|cuda:[^, ]+(, ?cuda:[^, ]+){0,63})$",
+    )
     precision: PrecisionChoice = Field("default", description="arithmetic; auto: fp16 on CUDA, fp32 on CPU")
     attention: AttentionChoice = Field("default", description="attention backend; auto chooses once per device")
     token_budget: int | None = Field(None, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
@@ -166,10 +154,6 @@ class ComputeSettings(Spec):
         if isinstance(value, str):
             Devices.parse(value)  # says which part is wrong; the pattern is what the UI's form can check
         return value
-
-    def parsed_devices(self) -> Devices:
-        """The devices asked for."""
-        return Devices.parse(self.devices)
 
     def engine(self, base: EngineSpec) -> EngineSpec:
         """`base` with what the file of settings says, and with what was set here.
@@ -212,16 +196,23 @@ class ReadingSettings(Spec):
         return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-class RunSettings(ComputeSettings, ReadingSettings):
-    """What every flow over one directory takes."""
+class FlowSettings(ComputeSettings, ReadingSettings):
+    """What every flow takes."""
 
-    reads: Reads = Field(description=READS_HELP)
     out: Path = Field(description="run directory; a run that stopped goes on where it was")
-    models: Path = Field(description=MODELS_HELP)
-    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+    models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
 
     def check_own_files(self) -> None:
         """Refuse files that this flow alone takes and that are not fit; most flows take none."""
+
+
+class RunSettings(FlowSettings):
+    """What every flow over one directory takes."""
+
+    reads: Reads = Field(
+        description="FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
+    )
+    force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
 
 class VerdictSettings(Spec):
@@ -233,14 +224,3 @@ class VerdictSettings(Spec):
 
 class PredictSettings(VerdictSettings, RunSettings):
     """Which reads are viral."""
-
-
-class InboxSettings(VerdictSettings, ComputeSettings, ReadingSettings):
-    """Predict each new file of a folder, once."""
-
-    inbox: Path = Field(description="folder that is watched; files are told apart by their content")
-    out: Path = Field(description="results: one run directory per content, and inbox.tsv with each file's fate")
-    models: Path = Field(description=MODELS_HELP)
-    settle_s: float = Field(60.0, ge=0, description="a file changed within this many seconds may still be arriving")
-    max_files: int = Field(100, ge=1, description="files predicted by one run at most; the next run goes on")
-    retry_failed: bool = Field(False, description="predict again what failed before")

@@ -11,7 +11,7 @@ from typing import Final
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import preflight
+from flows import start
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import embed, fate_rows, viral_reads
@@ -57,10 +57,10 @@ class StagedRun:
 def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     """Check everything, announce the run and stage its reads, while workers load the weights on devices that are free.
 
-    The devices stay this run's until the body ends. Errors: those of `preflight.check` and of the stage task.
+    The devices stay this run's until the body ends. Errors: those of `start.check` and of the stage task.
     """
-    preflight.check(settings, EngineSpec())
-    label, devices, run = sample_of(settings.reads), settings.parsed_devices(), RunDir(settings.out)
+    start.check(settings, EngineSpec())
+    label, devices, run = sample_of(settings.reads), Devices.parse(settings.devices), RunDir(settings.out)
     engine = settings.engine(EngineSpec())
     announce(label, devices.kind)
     with ExitStack() as held:

@@ -8,9 +8,10 @@ from pathlib import Path
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import preflight
+from flows import start
+from flows.flow_commands import InboxSettings
 from flows.flow_run import announce, named, with_parameters
-from flows.parameters import ComputeSettings, InboxSettings, ReadingSettings, VerdictSettings
+from flows.parameters import ComputeSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
 from tasks.step import done, publish_table
 from virnuc_core.config import EngineSpec
@@ -22,7 +23,7 @@ from virnuc_core.runfiles import RunSummary
 @with_parameters(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
-    preflight.check(settings, EngineSpec())
+    start.check(settings, EngineSpec())
     announce("inbox", settings.inbox.name)
     shared = {name for part in (ComputeSettings, ReadingSettings, VerdictSettings) for name in part.model_fields}
     common = settings.model_dump(include={"models", *shared})

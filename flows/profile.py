@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from flows.flow_commands import ProfileSettings
 from flows.flow_run import named, with_parameters
-from flows.measure_parameters import ProfileSettings
 from flows.predict import staged_run
 from tasks.predict import stage_rows
 from tasks.step import Rows, done, markdown_table, publish_markdown, publish_table

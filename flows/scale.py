@@ -5,8 +5,8 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from flows.flow_commands import ScaleSettings
 from flows.flow_run import named, with_parameters
-from flows.measure_parameters import ScaleSettings
 from flows.validate import Judged, in_short, measure
 from tasks.step import done
 from virnuc_core.report.formatting import number, percent

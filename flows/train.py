@@ -10,8 +10,8 @@ from __future__ import annotations
 from prefect import flow
 from prefect.client.schemas.objects import State
 
+from flows.flow_commands import TrainSettings
 from flows.flow_run import named, with_parameters
-from flows.measure_parameters import TrainSettings
 from flows.predict import staged_run
 from tasks.step import done
 from tasks.tools import train as fit

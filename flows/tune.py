@@ -7,12 +7,12 @@ import shutil
 from prefect import flow
 from prefect.client.schemas.objects import State
 
-from flows import preflight
+from flows import start
+from flows.flow_commands import SWEPT, TuneSettings
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
-from flows.measure_parameters import SWEPT, TuneSettings
 from tasks.step import done, publish_table
 from tasks.tools import run_trial, trial_rows
-from virnuc_core.engine.devices import resolve_engine
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds, write_settings
 from virnuc_core.profiles import load_profile
@@ -27,9 +27,8 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
     """
     profile = load_profile(settings.profile)
-    preflight.check(settings, profile.engine)
-    found = preflight.devices(settings, profile.engine)
-    devices, base = preflight.by_name(found), resolve_engine(settings.engine(profile.engine), found[0].kind)
+    devices = start.check(settings, profile.engine)
+    base = resolve_engine(settings.engine(profile.engine), resolve(devices)[0].kind)
     tried = candidates(base, settings.swept())
     label, tolerance = sample_of(settings.reads), profile.score_tolerance
     announce(label, profile.name, devices.kind)

@@ -20,9 +20,9 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import PrefectException
 from prefect.flow_runs import pause_flow_run
 
-from flows import preflight
+from flows import start
+from flows.flow_commands import MeasureSettings, ValidateSettings
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
-from flows.measure_parameters import MeasureSettings, ValidateSettings
 from tasks.predict import embed
 from tasks.step import REJECTED, TimeLimitError, done, not_met, publish_markdown
 from tasks.tools import ceiling, overhead
@@ -39,6 +39,7 @@ from tasks.validate import (
     report,
 )
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import model_length, read_summary
@@ -101,10 +102,9 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
     where that is so, that nobody takes old for new, and else nothing.
     """
     profile = load_profile(settings.profile)
-    preflight.check(settings, profile.engine)
-    found = preflight.devices(settings, profile.engine)
-    counts, before = steps(len(found)), _finished_runs(settings.out)
-    common = SharedSettings(settings, profile, sample_of(settings.reads), preflight.by_name(found))
+    devices = start.check(settings, profile.engine)
+    counts, before = steps(len(devices)), _finished_runs(settings.out)
+    common = SharedSettings(settings, profile, sample_of(settings.reads), devices)
     announce(common.label, profile.name, common.devices.kind)
     staging = stage_input(settings, common.label)
     record_validation(
@@ -114,7 +114,7 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
         models=settings.models,
         staging=staging,
         model_length=model_length(settings.models),
-        devices=found,
+        devices=resolve(devices),
         force=settings.force,
     )
     out, label = settings.out, common.label

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flows import cli, preflight
+from flows import cli, start
 from flows.parameters import PredictSettings
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError, InputError
@@ -42,8 +42,8 @@ def virnuc(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) 
     def never(*_: object, **__: object) -> None:
         raise AssertionError("a flow was started")
 
-    monkeypatch.setattr("flows.local_run.run_flow", never)
-    monkeypatch.setattr("flows.flow_commands.prepare_prefect", lambda: None)  # it is this process's environment
+    monkeypatch.setattr("flows.flow_run.run_flow", never)
+    monkeypatch.setattr("flows.start.prepare_prefect", lambda: None)  # it is this process's environment
     return Virnuc(capsys)
 
 
@@ -201,7 +201,7 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
     reads, out = file(tmp_path, "r.fa"), tmp_path / "out"
     settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
     for _ in range(2):
-        preflight.check(settings, EngineSpec())
+        start.check(settings, EngineSpec())
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + ["r.fa"]
         out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []
@@ -209,18 +209,18 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
 
 def test_an_empty_file_among_others_and_a_skipped_record_are_no_reason_to_refuse(tmp_path: Path) -> None:
     good, empty = file(tmp_path, "good.fa"), file(tmp_path, "empty.fa", b"")
-    preflight.readable((str(good), str(empty)), "stop")
-    preflight.readable((str(empty),), "stop", alone=False)  # the others are fetched later
+    start.readable((str(good), str(empty)), "stop")
+    start.readable((str(empty),), "stop", alone=False)  # the others are fetched later
     broken = file(tmp_path, "broken.fastq", b"@r1\nACGT\n+\nII\n")
-    preflight.readable((str(broken),), "skip")
+    start.readable((str(broken),), "skip")
     with pytest.raises(InputError, match=r"broken\.fastq:1"):
-        preflight.readable((str(broken),), "stop")
+        start.readable((str(broken),), "stop")
 
 
 @pytest.mark.timeout(20)
 def test_pipes_are_not_drawn_from(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.fq")
-    preflight.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
+    start.readable((str(tmp_path / "pipe.fq"), "-"), "stop")
 
 
 def test_only_the_beginning_of_a_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +237,7 @@ def test_only_the_beginning_of_a_file_is_read(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(Source, "read", counted)
     big = file(tmp_path, "big.fa", FASTA * 400_000)
-    preflight.readable((str(big),), "stop")
+    start.readable((str(big),), "stop")
     assert 0 < drawn < big.stat().st_size / 4
 
 
@@ -245,6 +245,6 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("flows.preflight.tempfile.TemporaryFile", full)
+    monkeypatch.setattr("flows.start.tempfile.TemporaryFile", full)
     with pytest.raises(ConfigError, match="No space left on device; make room"):
-        preflight.writable(tmp_path / "out")
+        start.writable(tmp_path / "out")

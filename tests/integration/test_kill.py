@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from flows.embedded_server import dying_with_parent
+from flows.flow_run import dying_with_parent
 
 from .processes import PATIENCE_S, gone, wait_for
 
@@ -35,7 +35,7 @@ def test_it_ends_after_its_parent_though_the_starting_thread_was_gone_before(tmp
     (tmp_path / "program.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys, threading, time\n"
-        "from flows.embedded_server import dying_with_parent\n"
+        "from flows.flow_run import dying_with_parent\n"
         "def start():\n"
         "    global child\n"
         "    child = subprocess.Popen(dying_with_parent([sys.executable, '-m', 'program']), stdout=subprocess.PIPE)\n"

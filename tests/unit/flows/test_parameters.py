@@ -10,13 +10,12 @@ import pytest
 from prefect.utilities.callables import parameter_schema
 from pydantic import Field
 
-from flows import flow_commands
+from flows import start
 from flows.cli import main
-from flows.measure_parameters import TrainSettings, ValidateSettings
+from flows.flow_commands import InboxSettings, TrainSettings, ValidateSettings
 from flows.parameters import (
     AttentionChoice,
     ComputeSettings,
-    InboxSettings,
     PrecisionChoice,
     PredictSettings,
     build,
@@ -146,11 +145,11 @@ def test_words_become_settings_and_the_models_may_come_from_the_environment(
 ) -> None:
     asked: list[PredictSettings] = []
 
-    def start(_flow: str, settings: PredictSettings, *_: object) -> None:
+    def by_hand(_flow: str, settings: PredictSettings, *_: object) -> None:
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(flow_commands, "start", start)
+    monkeypatch.setattr(start, "by_hand", by_hand)
     monkeypatch.setenv("VIRNUC_MODELS", "named")
     assert main(["predict", *words]) == 2
     assert {name: getattr(asked[0], name) for name in expected} == expected

@@ -9,8 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from flows import preflight
-from flows.flow_commands import prepare_prefect
+from flows import start
 from flows.flow_run import run_name, sample_of
 from tasks.step import can_help, first_attempt, progress_artifact
 from virnuc_core.errors import (
@@ -48,7 +47,7 @@ def test_run_names_leave_out_what_is_not_known() -> None:
 
 def test_settings_of_the_user_are_kept_and_ours_fill_the_gaps() -> None:
     environment = {"PREFECT_SERVER_ANALYTICS_ENABLED": "true"}
-    prepare_prefect(environment)
+    start.prepare_prefect(environment)
     assert environment["PREFECT_SERVER_ANALYTICS_ENABLED"] == "true"
     assert environment["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] == "90"
 
@@ -122,8 +121,8 @@ def test_no_thread_is_left_behind() -> None:
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    preflight.writable(tmp_path / "new" / "deep")
+    start.writable(tmp_path / "new" / "deep")
     assert not (tmp_path / "new").exists()
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        preflight.writable(tmp_path / "file" / "out")
+        start.writable(tmp_path / "file" / "out")
