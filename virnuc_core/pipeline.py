@@ -173,14 +173,11 @@ def _compute(
     job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: LocalWorkers | None
 ) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
-    clock = StageClock()
-    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s)
-    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s)
+    clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
+    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s, span)
+    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s, span)
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
-    if not staging.reused:
-        for name in ("Sequence Chunking", "Six-Frame Translation"):
-            clock.seen(name, started_s - staging.total_s, started_s)
     embedding = Embedding(job, watch, started_s)
     pool = embedding.run(prewarmed)
     embedding.tell(clock)
@@ -232,6 +229,7 @@ def _write_results(job: Job, clock: StageClock) -> ResultSummary:
     began_s = time.monotonic()
     results = write_results(job.run, job.store, scores, failed, threshold=job.threshold)
     shards.write_virtual_embeddings(job.run)
-    clock.add("Model Prediction", results.predict_s, started_s=began_s)
-    clock.add("Consensus Scoring", results.consensus_s, started_s=began_s + results.predict_s)
+    judged_s = began_s + results.predict_s
+    clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
+    clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
     return results

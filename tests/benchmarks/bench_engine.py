@@ -121,7 +121,7 @@ def row_of(devices: str, job: Job, watch: Watch, wall_s: float, measured: Teleme
     assert window is not None
     span = window[1] - window[0]
     whole, parts = batch_metrics(measured.batches), by_encoder(measured.batches)
-    tokens = {name: int(measured.batches.of_encoder(name).tokens.sum()) for name in ("esm2", "dnabert_s")}
+    tokens = {name: own.tokens for name, own in parts.items()}
     of_bare = None
     if alone is not None:
         needed = tokens["esm2"] / alone.esm2_tokens_per_s + tokens["dnabert_s"] / alone.dnabert_s_tokens_per_s

@@ -19,16 +19,15 @@ from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
-from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor
+from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor, Sampler
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
-from virnuc_core.telemetry.sampler import Sampler
-from virnuc_core.telemetry.statistics import busiest, device_busy, embedding_span
-from virnuc_core.telemetry.tables import Encoder, ShardDone, StageClock, StageTime
+from virnuc_core.telemetry.statistics import device_busy, embedding_span
+from virnuc_core.telemetry.tables import Encoder, ShardDone, Stage, StageClock, StageTime
 
 log = logging.getLogger(__name__)
 
 WORKER: Final = "virnuc_core.engine.worker"
-ENCODER_STAGES: Final[tuple[tuple[str, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
+ENCODER_STAGES: Final[tuple[tuple[Stage, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +75,7 @@ class Embedding:
         self._sampler = Sampler(ids, interval_s=watch.sample_s)
         self._shards: list[ShardDone] = []
         self._origin_s, self._started = started_s, datetime.now(UTC)
-        self._monitor = RunMonitor(ids, self._sampler)
+        self._monitor = RunMonitor(self._sampler)
 
     def run(self, prewarmed: LocalWorkers | None = None) -> PoolSummary:
         """Compute the shards that are left."""
@@ -109,13 +108,11 @@ class Embedding:
     def tell(self, clock: StageClock) -> None:
         """Put the embedding's stages on the run's clock: seconds of the busiest device, and when they passed."""
         measured = self._measured(())
-        busy = busiest(device_busy(measured.shards))
-        clock.add("DNABERT-S", busy.dnabert_s if busy else 0.0)
-        clock.add("ESM-2", busy.esm2_s if busy else 0.0)
-        clock.fuse("Feature Merging", "ESM-2")
+        busy = max(device_busy(measured.shards), key=lambda one: one.busy_s, default=None)
         for name, encoder in ENCODER_STAGES:
-            if span := embedding_span(measured.batches.of_encoder(encoder)):
-                clock.seen(name, *span)
+            seconds = 0.0 if busy is None else busy.esm2_s if encoder == "esm2" else busy.dnabert_s
+            clock.add(name, seconds, embedding_span(measured.batches[measured.batches.encoder == encoder]))
+        clock.fuse("Feature Merging", "ESM-2")
         clock.add("Model Prediction", busy.head_s if busy else 0.0)
 
     def write(self, stages: Sequence[StageTime], wall_s: float) -> Path:

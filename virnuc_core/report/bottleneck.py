@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from virnuc_core.report.metrics import stage_seconds
 from virnuc_core.report.model import Bottleneck, RunMetrics, StageFinding, TelemetryMetrics
 
 TIME_SHARE: Final = 0.30
@@ -72,7 +71,7 @@ def bottleneck(run: RunMetrics | None) -> Bottleneck:
     losses = [loss for loss in (_loader(run), _packing(run), _commit(run), _cpu_stage(run)) if loss is not None]
     if losses:
         return max(losses, key=lambda loss: loss.share or 0.0)
-    share = sum(stage_seconds(run, stage) or 0.0 for stage in GPU_STAGES) / run.total_s
+    share = sum(run.stage_seconds.get(stage, 0.0) for stage in GPU_STAGES) / run.total_s
     if not share:
         detail, advice = "the encoders' time was not measured", "look at the log of the run"
         return Bottleneck(kind="unknown", detail=detail, advice=advice)
@@ -107,7 +106,7 @@ def _packing(run: RunMetrics) -> Bottleneck | None:
     telemetry = run.telemetry
     if telemetry is None or telemetry.packing_efficiency is None or telemetry.packing_efficiency > PACKING:
         return None
-    encoders = sum(stage_seconds(run, stage) or 0.0 for stage in GPU_STAGES)
+    encoders = sum(run.stage_seconds.get(stage, 0.0) for stage in GPU_STAGES)
     share = min(1.0, encoders / (run.total_s or 1.0)) * (1.0 - telemetry.packing_efficiency)
     detail = f"packing efficiency {100 * telemetry.packing_efficiency:.1f} %: the rest of the slots is computed in vain"
     return Bottleneck(kind="packing", share=share, detail=detail, advice=PACKING_ADVICE)

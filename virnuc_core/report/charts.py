@@ -62,7 +62,7 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         return Charts()
     folder = RunDir(raw.root / run.name)
     lengths, scores = _column(raw, folder.reads_table, "length"), _column(raw, folder.predictions, "score2")
-    seconds = {stage.name: stage.seconds for stage in run.stages if stage.seconds is not None}
+    seconds = run.stage_seconds
     found = Charts(
         gantt=tuple(_one_after_another(seconds, seconds, 0.0)),
         read_lengths=None if lengths is None else length_histogram(lengths),
@@ -71,9 +71,9 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
     if measured is None:
         return found
     host, samples, origin_s = measured.host, measured.samples, measured.origin_s
-    used = ((device, samples.of_device(device)) for device in samples.devices)
+    used = samples.groupby("device", observed=True)
     series = {
-        "utilisation": tuple(thin(name, own.time_s - origin_s, own.utilisation) for name, own in used if len(own)),
+        "utilisation": tuple(thin(str(name), own.time_s - origin_s, own.utilisation) for name, own in used),
         "cpu": thin("CPU", host.time_s - origin_s, host.cpu_percent) if len(host) else None,
         "gantt": _gantt(seconds, measured),
         "throughput": _throughput(measured, profile.window_s),
@@ -81,10 +81,12 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
     return found.model_copy(update=series)
 
 
-def thin(label: str, x: NDArray[np.float64], y: NDArray[np.float64]) -> Line:
+def thin(label: str, x: pd.Series[float], y: pd.Series[float]) -> Line:
     """Means over at most `POINTS` stretches of equal count; a stretch with nothing known is `None`."""
     points = min(POINTS, len(x))
-    stretch = np.repeat(np.arange(points), [len(part) for part in np.array_split(x, points or 1)][:points])
+    stretch = np.repeat(
+        np.arange(points), [len(part) for part in np.array_split(np.arange(len(x)), points or 1)][:points]
+    )
     means = pd.DataFrame({"x": x, "y": y}).groupby(stretch).mean().round(3)
     return Line(label=label, x=tuple(means["x"]), y=tuple(None if np.isnan(mean) else mean for mean in means["y"]))
 
@@ -95,8 +97,8 @@ def _throughput(measured: Telemetry, window_s: float) -> Line | None:
         return None
     length = min(window_s, max((span[1] - span[0]) / 20, 0.05))
     cut = windows(measured.batches, measured.samples, length, measured.origin_s)
-    middles = np.array([(w.start_s + w.end_s) / 2 for w in cut])
-    return thin("tokens/s", middles, np.array([w.tokens_per_s for w in cut]))
+    middles = pd.Series([(w.start_s + w.end_s) / 2 for w in cut])
+    return thin("tokens/s", middles, pd.Series([w.tokens_per_s for w in cut]))
 
 
 def _gantt(seconds: dict[str, float], measured: Telemetry) -> tuple[Bar, ...]:
@@ -136,9 +138,9 @@ def _encoder_bars(measured: Telemetry) -> tuple[Bar, ...]:
     """Each encoder on each device, from its first batch launched to its last finished."""
     bars = []
     for place, busy in enumerate(device_busy(measured.shards), start=1):
-        own = measured.batches.of_device(busy.device)
+        own = measured.batches[measured.batches.device == busy.device]
         for encoder, title in zip(ENCODERS, STAGES[4:6], strict=True):
-            span = embedding_span(own.of_encoder(encoder))
+            span = embedding_span(own[own.encoder == encoder])
             if span is not None:
                 start_s, end_s = (moment - measured.origin_s for moment in span)
                 bars.append(Bar(label=f"{title} on device {place}", start_s=start_s, end_s=end_s))

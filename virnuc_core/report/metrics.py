@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
+
+import pandas as pd
 
 from virnuc_core.profiles import Profile
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder
@@ -22,182 +24,24 @@ from virnuc_core.report.model import (
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import (
-    Span,
     alarms,
     batch_metrics,
-    by_encoder,
     device_busy,
     device_time_spread,
     device_usage,
     embedding_span,
     host_usage,
+    known,
     windows,
 )
-from virnuc_core.telemetry.tables import STAGES, BatchTable, Encoder
+from virnuc_core.telemetry.tables import ENCODERS, STAGES, Encoder
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, BaselineSummary, OverheadFile
 
-VENDOR_WORDS: Final = ("NVIDIA", "GeForce", "Tesla", "Graphics Device")
+VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
 RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
 MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
-NEVER: Final[Span] = (1.0, 0.0)  # holds no sample
-
-
-def short_name(device: Device) -> str:
-    """A device's name as the report prints it: `NVIDIA GeForce RTX 4090` is `RTX 4090`."""
-    if device.kind == "cpu":
-        return "CPU core"
-    words = device.name
-    for vendor in VENDOR_WORDS:
-        words = words.replace(vendor, "")
-    return " ".join(words.split()) or "GPU"
-
-
-def label(devices: Sequence[Device]) -> str:
-    """`2x RTX 4090`; unlike devices are listed."""
-    names = [short_name(device) for device in devices]
-    return " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)) or "0x device"
-
-
-def stage_metrics(stages: Mapping[str, float | None], total_s: float | None) -> tuple[StageMetrics, ...]:
-    """All nine stages, in order: `None` in `stages` is fused, absent is not measured."""
-    found = []
-    for name in STAGES:
-        spent = stages.get(name)
-        status: Literal["measured", "fused", "not measured"] = "fused" if name in stages else "not measured"
-        share = spent / total_s if spent is not None and total_s else None
-        found.append(
-            StageMetrics(name=name, seconds=spent, share=share, status=status if spent is None else "measured")
-        )
-    return tuple(found)
-
-
-def stage_seconds(run: RunMetrics, stage: str) -> float | None:
-    """Seconds of a stage; `None` when fused or not measured."""
-    return next((metrics.seconds for metrics in run.stages if metrics.name == stage), None)
-
-
-def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
-    """The metrics of the run in folder `name`; `None` when it has neither summary nor record."""
-    told, made = raw.read(RunSummary, name, SUMMARY), raw.read(RunRecord, name, RECORD)
-    if told is None and made is None:
-        return None
-    summary, record = told or RunSummary(), made or RunRecord(fingerprints={})
-    devices = record.devices or summary.devices
-    total_s = None if summary.wall_s is None or summary.staging_s is None else summary.wall_s + summary.staging_s
-    precision, attention = (_text(record.resolved.get(key)) for key in ("precision", "attention"))
-    measured = raw.telemetry(name, summary.telemetry)
-    flops = summary.flops or ModelFlops()
-    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
-    resumed = summary.resumed or bool(summary.shards_reused)
-    timed_s = None if resumed else total_s
-    reads_per_s = summary.n_reads / timed_s if summary.n_reads and timed_s else None
-    energy_kwh = None if telemetry is None else telemetry.energy_kwh
-    counted = {field: getattr(summary, field) for field in RunCounts.model_fields}
-    return RunMetrics(
-        **counted | {"total_s": total_s, "resumed": resumed},
-        name=name,
-        devices=devices,
-        label=label(devices),
-        stages=stage_metrics(summary.stages, total_s),
-        shards_damaged=len(summary.damaged),
-        shards_on_less_memory=len(summary.reduced_budgets),
-        precision=precision,
-        attention=attention,
-        missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
-        telemetry=telemetry,
-        reads_per_s=reads_per_s,
-        hours_projected=profile.projection_reads / reads_per_s / 3600.0 if reads_per_s else None,
-        **cost_per_million(summary.n_reads, len(devices), timed_s, energy_kwh, profile.price_per_device_hour),
-    )
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) and value else None
-
-
-def cost_per_million(
-    reads: int | None, devices: int, seconds: float | None, energy_kwh: float | None, price_per_hour: float | None
-) -> dict[str, float | None]:
-    """Device hours, energy and price of a million reads; `None` where it was not measured or no price was given."""
-    names = ("device_hours_per_million", "kwh_per_million", "price_per_million")
-    if not reads or not devices or not seconds:
-        return dict.fromkeys(names)
-    millions = reads / 1e6
-    hours = devices * seconds / 3600.0 / millions
-    kwh = None if energy_kwh is None else energy_kwh / millions
-    return dict(zip(names, (hours, kwh, None if price_per_hour is None else hours * price_per_hour), strict=True))
-
-
-def telemetry_metrics(
-    file: str,
-    measured: Telemetry,
-    devices: Sequence[Device],
-    flops: ModelFlops,
-    precision: str | None,
-    profile: Profile,
-) -> TelemetryMetrics:
-    """What the batches, samples and shards of a telemetry file add up to."""
-    batches, samples = measured.batches, measured.samples
-    cut = windows(batches, samples, profile.window_s, measured.origin_s)
-    busy = device_busy(measured.shards)
-    used = tuple(device_metrics(measured, device.id) for device in devices)
-    energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
-    return TelemetryMetrics(
-        **dict(batch_metrics(batches)),
-        file=file,
-        encoders=tuple(
-            EncoderMetrics(
-                **dict(own), encoder=encoder, **_encoder_efficiency(batches, encoder, devices, flops, precision or "")
-            )
-            for encoder, own in by_encoder(batches).items()
-        ),
-        devices=used,
-        busy=busy,
-        device_time_spread=device_time_spread(busy),
-        host=host_usage(measured.host),
-        energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
-        windows=len(cut),
-        windows_without_batch=sum(window.batches == 0 for window in cut),
-        alarms=tuple(alarm.detail for alarm in alarms(samples, embedding_span(batches))),
-    )
-
-
-def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
-    """One device's samples, cut to the time it embedded, and to the time each encoder ran on it."""
-    own = measured.batches.of_device(device)
-    whole, esm2, dnabert_s = (
-        device_usage(measured.samples, device, embedding_span(table) or NEVER)
-        for table in (own, own.of_encoder("esm2"), own.of_encoder("dnabert_s"))
-    )
-    return DeviceMetrics(
-        **dict(whole),
-        esm2_percent=esm2.gpu_util_avg,
-        esm2_samples=esm2.sample_count,
-        dnabert_s_percent=dnabert_s.gpu_util_avg,
-        dnabert_s_samples=dnabert_s.sample_count,
-    )
-
-
-def _encoder_efficiency(
-    batches: BatchTable, encoder: Encoder, devices: Sequence[Device], flops: ModelFlops, precision: str
-) -> dict[str, float | None]:
-    """An encoder's share of what its devices could have done; unknown when a device has no device time."""
-    names = {device.id: device.name for device in devices}
-    work, table = [], batches.of_encoder(encoder)
-    for device in table.devices:
-        own = batch_metrics(table.of_device(device))
-        if own.device_s is not None:
-            work.append(EncoderWork(device, names.get(device, ""), own.tokens, own.device_s))
-        elif own.batches:
-            work = []
-            break
-    ceilings = getattr(flops, f"{encoder}_ceiling_tokens_s")
-    # DNABERT-S stays at fp16 where ESM-2 runs at fp8
-    arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
-    return efficiency(work, ceilings, getattr(flops, f"{encoder}_per_token"), arithmetic)
-
-
+NEVER: Final = (1.0, 0.0)  # a span that holds no sample
 TERA: Final = 1e12
 
 # Dense peak of the tensor cores in TFLOP/s, from the makers' data sheets (without sparsity).
@@ -216,45 +60,150 @@ DATASHEET_TFLOPS: Final[tuple[tuple[str, dict[str, float]], ...]] = (
 )
 
 
+def short_name(device: Device) -> str:
+    """A device's name as the report prints it: `NVIDIA GeForce RTX 4090` is `RTX 4090`."""
+    if device.kind == "cpu":
+        return "CPU core"
+    return " ".join(VENDOR_WORDS.sub("", device.name).split()) or "GPU"
+
+
+def label(devices: Sequence[Device]) -> str:
+    """`2x RTX 4090`; unlike devices are listed."""
+    names = [short_name(device) for device in devices]
+    return " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)) or "0x device"
+
+
+def stage_metrics(stages: Mapping[str, float | None], total_s: float | None) -> tuple[StageMetrics, ...]:
+    """All nine stages, in order: `None` in `stages` is fused, absent is not measured."""
+    found = []
+    for name in STAGES:
+        spent = stages.get(name)
+        share = spent / total_s if spent is not None and total_s else None
+        status = "measured" if spent is not None else "fused" if name in stages else "not measured"
+        found.append(StageMetrics(name=name, seconds=spent, share=share, status=status))
+    return tuple(found)
+
+
+def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
+    """The metrics of the run in folder `name`; `None` when it has neither summary nor record."""
+    told, made = raw.read(RunSummary, name, SUMMARY), raw.read(RunRecord, name, RECORD)
+    if told is None and made is None:
+        return None
+    summary, record = told or RunSummary(), made or RunRecord(fingerprints={})
+    devices, flops = record.devices or summary.devices, summary.flops or ModelFlops()
+    total_s = None if summary.wall_s is None or summary.staging_s is None else summary.wall_s + summary.staging_s
+    settings = {key: text for key, text in record.resolved.items() if isinstance(text, str) and text}
+    precision, measured = settings.get("precision"), raw.telemetry(name, summary.telemetry)
+    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
+    # speed and cost are of a run that did all its work
+    resumed = summary.resumed or bool(summary.shards_reused)
+    reads_per_s = hours = device_hours = kwh = price = None
+    if summary.n_reads and total_s and not resumed:
+        reads_per_s, millions = summary.n_reads / total_s, summary.n_reads / 1e6
+        hours = profile.projection_reads / reads_per_s / 3600.0
+        if devices:
+            device_hours = len(devices) * total_s / 3600.0 / millions
+            energy, asked = None if telemetry is None else telemetry.energy_kwh, profile.price_per_device_hour
+            kwh = None if energy is None else energy / millions
+            price = None if asked is None else device_hours * asked
+    counted = {field: getattr(summary, field) for field in RunCounts.model_fields}
+    return RunMetrics(
+        **counted | {"total_s": total_s, "resumed": resumed},
+        name=name,
+        devices=devices,
+        label=label(devices),
+        stages=stage_metrics(summary.stages, total_s),
+        shards_damaged=len(summary.damaged),
+        shards_on_less_memory=len(summary.reduced_budgets),
+        precision=precision,
+        attention=settings.get("attention"),
+        missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
+        telemetry=telemetry,
+        reads_per_s=reads_per_s,
+        hours_projected=hours,
+        device_hours_per_million=device_hours,
+        kwh_per_million=kwh,
+        price_per_million=price,
+    )
+
+
+def telemetry_metrics(
+    file: str,
+    measured: Telemetry,
+    devices: Sequence[Device],
+    flops: ModelFlops,
+    precision: str | None,
+    profile: Profile,
+) -> TelemetryMetrics:
+    """What the batches, samples and shards of a telemetry file add up to."""
+    batches, samples, names = measured.batches, measured.samples, {device.id: device.name for device in devices}
+    cut = windows(batches, samples, profile.window_s, measured.origin_s)
+    busy = device_busy(measured.shards)
+    used = tuple(device_metrics(measured, device) for device in names)
+    energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
+    parts = [(encoder, batches[batches.encoder == encoder]) for encoder in ENCODERS]
+    return TelemetryMetrics(
+        **dict(batch_metrics(batches)),
+        file=file,
+        encoders=tuple(encoder_metrics(e, own, names, flops, precision or "") for e, own in parts if len(own)),
+        devices=used,
+        busy=busy,
+        device_time_spread=device_time_spread(busy),
+        host=host_usage(measured.host),
+        energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
+        windows=len(cut),
+        windows_without_batch=sum(window.batches == 0 for window in cut),
+        alarms=tuple(alarm.detail for alarm in alarms(samples, embedding_span(batches))),
+    )
+
+
+def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
+    """One device's samples, cut to the time it embedded, and to the time each encoder ran on it."""
+    own = measured.batches[measured.batches.device == device]
+    whole, esm2, dnabert_s = (
+        device_usage(measured.samples, device, embedding_span(table) or NEVER)
+        for table in (own, own[own.encoder == "esm2"], own[own.encoder == "dnabert_s"])
+    )
+    return DeviceMetrics(
+        **dict(whole),
+        esm2_percent=esm2.gpu_util_avg,
+        esm2_samples=esm2.sample_count,
+        dnabert_s_percent=dnabert_s.gpu_util_avg,
+        dnabert_s_samples=dnabert_s.sample_count,
+    )
+
+
 def datasheet_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a device at a precision; `None` when the table does not have it."""
-    for part, peaks in DATASHEET_TFLOPS:
-        if part in device_name:
-            peak = peaks.get(precision)
-            return None if peak is None else peak * TERA
-    return None
+    peaks = next((peaks for part, peaks in DATASHEET_TFLOPS if part in device_name), {})
+    return peaks[precision] * TERA if precision in peaks else None
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderWork:
-    """What one device put through one encoder."""
+def encoder_metrics(
+    encoder: Encoder, batches: pd.DataFrame, names: Mapping[str, str], flops: ModelFlops, precision: str
+) -> EncoderMetrics:
+    """One encoder's batches, and what they used of the devices (`names`: id → model): of what the linear layers alone
+    sustain there, and of what data sheets promise.
 
-    device: str
-    name: str  # the device's model
-    tokens: int
-    device_s: float
-
-
-def efficiency(
-    work: Sequence[EncoderWork], ceilings: Mapping[str, float], flops_per_token: float | None, precision: str
-) -> dict[str, float | None]:
-    """What an encoder used of its devices: of what their linear layers alone sustain, and of what data sheets promise.
-
-    A ceiling is weighted by each device's seconds; unknown where one was not measured, or a sheet does not say.
+    A device counts by its seconds; unknown where one has no time or no ceiling, or a sheet does not say.
     """
-    tokens, spent = sum(one.tokens for one in work), sum(one.device_s for one in work)
-    peaks = [datasheet_flops(one.name, precision) for one in work]
-    promised = sum(one.device_s * peak for one, peak in zip(work, peaks, strict=True) if peak is not None)
-    ceiling = sheet = None
-    if spent > 0 and all(one.device in ceilings for one in work):
-        ceiling = sum(one.device_s * ceilings[one.device] for one in work) / spent
-    if flops_per_token is not None and None not in peaks and promised > 0:
-        sheet = tokens * flops_per_token / promised
-    return {
-        "ceiling_tokens_per_s": ceiling,
-        "mfu_of_ceiling": tokens / (ceiling * spent) if ceiling else None,
-        "mfu_of_datasheet": sheet,
-    }
+    # DNABERT-S stays at fp16 where ESM-2 runs at fp8
+    arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
+    whole, per_token = batch_metrics(batches), getattr(flops, f"{encoder}_per_token")
+    spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
+    ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64").reindex(
+        spent.index
+    )  # NaN: not measured
+    peaks = [datasheet_flops(names.get(str(device), ""), arithmetic) for device in spent.index]
+    possible = known((spent * ceilings).sum(skipna=False))  # tokens
+    promised = known((spent * pd.Series(peaks, spent.index, "float64")).sum(skipna=False))  # FLOPs
+    return EncoderMetrics(
+        **dict(whole),
+        encoder=encoder,
+        ceiling_tokens_per_s=possible / float(spent.sum()) if possible else None,
+        mfu_of_ceiling=whole.tokens / possible if possible else None,
+        mfu_of_datasheet=whole.tokens * per_token / promised if per_token and promised else None,
+    )
 
 
 def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -> BaselineMetrics | None:
@@ -285,9 +234,9 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
         source="measured" if subset is None else "scaled",
         seconds=spent,
         measured_s=summary.measured_s,
-        subset_reads=None if subset is None else subset.reads,
-        subset_tokens=None if subset is None else subset.tokens,
-        total_tokens=None if subset is None else subset.total_tokens,
+        subset_reads=subset and subset.reads,
+        subset_tokens=subset and subset.tokens,
+        total_tokens=subset and subset.total_tokens,
         stages=stage_metrics(summary.stages, spent),
         problem=problem,
     )
@@ -296,27 +245,23 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
 def _recorded_baseline(profile: Profile, run: RunMetrics | None, stages: Mapping[str, float]) -> BaselineMetrics:
     """The time a profile records, usable only where the devices are those it was recorded on."""
     spec = profile.baseline
+    recorded = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
     problem = None
     if spec.recorded_seconds is None or not spec.recorded_device or spec.recorded_devices is None:
         problem = "the profile records no time, device name and number of devices"
     elif run is None or not run.devices:
         problem = "there is no run to compare with"
     elif len(run.devices) != spec.recorded_devices or any(spec.recorded_device not in d.name for d in run.devices):
-        recorded = f"{spec.recorded_devices}x {spec.recorded_device}"
         problem = f"the recorded time is of {recorded}, this run was on {run.label}"
     elif profile.target_reads is None or (run.n_reads or 0) < profile.target_reads:
         problem = f"the recorded time is of {profile.target_reads or 'unknown'} reads, this run had {run.n_reads}"
     return BaselineMetrics(
         name=spec.name,
-        label=f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}",
+        label=recorded,
         devices=spec.recorded_devices,
         models=() if spec.recorded_device is None else (spec.recorded_device,),
         source="recorded",
         seconds=spec.recorded_seconds,
-        measured_s=None,
-        subset_reads=None,
-        subset_tokens=None,
-        total_tokens=None,
         stages=stage_metrics(stages, None),
         problem=problem,
     )
@@ -331,20 +276,17 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
     if (single.n_reads, single.n_rows) != (many.n_reads, many.n_rows):
         return None
     speedup = single.total_s / many.total_s
+    one, other = single.stage_seconds, many.stage_seconds
+    esm2, dnabert_s = (one[s] / other[s] if s in one and other.get(s) else None for s in ("ESM-2", "DNABERT-S"))
     return ScalingMetrics(
         num_gpus=len(many.devices),
         time_seconds=many.total_s,
         speedup=speedup,
         efficiency=speedup / len(many.devices),
-        esm2_scaling=_stage_ratio(single, many, "ESM-2"),
-        dnabert_scaling=_stage_ratio(single, many, "DNABERT-S"),
+        esm2_scaling=esm2,
+        dnabert_scaling=dnabert_s,
         super_linear=speedup > len(many.devices),
     )
-
-
-def _stage_ratio(single: RunMetrics, many: RunMetrics, stage: str) -> float | None:
-    one, other = (stage_seconds(run, stage) for run in (single, many))
-    return one / other if one is not None and other else None
 
 
 def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:

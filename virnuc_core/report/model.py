@@ -90,6 +90,11 @@ class RunMetrics(RunCounts):
     kwh_per_million: float | None
     price_per_million: float | None
 
+    @property
+    def stage_seconds(self) -> dict[str, float]:
+        """Seconds by stage, of those measured."""
+        return {stage.name: stage.seconds for stage in self.stages if stage.seconds is not None}
+
 
 class BaselineMetrics(Record):
     """What the run is compared with, and how its time is known."""
@@ -100,10 +105,10 @@ class BaselineMetrics(Record):
     models: tuple[str, ...]  # distinct names of its devices
     source: Literal["measured", "scaled", "recorded"]
     seconds: float | None
-    measured_s: float | None
-    subset_reads: int | None
-    subset_tokens: int | None
-    total_tokens: int | None
+    measured_s: float | None = None
+    subset_reads: int | None = None
+    subset_tokens: int | None = None
+    total_tokens: int | None = None
     stages: tuple[StageMetrics, ...]
     problem: str | None = None  # why it cannot be used
 

@@ -240,10 +240,11 @@ def _telemetry(found: Verification, path: Path, name: str, telemetry: Telemetry,
         found.same(f"{name}: {what}", int(wrong), 0)
     if len(shards) and not shards.skipped.any():
         for words, encoder, told_by in (
-            ("ESM-2", batches.of_encoder("esm2"), shards.protein_tokens),
-            ("DNABERT-S", batches.of_encoder("dnabert_s"), shards.dna_tokens),
+            ("ESM-2", "esm2", shards.protein_tokens),
+            ("DNABERT-S", "dnabert_s", shards.dna_tokens),
         ):
-            found.same(f"{name}: tokens of {words}", int(encoder.tokens.sum()), int(told_by.sum()))
+            tokens = int(batches.tokens[batches.encoder == encoder].sum())
+            found.same(f"{name}: tokens of {words}", tokens, int(told_by.sum()))
     said = read(path.with_suffix(".json"), TelemetryFile)
     reads, wall_s = said.summary.total_sequences, said.summary.wall_s
     again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s)

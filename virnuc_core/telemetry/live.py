@@ -1,27 +1,179 @@
-"""What people see of a run: its progress while it goes on, and the seconds of its stages when it is done."""
+"""What is seen of a run while it goes on: readings of devices and host, its progress, and the seconds of its stages.
+
+Devices are read through nvitop's Python interface to NVML, by UUID. On a machine without NVML only the host is read,
+and utilisation stays unknown: whoever asks for it gets `None`, never zero.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Final, Self
 
+import pandas as pd
+import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from virnuc_core.telemetry.sampler import Sampler
-from virnuc_core.telemetry.tables import STAGES, ShardDone, StageTime
+from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageTime
 
+log = logging.getLogger(__name__)
+
+CHILDREN_EVERY: Final = 10  # samples between two looks for new child processes: the look reads every process
 PLAIN_EVERY_S: Final = 10.0
 CALLBACK_EVERY_S: Final = 5.0
 TITLE: Final = "Embedding"
 UNIT: Final = "sequences"
-TOTAL: Final = "total"
 RULE: Final = "=" * 80
 NAME_WIDTH: Final = 34
+
+Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def nvml_reader(devices: Sequence[str]) -> Reader | None:
+    """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them.
+
+    `None` when there is none; and, with a word in the log, where NVML cannot be used.
+    """
+    uuids = [device for device in devices if device.startswith(("GPU-", "MIG-"))]
+    if not uuids:
+        return None
+    import nvitop
+
+    try:
+        nvitop.Device.count()
+        opened = {uuid: nvitop.Device(uuid=uuid) for uuid in uuids}
+    except (nvitop.NVMLError, RuntimeError, OSError) as error:
+        log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
+        return None
+
+    def told(value: object) -> float | None:
+        return float(value) if isinstance(value, (int, float)) else None  # nvitop answers `NA`, a string
+
+    def read(device: str, time_s: float) -> DeviceSample:
+        gpu = opened[device]
+        power_mw, memory = told(gpu.power_usage()), told(gpu.memory_used())
+        return DeviceSample(
+            time_s,
+            device,
+            utilisation=told(gpu.gpu_utilization()),
+            memory_used_bytes=None if memory is None else int(memory),
+            power_w=None if power_mw is None else power_mw / 1000.0,
+            temperature_c=told(gpu.temperature()),
+        )
+
+    return read
+
+
+class HostProbe:
+    """Reads CPU, memory and disk of this process's machine."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process()
+        self._children: list[psutil.Process] = []
+        self._reads = 0
+        psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
+
+    def read(self, time_s: float) -> HostSample:
+        """One sample, stamped `time_s`."""
+        if self._reads % CHILDREN_EVERY == 0:
+            self._children = self._process.children(recursive=True)
+        self._reads += 1
+        rss_bytes = 0
+        for process in (self._process, *self._children):
+            try:
+                rss_bytes += process.memory_info().rss
+            except psutil.Error:
+                continue  # it has ended
+        disk = psutil.disk_io_counters()
+        return HostSample(
+            time_s=time_s,
+            cpu_percent=psutil.cpu_percent(interval=None),
+            rss_bytes=rss_bytes,
+            disk_read_bytes=None if disk is None else disk.read_bytes,
+            disk_write_bytes=None if disk is None else disk.write_bytes,
+        )
+
+
+class Sampler:
+    """Background thread that reads devices and host every `interval_s` while the `with` block lasts.
+
+    A reading that fails leaves its numbers unknown, which is said once in the log; sampling goes on.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[str],
+        *,
+        interval_s: float = 0.5,
+        read: Reader | None = None,
+        host: Callable[[float], HostSample] | None = None,
+    ) -> None:
+        """`read` reads a device: NVML, when not given."""
+        self.devices = tuple(devices)
+        self._interval_s = interval_s
+        self._read, self._host = read or nvml_reader(devices), host or HostProbe().read
+        self._failed = False
+        self._latest: dict[str, DeviceSample] = {}
+        self._device_samples: list[DeviceSample] = []
+        self._host_samples: list[HostSample] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
+
+    def sample_once(self) -> None:
+        """Take one reading of everything now."""
+        now = time.monotonic()
+        if self._read is not None:
+            self._latest = {device: self._sample(self._read, device, now) for device in self.devices}
+            self._device_samples += self._latest.values()
+        self._host_samples.append(self._host(now))
+
+    def _sample(self, read: Reader, device: str, time_s: float) -> DeviceSample:
+        try:
+            return read(device, time_s)
+        except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
+            if not self._failed:
+                log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
+            self._failed = True
+            return DeviceSample(time_s, device)
+
+    def _loop(self) -> None:
+        due = time.monotonic()
+        while not self._stop.is_set():
+            self.sample_once()
+            due = max(due + self._interval_s, time.monotonic())  # after a stall: no burst to catch up
+            self._stop.wait(due - time.monotonic())
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.sample_once()  # so that even a short run has one
+
+    def samples(self) -> pd.DataFrame:
+        """Device readings so far: the table of `DeviceSample`."""
+        return frame(DeviceSample, list(self._device_samples), self.devices)
+
+    def host_samples(self) -> pd.DataFrame:
+        """Host readings so far: the table of `HostSample`."""
+        return frame(HostSample, list(self._host_samples))
+
+    def latest(self, device: str) -> DeviceSample | None:
+        """The newest reading of a device; `None` before the first."""
+        return self._latest.get(device)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,48 +197,32 @@ class DeviceProgress:
         }
 
 
-NOTHING: Final = DeviceProgress(0, 0, None, None, None)
-
-
 class RunMonitor:
-    """Totals by device, fed with each committed shard; safe to read from another thread."""
+    """Totals by device, fed with each committed shard."""
 
-    def __init__(
-        self, devices: Sequence[str], sampler: Sampler | None = None, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.devices = tuple(devices)
-        self._sampler = sampler
-        self._now = now
-        self._started_s = now()
-        self._lock = threading.Lock()
-        self._totals = dict.fromkeys(devices, (0, 0, 0))  # rows, tokens, slots
+    def __init__(self, sampler: Sampler, now: Callable[[], float] = time.monotonic) -> None:
+        self.devices = sampler.devices
+        self._sampler, self._now, self._started_s = sampler, now, now()
+        self._totals = dict.fromkeys(sampler.devices, (0, 0, 0))  # rows, tokens, slots
 
     def add_shard(self, done: ShardDone) -> None:
         """Count a committed shard."""
-        tokens, slots = sum(b.tokens for b in done.batches), sum(b.slots for b in done.batches)
-        with self._lock:
-            before = self._totals.get(done.device, (0, 0, 0))
-            self._totals[done.device] = (before[0] + done.rows, before[1] + tokens, before[2] + slots)
+        rows, tokens, slots = self._totals.get(done.device, (0, 0, 0))
+        tokens, slots = tokens + sum(b.tokens for b in done.batches), slots + sum(b.slots for b in done.batches)
+        self._totals[done.device] = rows + done.rows, tokens, slots
 
-    def progress(self, device: str) -> DeviceProgress:
-        """One device so far."""
-        return self._progress((device,))
-
-    def total(self) -> DeviceProgress:
-        """All devices together; utilisation is their mean."""
-        return self._progress(self._totals)
-
-    def _progress(self, devices: Collection[str]) -> DeviceProgress:
-        with self._lock:
-            rows, tokens, slots = (sum(self._totals[device][i] for device in devices) for i in range(3))
+    def progress(self, *devices: str) -> DeviceProgress:
+        """What `devices` have done so far, or all of them; their utilisation is the mean."""
+        names = devices or self.devices
+        rows, tokens, slots = (sum(self._totals[name][i] for name in names) for i in range(3))
         elapsed = self._now() - self._started_s
-        samples = [] if self._sampler is None else [self._sampler.latest(device) for device in devices]
-        known = [s.utilisation for s in samples if s is not None and s.utilisation is not None]
+        newest = [sample.utilisation for name in names if (sample := self._sampler.latest(name)) is not None]
+        told = [used for used in newest if used is not None]
         return DeviceProgress(
             rows,
             tokens,
             tokens / elapsed if elapsed > 0 else None,
-            sum(known) / len(known) if known else None,
+            sum(told) / len(told) if told else None,
             tokens / slots if slots else None,
         )
 
@@ -99,7 +235,6 @@ class ProgressSnapshot:
     total: int
     elapsed_s: float
     eta_s: float | None  # None before anything is done
-    devices: DeviceProgress  # all of them
 
     @property
     def percent(self) -> float:
@@ -133,40 +268,44 @@ class InferenceProgressReporter:
         self._first = self._done = already_done
         self._started_s = self._last_plain_s = self._last_callback_s = now()
         self._bars: Progress | None = None
-        self._tasks: dict[str, TaskID] = {}
+        self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
 
     def __enter__(self) -> Self:
-        self._started_s = self._last_plain_s = self._last_callback_s = self._now()
         if self._console.is_terminal:
-            self._bars = _bars(self._console)
-            devices = self._monitor.devices if len(self._monitor.devices) > 1 else ()
-            nothing: dict[str, Any] = {"count": "", **NOTHING.words}
-            self._tasks = {device: self._bars.add_task(device[:12], total=None, **nothing) for device in devices}
-            self._tasks[TOTAL] = self._bars.add_task(TITLE, total=self._total, **nothing | {"count": self._count()})
+            self._bars = Progress(
+                TextColumn("[bold blue]{task.description}"),
+                BarColumn(bar_width=None),  # what the numbers leave
+                TaskProgressColumn(show_speed=False),
+                TextColumn("{task.fields[count]:>}"),
+                TextColumn("[yellow]{task.fields[tokens]:>12}"),
+                TextColumn("[green]{task.fields[gpu]:>5} GPU"),
+                TextColumn("[cyan]{task.fields[pack]:>6} pack"),
+                TimeRemainingColumn(),
+                console=self._console,
+                expand=True,
+            )
+            for device in self._monitor.devices if len(self._monitor.devices) > 1 else ():
+                self._tasks[self._bars.add_task(device[:12], total=None, **self._shown(device))] = (device,)
+            self._tasks[self._bars.add_task(TITLE, total=self._total, **self._shown())] = ()
             self._bars.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        snapshot = self.snapshot()
+    def __exit__(self, *_: object) -> None:
         if self._bars is not None:
             self._refresh(self._bars)
             self._bars.stop()
-            self._bars = None
         else:
-            self._plain(self._line(snapshot))
-        self._on_progress(snapshot)
+            self._plain(self._line())
+        self._on_progress(self.snapshot())
 
     def update(self, sequences_processed: int) -> None:
         """Say how many of the total are done by now, those of an earlier run included."""
-        self._done = sequences_processed
-        now = self._now()
+        self._done, now = sequences_processed, self._now()
         if self._bars is not None:
             self._refresh(self._bars)
         elif now - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now
-            self._plain(self._line(self.snapshot()))
+            self._plain(self._line())
         if now - self._last_callback_s >= CALLBACK_EVERY_S:
             self._last_callback_s = now
             self._on_progress(self.snapshot())
@@ -175,22 +314,21 @@ class InferenceProgressReporter:
         """How far the run is now."""
         elapsed, made = max(0.0, self._now() - self._started_s), self._done - self._first
         eta_s = elapsed * (self._total - self._done) / made if made > 0 and elapsed > 0 else None
-        left_s = 0.0 if self._done >= self._total else eta_s
-        return ProgressSnapshot(self._done, self._total, elapsed, left_s, self._monitor.total())
+        return ProgressSnapshot(self._done, self._total, elapsed, 0.0 if self._done >= self._total else eta_s)
 
     def _refresh(self, bars: Progress) -> None:
-        for device, task in self._tasks.items():
-            if device == TOTAL:
-                bars.update(task, completed=self._done, count=self._count(), **self._monitor.total().words)
-            else:
-                progress = self._monitor.progress(device)
-                bars.update(task, completed=progress.rows, count=f"{progress.rows:,}", **progress.words)
+        for task, devices in self._tasks.items():
+            bars.update(task, **self._shown(*devices))
 
-    def _count(self) -> str:
-        return f"{self._done:,}/{self._total:,} {UNIT}"
+    def _shown(self, *devices: str) -> dict[str, Any]:
+        """What a bar shows of one device, or of all."""
+        progress = self._monitor.progress(*devices)
+        done = progress.rows if devices else self._done
+        count = f"{done:,}" if devices else f"{done:,}/{self._total:,} {UNIT}"
+        return {"completed": done, "count": count, **progress.words}
 
-    def _line(self, snapshot: ProgressSnapshot) -> str:
-        words = snapshot.devices.words
+    def _line(self) -> str:
+        snapshot, words = self.snapshot(), self._monitor.progress().words
         eta = "--:--" if snapshot.eta_s is None else clock_text(snapshot.eta_s)
         return (
             f"{TITLE}: {snapshot.done:,} of {snapshot.total:,} {UNIT} ({snapshot.percent:.1f} %) | "
@@ -199,19 +337,7 @@ class InferenceProgressReporter:
         )
 
 
-def _bars(console: Console) -> Progress:
-    return Progress(
-        TextColumn("[bold blue]{task.description}"),
-        BarColumn(bar_width=None),  # what the numbers leave
-        TaskProgressColumn(show_speed=False),
-        TextColumn("{task.fields[count]:>}"),
-        TextColumn("[yellow]{task.fields[tokens]:>12}"),
-        TextColumn("[green]{task.fields[gpu]:>5} GPU"),
-        TextColumn("[cyan]{task.fields[pack]:>6} pack"),
-        TimeRemainingColumn(),
-        console=console,
-        expand=True,
-    )
+# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def clock_text(seconds: float) -> str:
@@ -220,10 +346,9 @@ def clock_text(seconds: float) -> str:
     >>> clock_text(3200.6), clock_text(12600), clock_text(7.9)
     ('53:20', '3:30:00', '00:07')
     """
-    whole = int(max(0.0, seconds))
-    hours, rest = divmod(whole, 3600)
-    minutes, left = divmod(rest, 60)
-    return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes:02d}:{left:02d}"
+    minutes, left = divmod(int(max(0.0, seconds)), 60)
+    hours, rest = divmod(minutes, 60)
+    return f"{hours}:{rest:02d}:{left:02d}" if hours else f"{minutes:02d}:{left:02d}"
 
 
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
@@ -231,15 +356,11 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
     known = {stage.name: stage for stage in stages}
     lines = [RULE, "PIPELINE SUMMARY", RULE]
     for number, name in enumerate(STAGES, start=1):
-        lines.append(f"Stage {number}: {name} ".ljust(NAME_WIDTH, ".") + "  " + _stage_text(known.get(name), total_s))
+        stage, text = known.get(name), "not measured"
+        if stage is not None and stage.seconds is None:
+            text = f"0.0 s (fused into {stage.fused_into})"
+        elif stage is not None and stage.seconds is not None:
+            text = f"{stage.seconds:.1f} s" + (f" ({100 * stage.seconds / total_s:.1f} %)" if total_s > 0 else "")
+        lines.append(f"Stage {number}: {name} ".ljust(NAME_WIDTH, ".") + "  " + text)
     lines += [f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)", RULE]
     return "\n".join(lines)
-
-
-def _stage_text(stage: StageTime | None, total_s: float) -> str:
-    if stage is None:
-        return "not measured"
-    if stage.seconds is None:
-        return f"0.0 s (fused into {stage.fused_into})" if stage.fused_into else "0.0 s (fused)"
-    share = f" ({100 * stage.seconds / total_s:.1f} %)" if total_s > 0 else ""
-    return f"{stage.seconds:.1f} s{share}"

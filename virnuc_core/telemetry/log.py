@@ -9,20 +9,19 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self
 
 import h5py
 import numpy as np
 import pandas as pd
-from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
 from virnuc_core.rundir import whole_file
-from virnuc_core.runfiles import RunFile, write
+from virnuc_core.runfiles import Positive, RunFile, write
 from virnuc_core.telemetry.statistics import (
     Alarm,
     BatchMetrics,
@@ -37,21 +36,22 @@ from virnuc_core.telemetry.statistics import (
     device_time_spread,
     device_usage,
     embedding_span,
+    frame,
     host_usage,
+    known,
+    packing,
+    queue_state,
     windows,
 )
 from virnuc_core.telemetry.tables import (
     ENCODERS,
     QUEUE_STATES,
-    BatchTable,
+    BatchRecord,
+    DeviceSample,
     Encoder,
-    Floats,
-    HostTable,
-    SampleTable,
+    HostSample,
     ShardDone,
-    ShardTable,
     StageTime,
-    Table,
 )
 
 log = logging.getLogger(__name__)
@@ -59,19 +59,18 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION: Final = 1
 JSON_BATCHES: Final = 20_000
 
-AnyTable = TypeVar("AnyTable", bound=Table)
 TableName = Literal["batches", "samples", "host", "shards", "stages"]
 Numbers = dict[str, float | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """All that one run measured."""
+    """All that one run measured: a table for each kind of record."""
 
-    batches: BatchTable
-    samples: SampleTable
-    host: HostTable
-    shards: ShardTable
+    batches: pd.DataFrame
+    samples: pd.DataFrame
+    host: pd.DataFrame
+    shards: pd.DataFrame
     stages: tuple[StageTime, ...]
     origin_s: float  # time.monotonic() at the run's start
     started: str  # wall clock at the same moment, ISO 8601
@@ -80,37 +79,53 @@ class Telemetry:
     def of(
         cls,
         shards: Sequence[ShardDone],
-        samples: SampleTable,
-        host: HostTable,
+        samples: pd.DataFrame,
+        host: pd.DataFrame,
         stages: Sequence[StageTime],
         *,
         origin_s: float,
         started: datetime,
     ) -> Self:
-        """The shards committed, with their batches, as columns beside what was sampled."""
-        batches, devices = [batch for shard in shards for batch in shard.batches], samples.devices
-        tables = BatchTable.of(batches, devices), samples, host, ShardTable.of(shards, devices)
-        return cls(*tables, tuple(stages), origin_s, started.isoformat())
+        """The shards committed, with their batches, beside what was sampled."""
+        devices = list(samples.device.cat.categories)
+        batches = frame(BatchRecord, (batch for shard in shards for batch in shard.batches), devices)
+        done = frame(ShardDone, shards, devices)
+        return cls(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
 
     def get_throughput(self) -> Numbers:
         """Tokens, batches' rows and batches per second over the embedding span."""
-        return throughput(batch_metrics(self.batches))
+        whole = batch_metrics(self.batches)
+        return {
+            "tokens_per_sec": whole.tokens_per_s,
+            "rows_per_sec": whole.rows_per_s,
+            "steady_tokens_per_sec": whole.steady_tokens_per_s,
+            "batches_per_sec": whole.batches / whole.span_s if whole.span_s > 0 else None,
+        }
 
     def get_dataloader_statistics(self) -> Numbers:
-        """Waits, packing and queue states."""
-        return loader_statistics(batch_metrics(self.batches))
+        """Waits, packing (as shares of 1) and queue states."""
+        whole = batch_metrics(self.batches)
+        shares = {} if whole.queue is None else whole.queue.model_dump()
+        return {
+            "avg_wait_time_ms": whole.avg_wait_ms,
+            "p95_wait_time_ms": whole.p95_wait_ms,
+            "max_wait_time_ms": whole.max_wait_ms,
+            "avg_packing_efficiency": whole.packing_efficiency,
+            "min_packing_efficiency": whole.min_packing_efficiency,
+            "batches_below_threshold": whole.batches_below_threshold,
+            **{f"pct_{state}": 100.0 * shares[state] if shares else None for state in QUEUE_STATES},
+            "pct_waiting_over_1ms": None if whole.waiting_share is None else 100.0 * whole.waiting_share,
+        }
 
     def get_average_packing_efficiency(self) -> float | None:
         """Real tokens over slots launched, in percent."""
-        packing = batch_metrics(self.batches).packing_efficiency
-        return None if packing is None else 100.0 * packing
+        share = batch_metrics(self.batches).packing_efficiency
+        return None if share is None else 100.0 * share
 
     def get_average_gpu_utilization(self) -> float | None:
         """Mean over the devices of each one's mean in the embedding span, in percent; `None` without samples."""
-        span = embedding_span(self.batches)
-        means = [device_usage(self.samples, device, span).gpu_util_avg for device in self.samples.devices]
-        known = [mean for mean in means if mean is not None]
-        return sum(known) / len(known) if known else None
+        inside = self.samples[self.samples.time_s.between(*(embedding_span(self.batches) or (-np.inf, np.inf)))]
+        return known(inside.groupby("device", observed=True).utilisation.mean().mean())
 
 
 class TelemetrySummary(RunFile):
@@ -136,173 +151,121 @@ class TelemetryFile(RunFile):
 
     schema_version: int = SCHEMA_VERSION
     summary: TelemetrySummary
-    window_s: float
+    window_s: Positive
     windows: tuple[Window, ...]
     per_batch_metrics_every: int  # of all batches
     batches: int
     per_batch_metrics: tuple[dict[str, float | int | str | None], ...]
 
 
-def write_telemetry(folder: Path, measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float = 30.0) -> Path:
-    """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
-
-    Errors: `OSError` of the disk.
-    """
-    path = _free_path(folder, datetime.fromisoformat(measured.started))
-    write_h5(path.with_suffix(".h5"), measured)
-    content = telemetry_file(measured, n_reads=n_reads, wall_s=wall_s, window_s=window_s)
-    for alarm in content.summary.alarms:
-        log.warning("%s", alarm.detail)
-    return write(path, content)
-
-
-def _free_path(folder: Path, started: datetime) -> Path:
-    stem = f"telemetry_{started:%Y%m%d_%H%M%S}"
-    names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
-    return next(path for name in names if not (path := folder / f"{name}.json").exists())
-
-
 def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float) -> TelemetryFile:
     """The content of the JSON file of a run of `n_reads` reads that took `wall_s`."""
-    span = embedding_span(measured.batches)
-    whole, busy = batch_metrics(measured.batches), device_busy(measured.shards)
+    span, busy = embedding_span(measured.batches), device_busy(measured.shards)
+    devices, table = measured.samples.device.cat.categories, batch_frame(measured)
     summary = TelemetrySummary(
         started=measured.started,
         wall_s=wall_s,
         total_sequences=n_reads,
         sequences_per_hour=n_reads / wall_s * 3600.0 if wall_s > 0 else None,
-        throughput=throughput(whole),
-        dataloader=loader_statistics(whole),
+        throughput=measured.get_throughput(),
+        dataloader=measured.get_dataloader_statistics(),
         encoders=by_encoder(measured.batches),
-        gpus={device: device_usage(measured.samples, device, span) for device in measured.samples.devices},
+        gpus={device: device_usage(measured.samples, device, span) for device in devices},
         host=host_usage(measured.host),
         devices=busy,
         device_time_spread=device_time_spread(busy),
         stages={stage.name: stage.seconds for stage in measured.stages},
         alarms=alarms(measured.samples, span),
     )
-    frame = batch_frame(measured)
-    every = max(1, -(-len(frame) // JSON_BATCHES))
-    chosen = frame.iloc[::every].to_dict(orient="records")
+    every = max(1, -(-len(table) // JSON_BATCHES))
+    chosen = table[::every].to_dict(orient="records")
     return TelemetryFile(
         summary=summary,
         window_s=window_s,
         windows=windows(measured.batches, measured.samples, window_s, measured.origin_s),
         per_batch_metrics_every=every,
-        batches=len(frame),
+        batches=len(table),
         per_batch_metrics=tuple({str(k): _plain(v) for k, v in row.items()} for row in chosen),
     )
 
 
-def throughput(whole: BatchMetrics) -> Numbers:
-    """Tokens, rows and batches per second under their usual names."""
-    return {
-        "tokens_per_sec": whole.tokens_per_s,
-        "rows_per_sec": whole.rows_per_s,
-        "steady_tokens_per_sec": whole.steady_tokens_per_s,
-        "batches_per_sec": whole.batches / whole.span_s if whole.span_s > 0 else None,
-    }
-
-
-def loader_statistics(whole: BatchMetrics) -> Numbers:
-    """Waits, packing (as shares of 1) and queue states under their usual names."""
-    shares = {} if whole.queue is None else whole.queue.model_dump()
-    return {
-        "avg_wait_time_ms": whole.avg_wait_ms,
-        "p95_wait_time_ms": whole.p95_wait_ms,
-        "max_wait_time_ms": whole.max_wait_ms,
-        "avg_packing_efficiency": whole.packing_efficiency,
-        "min_packing_efficiency": whole.min_packing_efficiency,
-        "batches_below_threshold": whole.batches_below_threshold,
-        **{f"pct_{state}": 100.0 * shares[state] if shares else None for state in QUEUE_STATES},
-        "pct_waiting_over_1ms": None if whole.waiting_share is None else 100.0 * whole.waiting_share,
-    }
-
-
 def _plain(value: Any) -> Any:
     """A JSON value: numbers short, unknown as null."""
-    if isinstance(value, float):
-        return None if np.isnan(value) else float(f"{value:.7g}")
-    return value
+    return known(float(f"{value:.7g}")) if isinstance(value, float) else value
 
 
 def batch_frame(measured: Telemetry) -> pd.DataFrame:
-    """One row a batch, under the names of the HDF5 file, with devices, encoders and states by name."""
-    table = measured.batches
-    named = {
-        "device": table.named(table.device),
-        "encoder": np.array(ENCODERS, dtype=object)[table.encoder],
-        "queue_state": np.array(QUEUE_STATES, dtype=object)[table.queue_state],
-    }
-    return pd.DataFrame({**_batch_columns(measured), **named})
-
-
-def _batch_columns(measured: Telemetry) -> dict[str, NDArray[Any]]:
-    table = measured.batches
-    seconds = table.device_ms / 1000.0
-    nothing = np.full(len(table), np.nan)
-    return {
-        "batch_idx": np.arange(len(table), dtype=np.int64),
+    """One row a batch, under the names of the HDF5 file."""
+    table, samples = measured.batches, measured.samples
+    seconds, packed = (table.device_ms / 1000.0).where(table.device_ms > 0), packing(table)
+    used = pd.Series(np.nan, index=table.index)  # by the newest sample taken at the launch, else by the next
+    for device, own in samples.groupby("device", observed=True):
+        mine = table.device == device
+        place = np.searchsorted(own.time_s, table.launched_s[mine], side="right") - 1
+        used[mine] = own.utilisation.to_numpy()[np.clip(place, 0, None)]
+    derived = {
+        "batch_idx": np.arange(len(table)),
         "timestamp": table.launched_s - measured.origin_s,
-        "tokens_per_sec": np.divide(table.tokens, seconds, out=nothing.copy(), where=seconds > 0),
-        "sequences_per_sec": np.divide(table.rows, seconds, out=nothing.copy(), where=seconds > 0),
-        "gpu_util": _utilisation_at(table, measured.samples),
-        "packing_efficiency": table.packing,
-        "padding_waste": 1.0 - table.packing,
-        "queue_state": table.queue_state,
-        **table.data,
+        "tokens_per_sec": table.tokens / seconds,
+        "sequences_per_sec": table.rows / seconds,
+        "gpu_util": used,
+        "packing_efficiency": packed,
+        "padding_waste": 1.0 - packed,
+        "queue_state": queue_state(table),
     }
+    return pd.concat([pd.DataFrame(derived), table], axis="columns")
 
 
-def _utilisation_at(table: BatchTable, samples: SampleTable) -> Floats:
-    """Utilisation of each batch's device at its launch: the newest sample taken by then, else the next; NaN without."""
-    found = np.full(len(table), np.nan)
-    for code, device in enumerate(table.devices):
-        own = samples.of_device(device)
-        mine = table.device == code
-        if len(own) and mine.any():
-            place = np.searchsorted(own.time_s, table.launched_s[mine], side="right") - 1
-            found[mine] = own.utilisation[np.clip(place, 0, len(own) - 1)]
-    return found
+def write_telemetry(folder: Path, measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float = 30.0) -> Path:
+    """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
 
-
-def write_h5(path: Path, measured: Telemetry) -> None:
-    """Write the HDF5 file whole. Batch columns lie at the root, the other tables in groups of their names."""
-    with whole_file(path) as aside, h5py.File(aside, "w") as file:
-        file.attrs["schema_version"] = SCHEMA_VERSION
-        file.attrs["origin_s"] = measured.origin_s
-        file.attrs["started"] = measured.started
-        _write_columns(file, measured.batches.devices, _batch_columns(measured))
+    In HDF5 the columns of the batches lie at the root, the other tables in groups of their names.
+    Errors: `OSError` of the disk.
+    """
+    stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
+    names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
+    path = next(path for name in names if not (path := folder / f"{name}.json").exists())
+    with whole_file(path.with_suffix(".h5")) as aside, h5py.File(aside, "w") as file:
+        file.attrs.update(schema_version=SCHEMA_VERSION, origin_s=measured.origin_s, started=measured.started)
+        _write_table(file, batch_frame(measured))
         for name in ("samples", "host", "shards"):
-            table: Table = getattr(measured, name)
-            _write_columns(file.create_group(name), table.devices, table.data)
-        stages = [asdict(stage) for stage in measured.stages]
-        columns = {
-            name: np.array([stage[name] for stage in stages], dtype=np.float64)  # None becomes NaN
-            for name in ("seconds", "started_s", "finished_s")
-        }
-        for name in ("name", "fused_into"):
-            columns[name] = np.array([(stage[name] or "").encode() for stage in stages], dtype="S64")
-        _write_columns(file.create_group("stages"), (), columns)
+            _write_table(file.create_group(name), getattr(measured, name))
+        stages = file.create_group("stages")
+        for field in fields(StageTime):
+            values = [getattr(stage, field.name) for stage in measured.stages]
+            if field.type == "float | None":
+                stages[field.name] = np.array(values, np.float64)  # None becomes NaN
+            else:
+                stages[field.name] = np.array([text or "" for text in values], "S64")
+    content = telemetry_file(measured, n_reads=n_reads, wall_s=wall_s, window_s=window_s)
+    for alarm in content.summary.alarms:
+        log.warning("%s", alarm.detail)
+    return write(path, content)
 
 
-def _write_columns(group: h5py.Group, devices: Sequence[str], columns: Mapping[str, NDArray[Any]]) -> None:
-    group.attrs["devices"] = json.dumps(list(devices))
-    for name, values in columns.items():
-        options = {"compression": "gzip", "shuffle": True} if len(values) > 64 else {}
-        group.create_dataset(name, data=values, **options)
+def _write_table(group: h5py.Group, table: pd.DataFrame) -> None:
+    """Each column as a dataset: categories as codes; the devices that those of `device` stand for as an attribute."""
+    group.attrs["devices"] = json.dumps(list(table.device.cat.categories) if "device" in table else [])
+    options = {"compression": "gzip", "shuffle": True} if len(table) > 64 else {}
+    for name, column in table.items():
+        values = column.cat.codes if isinstance(column.dtype, pd.CategoricalDtype) else column
+        group.create_dataset(name, data=values.to_numpy(), **options)
 
 
 def read_telemetry(path: Path) -> Telemetry:
     """Read `telemetry_<time>.h5` back; `InputError` names the file and what is wrong with it."""
     try:
         with h5py.File(path, "r") as file:
+            stages = [file["stages"][field.name][:].tolist() for field in fields(StageTime)]
             return Telemetry(
-                _read_table(file, BatchTable),
-                _read_table(file["samples"], SampleTable),
-                _read_table(file["host"], HostTable),
-                _read_table(file["shards"], ShardTable),
-                _read_stages(file["stages"]),
+                _read_table(file, BatchRecord),
+                _read_table(file["samples"], DeviceSample),
+                _read_table(file["host"], HostSample),
+                _read_table(file["shards"], ShardDone),
+                tuple(
+                    StageTime(name.decode(), known(seconds), fused.decode() or None, known(started), known(finished))
+                    for name, seconds, fused, started, finished in zip(*stages, strict=True)
+                ),
                 float(file.attrs["origin_s"]),
                 str(file.attrs["started"]),
             )
@@ -310,20 +273,12 @@ def read_telemetry(path: Path) -> Telemetry:
         raise InputError(f"not a readable telemetry file ({error})", file=path) from error
 
 
-def _read_table(group: h5py.Group, kind: type[AnyTable]) -> AnyTable:
-    columns = {name: item[:] for name, item in group.items() if isinstance(item, h5py.Dataset)}
-    return kind.from_columns(json.loads(group.attrs["devices"]), columns)
-
-
-def _read_stages(group: h5py.Group) -> tuple[StageTime, ...]:
-    def number(value: float) -> float | None:
-        return None if np.isnan(value) else float(value)
-
-    columns = [group[name][:].tolist() for name in ("name", "seconds", "fused_into", "started_s", "finished_s")]
-    return tuple(
-        StageTime(name.decode(), number(seconds), fused.decode() or None, number(started), number(finished))
-        for name, seconds, fused, started, finished in zip(*columns, strict=True)
-    )
+def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
+    categories = {"device": json.loads(group.attrs["devices"]), "encoder": ENCODERS}
+    columns = {field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"}
+    for name in categories.keys() & columns.keys():
+        columns[name] = pd.Categorical.from_codes(columns[name], categories[name])
+    return pd.DataFrame(columns)
 
 
 def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
@@ -332,15 +287,10 @@ def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
     `path` is the `.h5` file, or a run directory, whose newest telemetry is taken. Raises `InputError`.
     """
     measured = read_telemetry(latest(path) if path.is_dir() else path)
-    if table == "batches":
-        return batch_frame(measured)
     if table == "stages":
         return pd.DataFrame([asdict(stage) for stage in measured.stages])
-    chosen: Table = getattr(measured, table)
-    columns = dict(chosen.data)
-    if "device" in columns:
-        columns["device"] = chosen.named(columns["device"])
-    return pd.DataFrame(columns)
+    found = batch_frame(measured) if table == "batches" else getattr(measured, table)
+    return found.astype(dict.fromkeys(found.select_dtypes("category"), "object"))
 
 
 def latest(folder: Path) -> Path:

@@ -1,37 +1,59 @@
 """What the tables of a run add up to: each number of its telemetry is computed here, and nowhere else.
 
-A span is a pair of seconds on the host's monotonic clock, both ends included.
+A table is a DataFrame with the fields of its record as columns (see `tables`). A device or an encoder is a category, a
+missing number NaN; here what is not known becomes `None`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from operator import attrgetter
 from typing import Any, Final, Literal
 
 import numpy as np
+import pandas as pd
 from pydantic import computed_field
 
 from virnuc_core.runfiles import RunFile
 from virnuc_core.telemetry.tables import (
     ENCODERS,
     QUEUE_STATES,
-    BatchTable,
+    BatchRecord,
+    DeviceSample,
     Encoder,
-    Floats,
-    HostTable,
-    SampleTable,
-    ShardTable,
+    HostSample,
+    ShardDone,
+    Span,
 )
 
-Span = tuple[float, float]
-
+ORDER: Final = {BatchRecord: "launched_s", DeviceSample: "time_s", HostSample: "time_s", ShardDone: "finished_s"}
+FULL_BELOW_MS: Final = 1.0
+STARVED_ABOVE_MS: Final = 50.0
 LOW_PACKING: Final = 0.80
-WAITING_ABOVE_MS: Final = 1.0
 WARM_UP_BATCHES: Final = 10
 IDLE_BELOW_PERCENT: Final = 50.0
 IDLE_FOR_S: Final = 10.0
 IMBALANCE_POINTS: Final = 10.0
 JOULES_PER_KWH: Final = 3.6e6
+
+
+def frame(kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()) -> pd.DataFrame:
+    """The table of records of one kind, in the order of their times; `devices` stand first among its devices."""
+    rows = sorted(records, key=attrgetter(ORDER[kind]))
+    known = dict.fromkeys([*devices, *(row.device for row in rows if hasattr(row, "device"))])
+    types: dict[Any, Any] = {
+        "int": "int64",
+        "str": pd.CategoricalDtype(list(known)),
+        "Encoder": pd.CategoricalDtype(list(ENCODERS)),
+    }
+    columns = {field.name: types.get(field.type, "float64") for field in fields(kind) if field.name != "batches"}
+    return pd.DataFrame({name: pd.Series([getattr(r, name) for r in rows], dtype=t) for name, t in columns.items()})
+
+
+def known(value: float) -> float | None:
+    """A number, `None` for NaN: what pandas makes of nothing known."""
+    return None if np.isnan(value) else float(value)
 
 
 # --- batches ----------------------------------------------------------------------------------------------------------
@@ -72,73 +94,68 @@ class BatchMetrics(BatchCounts):
     steady_tokens_per_s: float | None  # the same without the first 10 batches of each device
 
 
-def _counts(table: BatchTable) -> BatchCounts:
-    tokens, slots = int(table.tokens.sum()), int(table.slots.sum())
+def packing(batches: pd.DataFrame) -> pd.Series:
+    """Tokens over slots of each batch; NaN for a batch of no slot."""
+    return batches.tokens / batches.slots.where(batches.slots > 0)
+
+
+def queue_state(batches: pd.DataFrame) -> pd.Series:
+    """How ready each batch was when the launch loop asked for it, as a category."""
+    codes = (batches.wait_ms >= FULL_BELOW_MS).astype("int8") + (batches.wait_ms > STARVED_ABOVE_MS)
+    return pd.Series(pd.Categorical.from_codes(codes, pd.Index(QUEUE_STATES)), index=batches.index)
+
+
+def embedding_span(batches: pd.DataFrame) -> Span | None:
+    """First launch, and last finish as far as known: launch plus device time. `None` without batches."""
+    if batches.empty:
+        return None
+    finished_s = batches.launched_s + batches.device_ms.fillna(0.0) / 1000.0
+    return float(batches.launched_s.min()), float(finished_s.max())
+
+
+def _counts(batches: pd.DataFrame) -> BatchCounts:
+    tokens, slots = int(batches.tokens.sum()), int(batches.slots.sum())
     return BatchCounts(
-        batches=len(table),
-        rows=int(table.rows.sum()),
+        batches=len(batches),
+        rows=int(batches.rows.sum()),
         tokens=tokens,
         slots=slots,
         packing_efficiency=tokens / slots if slots else None,
-        avg_wait_ms=_over(table.wait_ms, np.mean),
-        max_wait_ms=_over(table.wait_ms, np.max),
+        avg_wait_ms=known(batches.wait_ms.mean()),
+        max_wait_ms=known(batches.wait_ms.max()),
     )
 
 
-def batch_metrics(table: BatchTable) -> BatchMetrics:
-    """Add up the batches of `table`."""
-    counts, packing, span = _counts(table), table.packing, embedding_span(table)
-    span_s = 0.0 if span is None else span[1] - span[0]
-    device_ms = _over(table.device_ms, np.sum)
+def batch_metrics(batches: pd.DataFrame) -> BatchMetrics:
+    """Add up the batches of a table."""
+    counts, packed, waits = _counts(batches), packing(batches), batches.wait_ms
+    span = embedding_span(batches) or (0.0, 0.0)
+    span_s, device_ms = span[1] - span[0], known(batches.device_ms.sum(min_count=1))
+    shares = queue_state(batches).value_counts(normalize=True)
+    # the steady rate: none when a device has fewer than twice the batches of its warm-up
+    by_device = batches.groupby("device", observed=True)
+    enough = (by_device.size() >= 2 * WARM_UP_BATCHES).all()
+    steady = batches[by_device.cumcount() >= (WARM_UP_BATCHES if enough else len(batches))]
+    began, ended = embedding_span(steady) or (0.0, 0.0)
     return BatchMetrics(
         **dict(counts),
-        min_packing_efficiency=_over(packing, np.min),
-        batches_below_threshold=int((packing < LOW_PACKING).sum()),
-        p95_wait_ms=_over(table.wait_ms, lambda waits: np.percentile(waits, 95)),
-        queue=queue_shares(table),
-        waiting_share=_over(table.wait_ms, lambda waits: (waits > WAITING_ABOVE_MS).mean()),
+        min_packing_efficiency=known(packed.min()),
+        batches_below_threshold=int((packed < LOW_PACKING).sum()),
+        p95_wait_ms=known(float(waits.quantile(0.95))),
+        queue=QueueShares.model_validate(shares.to_dict()) if counts.batches else None,
+        waiting_share=known(float((waits > FULL_BELOW_MS).mean())),
         device_s=None if device_ms is None else device_ms / 1000.0,
         span_s=span_s,
         tokens_per_s=counts.tokens / span_s if span_s > 0 else None,
         rows_per_s=counts.rows / span_s if span_s > 0 else None,
-        steady_tokens_per_s=_steady(table),
+        steady_tokens_per_s=float(steady.tokens.sum()) / (ended - began) if ended > began else None,
     )
 
 
-def by_encoder(table: BatchTable) -> dict[Encoder, BatchMetrics]:
+def by_encoder(batches: pd.DataFrame) -> dict[Encoder, BatchMetrics]:
     """The metrics of each encoder that has batches."""
-    parts = {encoder: table.of_encoder(encoder) for encoder in ENCODERS}
+    parts = {encoder: batches[batches.encoder == encoder] for encoder in ENCODERS}
     return {encoder: batch_metrics(own) for encoder, own in parts.items() if len(own)}
-
-
-def queue_shares(table: BatchTable) -> QueueShares | None:
-    """Share of each queue state; `None` without batches."""
-    if not len(table):
-        return None
-    full, normal, starved = (np.bincount(table.queue_state, minlength=len(QUEUE_STATES)) / len(table)).tolist()
-    return QueueShares(full=full, normal=normal, starved=starved)
-
-
-def embedding_span(table: BatchTable) -> Span | None:
-    """First launch and last finish of the batches; `None` without batches."""
-    if not len(table):
-        return None
-    return float(table.launched_s.min()), float(max(table.finished_s.max(), table.launched_s.max()))
-
-
-def _steady(table: BatchTable) -> float | None:
-    """Tokens/s without warm-up; `None` when fewer than twice the warm-up batches are there on some device."""
-    keep = np.zeros(len(table), dtype=np.bool_)
-    for code in np.unique(table.device):
-        own = np.flatnonzero(table.device == code)
-        if len(own) < 2 * WARM_UP_BATCHES:
-            return None
-        keep[own[WARM_UP_BATCHES:]] = True
-    steady = table.where(keep)
-    span = embedding_span(steady)
-    if span is None or span[1] <= span[0]:
-        return None
-    return float(steady.tokens.sum()) / (span[1] - span[0])
 
 
 class Window(BatchCounts):
@@ -151,38 +168,33 @@ class Window(BatchCounts):
     gpu_util: dict[str, float]  # device -> mean; only devices with samples in the window
 
 
-def windows(table: BatchTable, samples: SampleTable, window_s: float, origin_s: float) -> tuple[Window, ...]:
+def windows(batches: pd.DataFrame, samples: pd.DataFrame, window_s: float, origin_s: float) -> tuple[Window, ...]:
     """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in.
 
     Empty windows in a row become one, so that a stall is seen and a jump of the clock cannot make millions of them.
     """
-    if window_s <= 0:
-        raise ValueError(f"window length must be above 0 s (given {window_s})")
-    numbers = np.floor((table.launched_s - origin_s) / window_s).astype(np.int64)
     found: list[Window] = []
-    expected = int(numbers.min()) if numbers.size else 0
-    for number in np.unique(numbers).tolist():
-        if number > expected:
-            nothing = table.where(np.zeros(len(table), dtype=np.bool_))
-            found.append(_window(nothing, samples, (expected * window_s, number * window_s), origin_s))
-        launched = table.where(numbers == number)
-        found.append(_window(launched, samples, (number * window_s, (number + 1) * window_s), origin_s))
-        expected = number + 1
+    numbers = np.floor((batches.launched_s - origin_s) / window_s).astype("int64")
+    parts = [(int(number), launched) for number, launched in batches.groupby(numbers)]
+    for place, (number, launched) in enumerate(parts):
+        if place and number > parts[place - 1][0] + 1:
+            start_s, end_s = (parts[place - 1][0] + 1) * window_s, number * window_s
+            found.append(_window(batches[:0], samples, start_s, end_s, origin_s))
+        found.append(_window(launched, samples, number * window_s, (number + 1) * window_s, origin_s))
     return tuple(found)
 
 
-def _window(batches: BatchTable, samples: SampleTable, span: Span, origin_s: float) -> Window:
-    start_s, end_s = span
-    inside = samples.between(origin_s + start_s, origin_s + end_s)
-    means = {device: _over(inside.of_device(device).utilisation, np.mean) for device in inside.devices}
+def _window(batches: pd.DataFrame, samples: pd.DataFrame, start_s: float, end_s: float, origin_s: float) -> Window:
+    inside = samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
+    means = inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
     counts = _counts(batches)
     return Window(
         **dict(counts),
         start_s=start_s,
         end_s=end_s,
         tokens_per_s=counts.tokens / (end_s - start_s),
-        starved=int((batches.queue_state == QUEUE_STATES.index("starved")).sum()),
-        gpu_util={device: mean for device, mean in means.items() if mean is not None},
+        starved=int((batches.wait_ms > STARVED_ABOVE_MS).sum()),
+        gpu_util=means,
     )
 
 
@@ -209,25 +221,18 @@ class DeviceBusy(RunFile):
         return self.dnabert_s + self.esm2_s + self.head_s + self.merge_s
 
 
-def device_busy(shards: ShardTable) -> tuple[DeviceBusy, ...]:
+def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
     """Seconds of each device that has done a shard, in the order of the devices."""
-    parts = ("dnabert_s", "esm2_s", "head_s", "merge_s", "commit_s")
     return tuple(
         DeviceBusy(
-            device=device,
+            device=str(device),
             shards=len(own),
-            first_started_s=float(own.started_s.min()),
-            last_finished_s=float(own.finished_s.max()),
-            **{name: float(own.data[name].sum()) for name in parts},
+            first_started_s=own.started_s.min(),
+            last_finished_s=own.finished_s.max(),
+            **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "merge_s", "commit_s")},
         )
-        for device in shards.devices
-        if len(own := shards.of_device(device))
+        for device, own in shards.groupby("device", observed=True)
     )
-
-
-def busiest(busy: Sequence[DeviceBusy]) -> DeviceBusy | None:
-    """The device with most seconds: its stage seconds are those a person would have waited for."""
-    return max(busy, key=lambda b: b.busy_s, default=None)
 
 
 def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
@@ -238,15 +243,13 @@ def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
     return 1.0 - min(seconds) / max(seconds)
 
 
-def committed_tokens_per_s(table: BatchTable, shards: ShardTable) -> float | None:
+def committed_tokens_per_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float | None:
     """Tokens over the time from the first launch to the last commit; `None` without batches or shards.
 
     Unlike the rate over the embedding span it holds the commit of the last shard, which nothing hides.
     """
-    if not len(table) or not len(shards):
-        return None
-    span_s = float((shards.finished_s + shards.commit_s).max() - table.launched_s.min())
-    return float(table.tokens.sum()) / span_s if span_s > 0 else None
+    span_s = (shards.finished_s + shards.commit_s).max() - batches.launched_s.min()  # NaN without either
+    return float(batches.tokens.sum() / span_s) if span_s > 0 else None
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class DeviceUsage(RunFile):
     power_avg_w: float | None
     power_peak_w: float | None
     temperature_max_c: float | None
-    energy_kwh: float | None
+    energy_kwh: float | None  # by the trapezoid rule; None with fewer than two power readings
     sample_count: int  # samples that tell the utilisation
 
 
@@ -274,7 +277,7 @@ class HostUsage(RunFile):
     cpu_percent_avg: float | None
     cpu_percent_max: float | None
     rss_peak_bytes: float | None
-    disk_read_bytes: float | None
+    disk_read_bytes: float | None  # last sample minus first
     disk_written_bytes: float | None
     sample_count: int
 
@@ -287,90 +290,61 @@ class Alarm(RunFile):
     detail: str
 
 
-def device_usage(samples: SampleTable, device: str, span: Span | None = None) -> DeviceUsage:
+def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -> DeviceUsage:
     """What the samples within `span`, or all of them, say of one device."""
-    own = samples.of_device(device)
+    own = samples[samples.device == device]
     if span is not None:
-        own = own.between(*span)
+        own = own[own.time_s.between(*span)]
+    used, memory, power = own.utilisation, own.memory_used_bytes, own.power_w
+    metered = own[power.notna()]
     return DeviceUsage(
         device=device,
-        gpu_util_avg=_over(own.utilisation, np.mean),
-        gpu_util_min=_over(own.utilisation, np.min),
-        gpu_util_max=_over(own.utilisation, np.max),
-        mem_used_avg=_over(own.memory_used_bytes, np.mean),
-        mem_used_peak=_over(own.memory_used_bytes, np.max),
-        power_avg_w=_over(own.power_w, np.mean),
-        power_peak_w=_over(own.power_w, np.max),
-        temperature_max_c=_over(own.temperature_c, np.max),
-        energy_kwh=energy_kwh(own),
-        sample_count=int((~np.isnan(own.utilisation)).sum()),
+        gpu_util_avg=known(used.mean()),
+        gpu_util_min=known(used.min()),
+        gpu_util_max=known(used.max()),
+        mem_used_avg=known(memory.mean()),
+        mem_used_peak=known(memory.max()),
+        power_avg_w=known(power.mean()),
+        power_peak_w=known(power.max()),
+        temperature_max_c=known(own.temperature_c.max()),
+        energy_kwh=np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH if len(metered) > 1 else None,
+        sample_count=int(used.count()),
     )
 
 
-def energy_kwh(samples: SampleTable) -> float | None:
-    """Energy of one device's samples, by the trapezoid rule; `None` with fewer than two power readings."""
-    known = ~np.isnan(samples.power_w)
-    if int(known.sum()) < 2:
-        return None
-    return float(np.trapezoid(samples.power_w[known], samples.time_s[known])) / JOULES_PER_KWH
-
-
-def host_usage(samples: HostTable) -> HostUsage:
-    """What all host samples say; disk numbers are last minus first."""
+def host_usage(samples: pd.DataFrame) -> HostUsage:
+    """What all host samples say."""
     return HostUsage(
-        cpu_percent_avg=_over(samples.cpu_percent, np.mean),
-        cpu_percent_max=_over(samples.cpu_percent, np.max),
-        rss_peak_bytes=_over(samples.rss_bytes, np.max),
+        cpu_percent_avg=known(samples.cpu_percent.mean()),
+        cpu_percent_max=known(samples.cpu_percent.max()),
+        rss_peak_bytes=known(samples.rss_bytes.max()),
         disk_read_bytes=_growth(samples.disk_read_bytes),
         disk_written_bytes=_growth(samples.disk_write_bytes),
         sample_count=len(samples),
     )
 
 
-def alarms(samples: SampleTable, span: Span | None) -> tuple[Alarm, ...]:
+def _growth(values: pd.Series) -> float | None:
+    told = values.dropna()
+    return max(0.0, float(told.iloc[-1] - told.iloc[0])) if len(told) > 1 else None
+
+
+def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[Alarm, ...]:
     """Devices that idled within the embedding span for `IDLE_FOR_S` or more, and devices far apart."""
     if span is None:
         return ()
-    inside = samples.between(*span)
     found: list[Alarm] = []
-    means: dict[str, float] = {}
-    for device in inside.devices:
-        own = inside.of_device(device)
-        mean = _over(own.utilisation, np.mean)
-        if mean is None:
-            continue
-        means[device] = mean
-        idle_s = _longest_idle(own)
+    told = samples[samples.time_s.between(*span) & samples.utilisation.notna()]
+    for device, own in told.groupby("device", observed=True):
+        idle = own.utilisation < IDLE_BELOW_PERCENT
+        stretches = own.time_s[idle].groupby((~idle).cumsum()[idle])  # each unbroken one apart
+        idle_s = (stretches.max() - stretches.min()).max()
         if idle_s >= IDLE_FOR_S:
             detail = f"gpu utilisation of {device} below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
-            found.append(Alarm(kind="idle", devices=(device,), detail=detail))
-    if len(means) > 1:
-        low, high = min(means, key=means.__getitem__), max(means, key=means.__getitem__)
-        if means[high] - means[low] > IMBALANCE_POINTS:
-            detail = f"gpu utilisation of {low} is {means[low]:.1f} %, of {high} {means[high]:.1f} %: uneven load"
-            found.append(Alarm(kind="imbalance", devices=(low, high), detail=detail))
+            found.append(Alarm(kind="idle", devices=(str(device),), detail=detail))
+    means = told.groupby("device", observed=True).utilisation.mean()
+    if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
+        low, high = str(means.idxmin()), str(means.idxmax())
+        detail = f"gpu utilisation of {low} is {means.min():.1f} %, of {high} {means.max():.1f} %: uneven load"
+        found.append(Alarm(kind="imbalance", devices=(low, high), detail=detail))
     return tuple(found)
-
-
-def _longest_idle(samples: SampleTable) -> float:
-    """Seconds of one device's longest unbroken stretch of samples under `IDLE_BELOW_PERCENT`."""
-    longest = 0.0
-    began: float | None = None
-    for moment, value in zip(samples.time_s.tolist(), samples.utilisation.tolist(), strict=True):
-        if value >= IDLE_BELOW_PERCENT:
-            began = None
-        elif value < IDLE_BELOW_PERCENT:  # an unknown one neither begins nor breaks a stretch
-            began = moment if began is None else began
-            longest = max(longest, moment - began)
-    return longest
-
-
-def _over(values: Floats, number: Callable[[Floats], Any]) -> float | None:
-    """A number over the values that are known; `None` when none is."""
-    known = values[~np.isnan(values)]
-    return float(number(known)) if known.size else None
-
-
-def _growth(values: Floats) -> float | None:
-    known = values[~np.isnan(values)]
-    return max(0.0, float(known[-1] - known[0])) if known.size > 1 else None

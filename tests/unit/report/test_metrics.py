@@ -1,4 +1,4 @@
-"""FLOPs from shapes, ceilings by name, and what a million reads cost."""
+"""FLOPs from shapes, ceilings by name."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.report.metrics import EncoderWork, cost_per_million, datasheet_flops, efficiency
+from virnuc_core.report.metrics import datasheet_flops, encoder_metrics
+from virnuc_core.report.model import EncoderMetrics
 from virnuc_core.runfiles import ModelFlops, read, write
+from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.tables import BatchRecord
 from virnuc_core.validation import read_usable
 
 
@@ -31,32 +34,37 @@ def test_a_device_or_precision_the_sheet_does_not_have_is_unknown() -> None:
     assert datasheet_flops("NVIDIA A100", "fp8") is None
 
 
-H200 = EncoderWork("a", "NVIDIA H200", 600, 10.0)
+NAMES = {"a": "NVIDIA H200", "b": "NVIDIA L4", "x": "Some Processor"}
+FLOPS = ModelFlops(esm2_per_token=5e9, esm2_ceiling_tokens_s={"a": 100.0, "b": 40.0})
+
+
+def used(flops: ModelFlops, precision: str, **work: tuple[int, float | None]) -> EncoderMetrics:
+    """What ESM-2 used of devices that each had one batch: tokens, seconds."""
+    batches = [
+        BatchRecord(device, "esm2", 0, 0, 1, tokens, 1000, 0.1, 0.0, 0.0, seconds and 1000 * seconds)
+        for device, (tokens, seconds) in work.items()
+    ]
+    return encoder_metrics("esm2", frame(BatchRecord, batches), NAMES, flops, precision)
 
 
 def test_mfu_weighs_each_device_by_its_seconds() -> None:
-    found = efficiency([H200, EncoderWork("b", "NVIDIA L4", 100, 5.0)], {"a": 100.0, "b": 40.0}, 5e9, "fp16")
-    assert found["ceiling_tokens_per_s"] == pytest.approx((10 * 100 + 5 * 40) / 15)
-    assert found["mfu_of_ceiling"] == pytest.approx(700 / (10 * 100 + 5 * 40))
+    found = used(FLOPS, "fp16", a=(600, 10.0), b=(100, 5.0))
+    assert found.ceiling_tokens_per_s == pytest.approx((10 * 100 + 5 * 40) / 15)
+    assert found.mfu_of_ceiling == pytest.approx(700 / (10 * 100 + 5 * 40))
     peaks = 10 * 989.5e12 + 5 * 121e12
-    assert found["mfu_of_datasheet"] == pytest.approx(700 * 5e9 / peaks)
+    assert found.mfu_of_datasheet == pytest.approx(700 * 5e9 / peaks)
 
 
-@pytest.mark.parametrize(
-    "work",
-    [
-        [],
-        [EncoderWork("a", "x", 5, 0.0)],
-        [H200, EncoderWork("b", "Some Processor", 100, 5.0)],
-    ],
-)
-def test_mfu_is_unknown_when_a_ceiling_a_time_or_the_work_is(work: list[EncoderWork]) -> None:
-    assert set(efficiency(work, {"a": 100.0}, 5e9, "fp16").values()) == {None}
+@pytest.mark.parametrize("work", [{"a": (5, 0.0)}, {"a": (600, None)}, {"a": (600, 10.0), "x": (100, 5.0)}])
+def test_mfu_is_unknown_when_a_ceiling_or_a_time_is(work: dict[str, tuple[int, float | None]]) -> None:
+    found = used(FLOPS, "fp16", **work)
+    assert (found.ceiling_tokens_per_s, found.mfu_of_ceiling, found.mfu_of_datasheet) == (None, None, None)
 
 
 @pytest.mark.parametrize(("flops_per_token", "precision"), [(None, "fp16"), (5e9, "")])
 def test_mfu_of_the_datasheet_needs_flops_and_a_precision(flops_per_token: float | None, precision: str) -> None:
-    assert efficiency([H200], {"a": 100.0}, flops_per_token, precision)["mfu_of_datasheet"] is None
+    flops = FLOPS.model_copy(update={"esm2_per_token": flops_per_token})
+    assert used(flops, precision, a=(600, 10.0)).mfu_of_datasheet is None
 
 
 def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> None:
@@ -68,14 +76,3 @@ def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> 
     found, said = read_usable(path, ModelFlops)
     assert found == ModelFlops(esm2_ceiling_tokens_s={"c": 2.0})
     assert len(said) == 3
-
-
-def test_cost_of_a_million_reads() -> None:
-    hours, kwh, price = cost_per_million(500_000, 2, 1800.0, 0.7, 3.0).values()
-    assert (hours, kwh, price) == pytest.approx((2.0, 1.4, 6.0))
-
-
-def test_a_cost_that_was_not_measured_is_unknown() -> None:
-    assert set(cost_per_million(0, 2, 1800.0, 0.7, 3.0).values()) == {None}
-    assert cost_per_million(10, 2, 1800.0, None, None)["kwh_per_million"] is None
-    assert cost_per_million(10, 2, None, 1.0, None)["device_hours_per_million"] is None

@@ -16,7 +16,8 @@ from virnuc_core.report.formatting import duration, near
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
-from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostTable, SampleTable, ShardDone
+from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostSample, ShardDone
 from virnuc_core.validation import Comparison, LabelAgreement
 
 from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
@@ -66,7 +67,9 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         for i, device in enumerate(devices)
         for tick in range(20)
     ]
-    measured = Telemetry.of(shards, SampleTable.of(samples), HostTable.of([]), (), origin_s=ORIGIN_S, started=STARTED)
+    measured = Telemetry.of(
+        shards, frame(DeviceSample, samples), frame(HostSample, []), (), origin_s=ORIGIN_S, started=STARTED
+    )
     write_telemetry(folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"])
 
 

@@ -12,21 +12,19 @@ from typing import Any
 
 import h5py
 import numpy as np
+import pandas as pd
 
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import write_comparisons
 from virnuc_core.report.compare import bitwise, compare, cosines
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
-from virnuc_core.telemetry.statistics import busiest, device_busy
+from virnuc_core.telemetry.statistics import device_busy, frame
 from virnuc_core.telemetry.tables import (
     BatchRecord,
     DeviceSample,
     HostSample,
-    HostTable,
-    SampleTable,
     ShardDone,
-    ShardTable,
     StageClock,
 )
 
@@ -150,10 +148,9 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     clock.add("Six-Frame Translation", 3.0)
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
-    busy = busiest(device_busy(ShardTable.of(done, ids)))
-    assert busy is not None
+    busy = max(device_busy(frame(ShardDone, done, ids)), key=lambda one: one.busy_s)
     clock.add("DNABERT-S", busy.dnabert_s)
-    clock.add("ESM-2", busy.esm2_s, started_s=ORIGIN_S + 1)
+    clock.add("ESM-2", busy.esm2_s, (ORIGIN_S + 1, ORIGIN_S + 1 + busy.esm2_s))
     clock.fuse("Feature Merging", "ESM-2")
     clock.add("Model Prediction", 0.5)
     clock.add("Consensus Scoring", 0.25)
@@ -255,21 +252,21 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
     return done
 
 
-def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> SampleTable:
+def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> pd.DataFrame:
     if recipe.gpu is None:
-        return SampleTable.of([], devices)
+        return frame(DeviceSample, [], devices)
     found = []
     for place, device in enumerate(devices):
         level = recipe.utilisation[place % len(recipe.utilisation)]
         for tick in range(int((end_s - ORIGIN_S) / 0.5) + 1):
             wiggle = 3.0 * (-1) ** tick
             found.append(DeviceSample(ORIGIN_S + tick * 0.5, device, level + wiggle, 9 << 30, 400.0 + wiggle, 60.0))
-    return SampleTable.of(found, devices)
+    return frame(DeviceSample, found, devices)
 
 
-def host_samples(end_s: float) -> HostTable:
+def host_samples(end_s: float) -> pd.DataFrame:
     ticks = int((end_s - ORIGIN_S) / 0.5) + 1
-    return HostTable.of(HostSample(ORIGIN_S + i * 0.5, 35.0, 3 << 30, 1000 * i, 500 * i) for i in range(ticks))
+    return frame(HostSample, [HostSample(ORIGIN_S + i * 0.5, 35.0, 3 << 30, 1000 * i, 500 * i) for i in range(ticks)])
 
 
 def write_shards(run: RunDir, rows: Rows, recipe: Recipe) -> None:

@@ -8,9 +8,15 @@ import re
 import pytest
 from rich.console import Console
 
-from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor
-from virnuc_core.telemetry.sampler import Sampler
-from virnuc_core.telemetry.tables import DeviceSample, HostSample
+from virnuc_core.telemetry.live import (
+    InferenceProgressReporter,
+    ProgressSnapshot,
+    RunMonitor,
+    Sampler,
+    clock_text,
+    pipeline_summary,
+)
+from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, StageClock
 
 from .measurements import batch, shard
 
@@ -41,7 +47,7 @@ def clock() -> Clock:
 def monitor(clock: Clock) -> RunMonitor:
     sampler = Sampler(DEVICES, read=Nvml().read, host=lambda s: HostSample(s, None, None, None, None))
     sampler.sample_once()
-    return RunMonitor(DEVICES, sampler, now=clock)
+    return RunMonitor(sampler, now=clock)
 
 
 def plain_console() -> Console:
@@ -54,16 +60,16 @@ def test_totals_by_device_and_together(monitor: RunMonitor, clock: Clock) -> Non
     clock.now = 10.0
     assert monitor.progress("GPU-a").tokens_per_s == pytest.approx(140)
     assert monitor.progress("GPU-a").packing_efficiency == pytest.approx(0.7)
-    total = monitor.total()
+    total = monitor.progress()
     assert (total.rows, total.tokens) == (30, 2300)
     assert total.gpu_util == 80.0
     assert total.packing_efficiency == pytest.approx(2300 / 3000)
 
 
 def test_before_anything_is_done_nothing_is_known() -> None:
-    monitor = RunMonitor(("cpu-core-0",), now=Clock())
-    assert monitor.total().tokens_per_s is None
-    assert monitor.total().packing_efficiency is None
+    monitor = RunMonitor(Sampler(("cpu-core-0",)), now=Clock())
+    assert monitor.progress().tokens_per_s is None
+    assert monitor.progress().packing_efficiency is None
 
 
 def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonitor, clock: Clock) -> None:
@@ -82,7 +88,7 @@ def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonit
 
 def test_without_a_gpu_the_line_says_so(clock: Clock) -> None:
     console = plain_console()
-    with InferenceProgressReporter(10, RunMonitor(("cpu-core-0",), now=clock), console=console, now=clock):
+    with InferenceProgressReporter(10, RunMonitor(Sampler(("cpu-core-0",)), now=clock), console=console, now=clock):
         pass
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "gpu util n/a" in text
@@ -135,6 +141,64 @@ def test_what_an_earlier_run_did_does_not_make_this_one_faster(monitor: RunMonit
 
 
 def test_a_run_of_nothing_is_done(clock: Clock) -> None:
-    reporter = InferenceProgressReporter(0, RunMonitor((), now=clock), console=plain_console(), now=clock)
+    reporter = InferenceProgressReporter(0, RunMonitor(Sampler(()), now=clock), console=plain_console(), now=clock)
     assert reporter.snapshot().percent == 100.0
     assert reporter.snapshot().eta_s == 0.0
+
+
+def test_a_stage_that_runs_twice_adds_up() -> None:
+    clock = StageClock()
+    clock.add("ESM-2", 2.0, (10.0, 12.0))
+    clock.add("ESM-2", 3.0, (20.0, 23.0))
+    (stage,) = clock.times()
+    assert (stage.name, stage.seconds, stage.started_s, stage.finished_s) == ("ESM-2", 5, 10, 23)
+
+
+def test_stages_come_in_the_order_of_the_nine() -> None:
+    clock = StageClock()
+    for name in reversed(STAGES):
+        clock.add(name, 1.0)
+    assert tuple(clock.seconds()) == STAGES
+
+
+def test_a_fused_stage_has_no_time_of_its_own() -> None:
+    clock = StageClock()
+    clock.fuse("Feature Merging", "ESM-2")
+    assert clock.seconds() == {"Feature Merging": None}
+
+
+def test_the_summary_block_is_found_by_the_usual_greps() -> None:
+    clock = StageClock()
+    clock.add("Sequence Chunking", 7.3)
+    clock.fuse("Feature Merging", "ESM-2")
+    clock.add("ESM-2", 1383.2)
+    lines = pipeline_summary(clock.times(), 2025.0).splitlines()
+    at = lines.index("PIPELINE SUMMARY")
+    after = lines[at + 1 : at + 16]  # grep -A 15
+    assert [line.split(": ")[1].split(" .")[0] for line in after if line.startswith("Stage ")] == list(STAGES)
+    (total,) = [line for line in after if "Total wall time" in line]
+    assert re.search(r"Total wall time: 33:45 \(2025\.0 s\)", total)
+    assert any(re.fullmatch(r"Stage 6: ESM-2 \.+  1383\.2 s \(68\.3 %\)", line) for line in after)
+    assert any("0.0 s (fused into ESM-2)" in line for line in after)
+    assert sum("not measured" in line for line in after) == 6
+
+
+def test_no_total_divides_by_nothing() -> None:
+    clock = StageClock()
+    clock.add("ESM-2", 0.0)
+    assert "0.0 s" in pipeline_summary(clock.times(), 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "00:00"), (59.999, "00:59"), (3599.9, "59:59"), (3600, "1:00:00"), (-5, "00:00")]
+)
+def test_times_are_cut_not_rounded(seconds: float, text: str) -> None:
+    assert clock_text(seconds) == text
+
+
+def test_a_stage_may_have_fewer_seconds_than_its_span() -> None:
+    clock = StageClock()
+    clock.add("ESM-2", 4.0, (10.0, 20.0))
+    clock.add("ESM-2", 0.0, (8.0, 12.0))
+    (esm2,) = clock.times()
+    assert (esm2.seconds, esm2.started_s, esm2.finished_s) == (4.0, 8.0, 20.0)

@@ -10,8 +10,7 @@ import time
 import pytest
 
 from virnuc_core.runfiles import versions
-from virnuc_core.telemetry import sampler as module
-from virnuc_core.telemetry.sampler import HostProbe, Sampler, nvml_reader
+from virnuc_core.telemetry.live import HostProbe, Sampler, nvml_reader
 from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")
@@ -35,13 +34,12 @@ def quiet_host(time_s: float) -> HostSample:
 
 def test_each_device_is_read_by_its_own_name() -> None:
     nvml = FakeNvml(GPU_aaaa=(97.0, 5, 300.0, 61.0), GPU_bbbb=(12.0, 7, 90.0, 40.0))
-    sampler = Sampler(DEVICES, read=nvml.read, host=quiet_host, clock=lambda: 3.0)
+    sampler = Sampler(DEVICES, read=nvml.read, host=quiet_host)
     sampler.sample_once()
     table = sampler.samples()
-    assert table.of_device("GPU-aaaa").utilisation.tolist() == [97.0]
-    assert table.of_device("GPU-bbbb").utilisation.tolist() == [12.0]
-    assert table.time_s.tolist() == [3.0, 3.0]
-    assert sampler.host_samples().time_s.tolist() == [3.0], "the host is read on the same clock"
+    assert table.utilisation[table.device == "GPU-aaaa"].tolist() == [97.0]
+    assert table.utilisation[table.device == "GPU-bbbb"].tolist() == [12.0]
+    assert table.time_s.tolist() == 2 * sampler.host_samples().time_s.tolist(), "the host is read on the same clock"
 
 
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
@@ -99,13 +97,6 @@ def test_a_gpu_asked_for_where_there_is_no_driver_is_said_in_the_log(
 
 def test_no_gpu_no_word() -> None:
     assert nvml_reader(["cpu-core-0"]) is None
-
-
-def test_nvitop_says_not_available_as_a_text_and_that_is_unknown() -> None:
-    import nvitop
-
-    assert module._number(nvitop.NA) is None
-    assert module._number(93) == 93.0
 
 
 def test_the_driver_is_named_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,81 +2,85 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.telemetry.statistics import (
+    alarms,
     batch_metrics,
-    busiest,
     by_encoder,
     committed_tokens_per_s,
     device_busy,
     device_time_spread,
+    device_usage,
     embedding_span,
-    queue_shares,
+    frame,
+    host_usage,
+    queue_state,
     windows,
 )
-from virnuc_core.telemetry.tables import QUEUE_STATES, BatchTable, DeviceSample, SampleTable, ShardTable
+from virnuc_core.telemetry.tables import BatchRecord, DeviceSample, HostSample, ShardDone
 
 from .measurements import batch, shard
 
-NO_SAMPLES = SampleTable.of([])
+NO_SAMPLES = frame(DeviceSample, [])
 
 
 def test_packing_is_tokens_over_slots_tails_included() -> None:
-    table = BatchTable.of([batch(0, tokens=1000), batch(1, tokens=1000), batch(2, tokens=100)])
+    table = frame(BatchRecord, [batch(0, tokens=1000), batch(1, tokens=1000), batch(2, tokens=100)])
     found = batch_metrics(table)
     assert found.packing_efficiency == pytest.approx(2100 / 3000)
     assert found.min_packing_efficiency == pytest.approx(0.1)
     assert found.batches_below_threshold == 1
 
 
+@settings(max_examples=25)
 @given(st.lists(st.tuples(st.integers(0, 4096), st.integers(1, 4096)), min_size=1))
 def test_packing_is_never_above_one_for_batches_that_fit(sizes: list[tuple[int, int]]) -> None:
-    table = BatchTable.of([batch(i, tokens=min(a, b), slots=b) for i, (a, b) in enumerate(sizes)])
+    table = frame(BatchRecord, [batch(i, tokens=min(a, b), slots=b) for i, (a, b) in enumerate(sizes)])
     packing = batch_metrics(table).packing_efficiency
     assert packing is not None
     assert 0 <= packing <= 1
 
 
 def test_nothing_launched_is_unknown_not_zero() -> None:
-    found = batch_metrics(BatchTable.of([]))
+    found = batch_metrics(frame(BatchRecord, []))
     assert found.batches == 0
     assert found.packing_efficiency is None
     assert found.avg_wait_ms is None
     assert found.queue is None
     assert found.tokens_per_s is None
-    assert embedding_span(BatchTable.of([])) is None
-    assert windows(BatchTable.of([]), NO_SAMPLES, 30.0, 0.0) == ()
+    assert embedding_span(frame(BatchRecord, [])) is None
+    assert windows(frame(BatchRecord, []), NO_SAMPLES, 30.0, 0.0) == ()
 
 
 def test_a_batch_without_slots_divides_by_nothing() -> None:
-    found = batch_metrics(BatchTable.of([batch(0, tokens=0, slots=0, rows=0)]))
+    found = batch_metrics(frame(BatchRecord, [batch(0, tokens=0, slots=0, rows=0)]))
     assert found.packing_efficiency is None
     assert found.min_packing_efficiency is None
 
 
 def test_waits() -> None:
-    found = batch_metrics(BatchTable.of([batch(i, wait_ms=float(i)) for i in range(101)]))
+    found = batch_metrics(frame(BatchRecord, [batch(i, wait_ms=float(i)) for i in range(101)]))
     assert (found.avg_wait_ms, found.p95_wait_ms, found.max_wait_ms) == (50, 95, 100)
     assert found.waiting_share == pytest.approx(99 / 101)
 
 
 @pytest.mark.parametrize(("wait_ms", "state"), [(0.99, "full"), (1.0, "normal"), (50.0, "normal"), (50.1, "starved")])
 def test_queue_states_by_their_limits(wait_ms: float, state: str) -> None:
-    assert QUEUE_STATES[int(BatchTable.of([batch(0, wait_ms=wait_ms)]).queue_state[0])] == state
+    assert queue_state(frame(BatchRecord, [batch(0, wait_ms=wait_ms)])).tolist() == [state]
 
 
 def test_queue_shares_add_up() -> None:
-    shares = queue_shares(BatchTable.of([batch(i, wait_ms=w) for i, w in enumerate((0.2, 0.9, 1.0, 50.0, 50.1))]))
+    waits = (0.2, 0.9, 1.0, 50.0, 50.1)
+    shares = batch_metrics(frame(BatchRecord, [batch(i, wait_ms=w) for i, w in enumerate(waits)])).queue
     assert shares is not None
     assert (shares.full, shares.normal, shares.starved) == pytest.approx((0.4, 0.4, 0.2))
 
 
 def test_throughput_is_over_first_launch_to_last_finish() -> None:
-    found = batch_metrics(BatchTable.of([batch(10.0), batch(12.0, device_ms=2000.0)]))
+    found = batch_metrics(frame(BatchRecord, [batch(10.0), batch(12.0, device_ms=2000.0)]))
     assert found.span_s == pytest.approx(4.0)
     assert found.tokens_per_s == pytest.approx(1800 / 4)
     assert found.device_s == pytest.approx(2.1)
@@ -85,79 +89,141 @@ def test_throughput_is_over_first_launch_to_last_finish() -> None:
 def test_warm_up_is_left_out_of_the_steady_rate() -> None:
     slow = [batch(i * 10.0) for i in range(10)]
     fast = [batch(100 + i * 0.1) for i in range(20)]
-    found = batch_metrics(BatchTable.of([*slow, *fast]))
+    found = batch_metrics(frame(BatchRecord, [*slow, *fast]))
     assert found.steady_tokens_per_s == pytest.approx(20 * 900 / 2.0)
-    assert batch_metrics(BatchTable.of(fast[:19])).steady_tokens_per_s is None, "too few to tell"
+    assert batch_metrics(frame(BatchRecord, fast[:19])).steady_tokens_per_s is None, "too few to tell"
 
 
 def test_encoders_are_told_apart() -> None:
-    table = BatchTable.of([batch(0), batch(1, encoder="dnabert_s", tokens=100), batch(2, encoder="dnabert_s")])
+    table = frame(BatchRecord, [batch(0), batch(1, encoder="dnabert_s", tokens=100), batch(2, encoder="dnabert_s")])
     found = by_encoder(table)
     assert found["esm2"].batches == 1
     assert found["dnabert_s"].tokens == 1000
 
 
 def test_windows_cut_the_run_and_lose_no_batch() -> None:
-    table = BatchTable.of([batch(100 + i) for i in range(25)])
+    table = frame(BatchRecord, [batch(100 + i) for i in range(25)])
     cut = windows(table, NO_SAMPLES, 10.0, 100.0)
     assert [(w.start_s, w.end_s, w.batches) for w in cut] == [(0, 10, 10), (10, 20, 10), (20, 30, 5)]
     assert sum(w.tokens for w in cut) == int(table.tokens.sum())
 
 
 def test_a_stall_is_one_empty_window() -> None:
-    table = BatchTable.of([batch(0.0), batch(95.0)])
+    table = frame(BatchRecord, [batch(0.0), batch(95.0)])
     cut = windows(table, NO_SAMPLES, 10.0, 0.0)
     assert [(w.start_s, w.end_s, w.batches) for w in cut] == [(0, 10, 1), (10, 90, 0), (90, 100, 1)]
     assert cut[1].packing_efficiency is None
     assert cut[1].tokens_per_s == 0
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=30))
 def test_a_jumping_clock_makes_no_flood_of_windows(moments: list[float]) -> None:
-    table = BatchTable.of([batch(moment) for moment in moments])
+    table = frame(BatchRecord, [batch(moment) for moment in moments])
     cut = windows(table, NO_SAMPLES, 30.0, 0.0)
     assert len(cut) <= 2 * len(moments)
     assert sum(w.batches for w in cut) == len(moments)
 
 
 def test_a_window_carries_the_utilisation_of_its_time() -> None:
-    samples = SampleTable.of([DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)])
-    (first, second) = windows(BatchTable.of([batch(0.0), batch(5.0)]), samples, 5.0, 0.0)
+    samples = frame(DeviceSample, [DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)])
+    (first, second) = windows(frame(BatchRecord, [batch(0.0), batch(5.0)]), samples, 5.0, 0.0)
     assert first.gpu_util == {"GPU-a": pytest.approx(25.0)}
     assert second.gpu_util == {"GPU-a": pytest.approx(70.0)}
 
 
-def test_a_window_of_no_length_is_refused() -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        windows(BatchTable.of([]), NO_SAMPLES, 0.0, 0.0)
-
-
-def test_the_busiest_device_and_the_spread() -> None:
-    shards = ShardTable.of(
-        [shard(0, [batch(0)], esm2_s=3.0), shard(1, [batch(1, device="GPU-b")], device="GPU-b", esm2_s=2.0)]
+def test_the_spread_of_the_devices() -> None:
+    shards = frame(
+        ShardDone, [shard(0, [batch(0)], esm2_s=3.0), shard(1, [batch(1, device="GPU-b")], device="GPU-b", esm2_s=2.0)]
     )
     busy = device_busy(shards)
     assert [b.busy_s for b in busy] == pytest.approx([3.6, 2.6])
-    most = busiest(busy)
-    assert most is not None
-    assert most.device == "GPU-a"
     assert device_time_spread(busy) == pytest.approx(1 - 2.6 / 3.6)
     assert device_time_spread(busy[:1]) is None
-    assert busiest(()) is None
-
-
-def test_tables_tell_what_is_wrong_with_columns() -> None:
-    good = BatchTable.of([batch(0)])
-    columns = good.data
-    with pytest.raises(ValueError, match="no column wait_ms"):
-        BatchTable.from_columns(("GPU-a",), {k: v for k, v in columns.items() if k != "wait_ms"})
-    with pytest.raises(ValueError, match="different lengths"):
-        BatchTable.from_columns(("GPU-a",), {**columns, "tokens": np.array([1, 2])})
 
 
 def test_the_committed_rate_ends_with_the_last_commit() -> None:
     batches = [batch(0.0, tokens=900), batch(1.0, tokens=300)]
-    done = ShardTable.of([shard(0, batches)])  # finished at 2.0, committed 0.2 s later
-    assert committed_tokens_per_s(BatchTable.of(batches), done) == pytest.approx(1200 / 2.2)
-    assert committed_tokens_per_s(BatchTable.of([]), done) is None
-    assert committed_tokens_per_s(BatchTable.of(batches), ShardTable.of([])) is None
+    done = frame(ShardDone, [shard(0, batches)])  # finished at 2.0, committed 0.2 s later
+    assert committed_tokens_per_s(frame(BatchRecord, batches), done) == pytest.approx(1200 / 2.2)
+    assert committed_tokens_per_s(frame(BatchRecord, []), done) is None
+    assert committed_tokens_per_s(frame(BatchRecord, batches), frame(ShardDone, [])) is None
+
+
+def samples(device: str, levels: list[float | None], *, power: float | None = 360.0, every_s: float = 1.0):
+    return [DeviceSample(i * every_s, device, level, 1000 * (i + 1), power, 50.0 + i) for i, level in enumerate(levels)]
+
+
+def test_each_device_has_its_own_mean() -> None:
+    table = frame(DeviceSample, [*samples("GPU-a", [90, 100, 95]), *samples("GPU-b", [10, 20, 30])])
+    stats = {device: device_usage(table, device) for device in ("GPU-a", "GPU-b")}
+    assert (stats["GPU-a"].gpu_util_avg, stats["GPU-a"].gpu_util_min, stats["GPU-a"].gpu_util_max) == (95, 90, 100)
+    assert stats["GPU-b"].gpu_util_avg == 20
+    assert stats["GPU-b"].mem_used_peak == 3000
+    assert stats["GPU-b"].temperature_max_c == 52
+    assert stats["GPU-a"].sample_count == 3
+
+
+def test_only_samples_inside_the_window_count() -> None:
+    table = frame(DeviceSample, samples("GPU-a", [0, 0, 100, 100, 0]))
+    stats = device_usage(table, "GPU-a", (2.0, 3.0))
+    assert stats.gpu_util_avg == 100
+    assert stats.sample_count == 2
+
+
+def test_unknown_samples_are_no_zeros() -> None:
+    table = frame(DeviceSample, samples("GPU-a", [None, 80, None], power=None))
+    stats = device_usage(table, "GPU-a")
+    assert stats.gpu_util_avg == 80
+    assert stats.sample_count == 1
+    assert stats.energy_kwh is None
+    assert stats.power_avg_w is None
+
+
+@pytest.mark.parametrize("device", ["GPU-a", "GPU-never-seen"])
+def test_no_sample_no_number(device: str) -> None:
+    stats = device_usage(frame(DeviceSample, [], ("GPU-a",)), device)
+    assert stats.gpu_util_avg is None
+    assert stats.mem_used_peak is None
+    assert stats.sample_count == 0
+
+
+def test_an_hour_at_360_watts_is_0_36_kwh() -> None:
+    table = frame(DeviceSample, samples("GPU-a", [90.0] * 3601))
+    assert device_usage(table, "GPU-a").energy_kwh == pytest.approx(0.36)
+
+
+def test_a_device_idle_for_ten_seconds_while_embedding_raises_an_alarm() -> None:
+    levels = [95.0] * 20 + [30.0] * 12 + [95.0] * 20
+    table = frame(DeviceSample, samples("GPU-a", levels))
+    (alarm,) = alarms(table, (0.0, 51.0))
+    assert alarm.kind == "idle"
+    assert "GPU-a below 50 % for 11 s" in alarm.detail
+    assert alarms(table, (32.0, 51.0)) == (), "idle outside the embedding window is nobody's business"
+
+
+def test_a_short_dip_is_no_alarm() -> None:
+    assert alarms(frame(DeviceSample, samples("GPU-a", [95, 20, 20, 95] * 10)), (0.0, 100.0)) == ()
+
+
+def test_uneven_devices_raise_an_alarm() -> None:
+    table = frame(DeviceSample, [*samples("GPU-a", [95.0] * 9), *samples("GPU-b", [80.0] * 9)])
+    (alarm,) = alarms(table, (0.0, 10.0))
+    assert (alarm.kind, alarm.devices) == ("imbalance", ("GPU-b", "GPU-a"))
+
+
+def test_no_window_no_alarm() -> None:
+    assert alarms(frame(DeviceSample, samples("GPU-a", [0.0] * 100)), None) == ()
+
+
+def test_host_figures_are_growth_and_peak() -> None:
+    host = host_usage(frame(HostSample, [HostSample(i, 10.0 * i, 100 + i, 1000 * i, None) for i in range(4)]))
+    assert host.cpu_percent_avg == 15
+    assert host.cpu_percent_max == 30
+    assert host.rss_peak_bytes == 103
+    assert host.disk_read_bytes == 3000
+    assert host.disk_written_bytes is None
+
+
+def test_a_host_never_sampled_tells_nothing() -> None:
+    assert host_usage(frame(HostSample, [])).cpu_percent_avg is None
