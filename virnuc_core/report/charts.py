@@ -96,7 +96,7 @@ def _throughput(measured: Telemetry, window_s: float) -> Line | None:
     if span is None:
         return None
     length = min(window_s, max((span[1] - span[0]) / 20, 0.05))
-    cut = windows(measured.batches, measured.samples, length, measured.origin_s)
+    cut = windows(measured.batches, length, measured.origin_s)
     middles = pd.Series([(w.start_s + w.end_s) / 2 for w in cut])
     return thin("tokens/s", middles, pd.Series([w.tokens_per_s for w in cut]))
 

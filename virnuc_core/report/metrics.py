@@ -137,7 +137,7 @@ def telemetry_metrics(
 ) -> TelemetryMetrics:
     """What the batches, samples and shards of a telemetry file add up to."""
     batches, samples, names = measured.batches, measured.samples, {device.id: device.name for device in devices}
-    cut = windows(batches, samples, profile.window_s, measured.origin_s)
+    cut = windows(batches, profile.window_s, measured.origin_s)
     busy = device_busy(measured.shards)
     used = tuple(device_metrics(measured, device) for device in names)
     energies = [one.energy_kwh for one in used if one.energy_kwh is not None]

@@ -182,7 +182,7 @@ def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s
     return TelemetryFile(
         summary=summary,
         window_s=window_s,
-        windows=windows(measured.batches, measured.samples, window_s, measured.origin_s),
+        windows=windows(measured.batches, window_s, measured.origin_s, measured.samples),
         per_batch_metrics_every=every,
         batches=len(table),
         per_batch_metrics=tuple({str(k): _plain(v) for k, v in row.items()} for row in chosen),

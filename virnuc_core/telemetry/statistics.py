@@ -165,28 +165,32 @@ class Window(BatchCounts):
     end_s: float
     tokens_per_s: float
     starved: int
-    gpu_util: dict[str, float]  # device -> mean; only devices with samples in the window
+    gpu_util: dict[str, float]  # device -> mean; only devices with samples in the window, where samples were given
 
 
-def windows(batches: pd.DataFrame, samples: pd.DataFrame, window_s: float, origin_s: float) -> tuple[Window, ...]:
+def windows(
+    batches: pd.DataFrame, window_s: float, origin_s: float, samples: pd.DataFrame | None = None
+) -> tuple[Window, ...]:
     """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in.
 
     Empty windows in a row become one, so that a stall is seen and a jump of the clock cannot make millions of them.
     """
-    found: list[Window] = []
-    numbers = np.floor((batches.launched_s - origin_s) / window_s).astype("int64")
-    parts = [(int(number), launched) for number, launched in batches.groupby(numbers)]
-    for place, (number, launched) in enumerate(parts):
-        if place and number > parts[place - 1][0] + 1:
-            start_s, end_s = (parts[place - 1][0] + 1) * window_s, number * window_s
-            found.append(_window(batches[:0], samples, start_s, end_s, origin_s))
-        found.append(_window(launched, samples, number * window_s, (number + 1) * window_s, origin_s))
-    return tuple(found)
+    spans: list[tuple[int, int, pd.DataFrame]] = []
+    for number, launched in batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64")):
+        first = int(number)
+        if spans and first > spans[-1][1]:
+            spans.append((spans[-1][1], first, batches[:0]))
+        spans.append((first, first + 1, launched))
+    return tuple(_window(own, first * window_s, end * window_s, origin_s, samples) for first, end, own in spans)
 
 
-def _window(batches: pd.DataFrame, samples: pd.DataFrame, start_s: float, end_s: float, origin_s: float) -> Window:
-    inside = samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
-    means = inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
+def _window(
+    batches: pd.DataFrame, start_s: float, end_s: float, origin_s: float, samples: pd.DataFrame | None
+) -> Window:
+    means: dict[Any, float] = {}
+    if samples is not None:
+        inside = samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
+        means = inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
     counts = _counts(batches)
     return Window(
         **dict(counts),

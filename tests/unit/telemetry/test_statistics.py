@@ -24,8 +24,6 @@ from virnuc_core.telemetry.tables import BatchRecord, DeviceSample, HostSample, 
 
 from .measurements import batch, shard
 
-NO_SAMPLES = frame(DeviceSample, [])
-
 
 def test_packing_is_tokens_over_slots_tails_included() -> None:
     table = frame(BatchRecord, [batch(0, tokens=1000), batch(1, tokens=1000), batch(2, tokens=100)])
@@ -52,7 +50,7 @@ def test_nothing_launched_is_unknown_not_zero() -> None:
     assert found.queue is None
     assert found.tokens_per_s is None
     assert embedding_span(frame(BatchRecord, [])) is None
-    assert windows(frame(BatchRecord, []), NO_SAMPLES, 30.0, 0.0) == ()
+    assert windows(frame(BatchRecord, []), 30.0, 0.0) == ()
 
 
 def test_a_batch_without_slots_divides_by_nothing() -> None:
@@ -103,14 +101,14 @@ def test_encoders_are_told_apart() -> None:
 
 def test_windows_cut_the_run_and_lose_no_batch() -> None:
     table = frame(BatchRecord, [batch(100 + i) for i in range(25)])
-    cut = windows(table, NO_SAMPLES, 10.0, 100.0)
+    cut = windows(table, 10.0, 100.0)
     assert [(w.start_s, w.end_s, w.batches) for w in cut] == [(0, 10, 10), (10, 20, 10), (20, 30, 5)]
     assert sum(w.tokens for w in cut) == int(table.tokens.sum())
 
 
 def test_a_stall_is_one_empty_window() -> None:
     table = frame(BatchRecord, [batch(0.0), batch(95.0)])
-    cut = windows(table, NO_SAMPLES, 10.0, 0.0)
+    cut = windows(table, 10.0, 0.0)
     assert [(w.start_s, w.end_s, w.batches) for w in cut] == [(0, 10, 1), (10, 90, 0), (90, 100, 1)]
     assert cut[1].packing_efficiency is None
     assert cut[1].tokens_per_s == 0
@@ -120,14 +118,14 @@ def test_a_stall_is_one_empty_window() -> None:
 @given(st.lists(st.floats(-1e9, 1e9), min_size=1, max_size=30))
 def test_a_jumping_clock_makes_no_flood_of_windows(moments: list[float]) -> None:
     table = frame(BatchRecord, [batch(moment) for moment in moments])
-    cut = windows(table, NO_SAMPLES, 30.0, 0.0)
+    cut = windows(table, 30.0, 0.0)
     assert len(cut) <= 2 * len(moments)
     assert sum(w.batches for w in cut) == len(moments)
 
 
 def test_a_window_carries_the_utilisation_of_its_time() -> None:
     samples = frame(DeviceSample, [DeviceSample(float(i), "GPU-a", 10.0 * i, None, None, None) for i in range(10)])
-    (first, second) = windows(frame(BatchRecord, [batch(0.0), batch(5.0)]), samples, 5.0, 0.0)
+    (first, second) = windows(frame(BatchRecord, [batch(0.0), batch(5.0)]), 5.0, 0.0, samples)
     assert first.gpu_util == {"GPU-a": pytest.approx(25.0)}
     assert second.gpu_util == {"GPU-a": pytest.approx(70.0)}
 
