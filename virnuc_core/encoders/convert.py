@@ -53,7 +53,6 @@ from virnuc_core.rundir import whole_file
 
 STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DNABERT_WIDTH: Final = 768
-HEAD_NAME: Final = re.compile(r"(\d+)_model\.pth")
 
 ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")
 DNABERT_REPOSITORY: Final = ("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6")
@@ -61,9 +60,6 @@ DNABERT_REPOSITORY: Final = ("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5
 FETCHED_FILES: Final = ["config.json", "tokenizer.json", "model*.safetensors*", "pytorch_model*.bin*"]
 
 DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a random tensor
-SPECIAL_TOKENS: Final = ("[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]")  # ids 0 … 4, as in DNABERT-2
-PIECE_BASES: Final = 60
-BASES_PER_TOKEN: Final = 500  # of random DNA for each entry of a vocabulary: rarer pairs than that are not worth one
 
 
 def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2Shape:
@@ -105,7 +101,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     `model_length` is read from a name like `500_model.pth` when not given. What is left of the input beside `dna_width`
     columns is the protein's. Nothing a pickle holds is executed.
     """
-    named = HEAD_NAME.fullmatch(source.name)
+    named = re.fullmatch(r"(\d+)_model\.pth", source.name)
     length = model_length or (int(named[1]) if named else None)
     if length is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
@@ -277,14 +273,15 @@ def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
     The same arguments give the same file.
     """
     letters = np.frombuffer(b"ACGT", dtype=np.uint8)
-    drawn = np.random.default_rng(seed).choice(letters, size=(vocab * BASES_PER_TOKEN // PIECE_BASES, PIECE_BASES))
-    pieces = [row.tobytes().decode("ascii") for row in drawn]
+    # pieces of 60 bases, 500 bases for each entry of the vocabulary: rarer pairs than that are not worth one
+    drawn = np.random.default_rng(seed).choice(letters, size=(vocab * 500 // 60, 60))
+    special = ["[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]  # ids 0 … 4, as in DNABERT-2
     bpe = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="[UNK]"))
     bpe.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=list("ACGT"), show_progress=False
+        vocab_size=vocab, special_tokens=special, initial_alphabet=list("ACGT"), show_progress=False
     )
-    bpe.train_from_iterator(pieces, trainer)
+    bpe.train_from_iterator([row.tobytes().decode("ascii") for row in drawn], trainer)
     bpe.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",

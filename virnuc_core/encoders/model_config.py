@@ -31,10 +31,8 @@ class EncoderShape(Spec):
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
-        rotary = isinstance(self, Esm2Shape)  # which turns pairs of numbers
-        if self.width % self.heads or (rotary and self.head_dim % 2):
-            parts = f"{self.heads} heads{' of even size' if rotary else ''}"
-            raise ValueError(f"width {self.width} does not split into {parts}")
+        if self.width % self.heads or self.head_dim % 2:
+            raise ValueError(f"width {self.width} does not split into {self.heads} heads of even size")
         return self
 
     @property
@@ -123,19 +121,14 @@ def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-def _esm2(layers: int, width: int, heads: int) -> Esm2Shape:
-    return Esm2Shape(layers=layers, width=width, heads=heads, ffn_width=4 * width)
-
-
 ESM2_SIZES: Final[Mapping[Esm2Size, Esm2Shape]] = {
-    "tiny": _esm2(2, 64, 2),
-    "t6_8M": _esm2(6, 320, 20),
-    "t12_35M": _esm2(12, 480, 20),
-    "t30_150M": _esm2(30, 640, 20),
-    "t33_650M": _esm2(33, 1280, 20),
-    "t36_3B": _esm2(36, 2560, 40),
+    "tiny": Esm2Shape(layers=2, width=64, heads=2, ffn_width=256),
+    "t6_8M": Esm2Shape(layers=6, width=320, heads=20, ffn_width=1280),
+    "t12_35M": Esm2Shape(layers=12, width=480, heads=20, ffn_width=1920),
+    "t30_150M": Esm2Shape(layers=30, width=640, heads=20, ffn_width=2560),
+    "t33_650M": Esm2Shape(layers=33, width=1280, heads=20, ffn_width=5120),
+    "t36_3B": Esm2Shape(layers=36, width=2560, heads=40, ffn_width=10240),
 }
-
 DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
     "tiny": DnabertShape(layers=2, width=64, heads=2, ffn_width=128, vocab=512),
     "base": DnabertShape(layers=12, width=768, heads=12, ffn_width=3072, vocab=4096),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from virnuc_core.encoders.tokenize import PackedBatch, Tokenizer
 
@@ -38,13 +39,26 @@ def packed(
 ) -> PackedBatch:
     """All sequences in one batch, in the order given."""
     tokens, offsets = tokenizer.encode(sequences)
-    total = int(offsets[-1])
-    slots, capacity = slots or total, capacity or len(sequences)
+    rows = list(tokens.split(offsets.diff().tolist()))
+    return packed_tokens(rows, tokenizer.pad_id, slots=slots, capacity=capacity, max_seqlen=max_seqlen)
+
+
+def packed_tokens(
+    rows: list[Tensor],
+    pad: int,
+    *,
+    slots: int | None = None,
+    capacity: int | None = None,
+    max_seqlen: int | None = None,
+) -> PackedBatch:
+    """Rows of token ids in one batch, in the order given."""
+    lengths = [len(row) for row in rows]
+    total = sum(lengths)
+    slots, capacity = slots or total, capacity or len(rows)
     assert slots >= total
-    assert capacity >= len(sequences)
-    filled = torch.full((slots,), tokenizer.pad_id, dtype=torch.int64)
-    filled[:total] = tokens
+    assert capacity >= len(rows)
+    filled = torch.full((slots,), pad, dtype=torch.int64)
+    filled[:total] = torch.cat(rows)
     bounds = torch.full((capacity + 1,), total, dtype=torch.int32)
-    bounds[: len(offsets)] = offsets
-    longest = max_seqlen or int(torch.diff(offsets).max())
-    return PackedBatch(filled, bounds, len(sequences), longest, total)
+    bounds[: len(rows) + 1] = torch.tensor([0, *lengths]).cumsum(0)
+    return PackedBatch(filled, bounds, len(rows), max_seqlen or max(lengths), total)

@@ -189,7 +189,7 @@ def check_stack(device: torch.device, dtype: torch.dtype) -> None:
 CHECKS: dict[str, tuple[Callable[[torch.device, torch.dtype], None], tuple[torch.dtype, ...]]] = {
     "rotary_attention": (functools.partial(check_attention, True), (torch.float32, torch.float16, torch.bfloat16)),
     "alibi_attention": (functools.partial(check_attention, False), (torch.float32, torch.float16, torch.bfloat16)),
-    "attention_bound": (check_attention_bound, (torch.float16,)),
+    "attention_bound": (check_attention_bound, (torch.float16, torch.bfloat16)),
     "norm": (check_norm, (torch.float32, torch.float16, torch.bfloat16)),
     "activation": (check_activation, (torch.float32, torch.float16, torch.bfloat16)),
     "quantised": (check_quantised, (torch.float16, torch.bfloat16)),

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.tokenize import PackedBatch
-
+from .encoder_batches import packed_tokens
 from .test_dnabert_s import FFN, HEADS, LAYERS, SHAPE, WIDTH, checkpoint, ours
 
 
@@ -51,17 +50,7 @@ def renamed(public: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_packed_rows_equal_the_ports_one_by_one() -> None:
     model, generator = port(), torch.Generator().manual_seed(5)
     rows = [torch.randint(5, SHAPE.vocab, (n,), generator=generator) for n in (1, 2, 35, 64, 143, 200)]
-    got = ours().embed(packed(rows))[: len(rows)]
+    got = ours().embed(packed_tokens(rows, 3, slots=524, capacity=8, max_seqlen=256))[: len(rows)]
     with torch.inference_mode():
         each = [model(row[None], attention_mask=torch.ones(1, len(row))).last_hidden_state[0].mean(0) for row in rows]
     torch.testing.assert_close(got, torch.stack(each), atol=2e-5, rtol=0)  # float32 sums in another order
-
-
-def packed(rows: list[Tensor]) -> PackedBatch:
-    """One packed batch of these rows, with dead slots behind them."""
-    ends = torch.tensor([len(row) for row in rows]).cumsum(0)
-    slots = int(ends[-1]) + 19
-    tokens = torch.full((slots,), 3)
-    tokens[: int(ends[-1])] = torch.cat(rows)
-    bounds = torch.cat((torch.zeros(1), ends, ends[-1:].expand(2))).to(torch.int32)
-    return PackedBatch(tokens, bounds, len(rows), 256, int(ends[-1]))

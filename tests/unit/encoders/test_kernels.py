@@ -31,14 +31,4 @@ def test_every_kernel_equals_plain_torch_in_the_interpreter() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     ended = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    for kernel in (
-        "rotary_attention",
-        "alibi_attention",
-        "norm",
-        "activation",
-        "quantised",
-        "gated_unit",
-        "span_means",
-        "stack",
-    ):
-        assert f"{kernel} torch.float" in ended.stdout
+    assert ended.stdout.count(" ok\n") == 15  # kernels, each in float32, float16 or both
