@@ -32,19 +32,15 @@ from virnuc_core.baseline.run import BaselineProgress, run_baseline
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec, Profile
-from virnuc_core.report.approval import APPROVAL, QUESTIONS
-from virnuc_core.report.build import write_comparisons
-from virnuc_core.report.compare import bitwise, cosines
-from virnuc_core.report.compare import compare as compare_results
-from virnuc_core.report.files import BASELINE
+from virnuc_core.report.build import APPROVAL
+from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, write_report
-from virnuc_core.report.verify import dna_width
 from virnuc_core.report.views import accounts, agreements, criteria, scaling
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import write
-from virnuc_core.validation import ApprovalRecord, BaselineSummary, Comparison
+from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison
 
 Answer = Literal["yes", "no", "not answered"]
 VERDICT_MARKS: Final = {
@@ -87,8 +83,7 @@ def compare(
     out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool, label: str
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
-    found = comparisons(out, names, tolerance=tolerance, subset=subset)
-    write_comparisons(out, found)
+    found = compare_runs(out, names, tolerance=tolerance, subset=subset)
     publish_table(f"comparison-{label}", rows_of(agreements(found)), f"Agreement of the runs of {label}")
     parts = []
     for c in found:
@@ -97,21 +92,6 @@ def compare(
         elif c.consensus is not None:
             parts.append(f"{c.b} agrees with {c.a} to {percent(c.consensus.agreement) or '–'}")
     return done(found, "; ".join(parts) or "nothing to compare")
-
-
-def comparisons(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
-    """The runs `names` against the baseline, where that left results, and against the first of them."""
-    found = []
-    if RunDir(out / BASELINE).predictions.is_file():
-        found += [
-            compare_results(out / BASELINE, out / name, tolerance=tolerance, subset_of_a=subset, names=(BASELINE, name))
-            for name in names
-        ]
-    for name in names[1:]:
-        a, b = out / names[0], out / name
-        exact = {"cosines": cosines(a, b, dna_width(a)), "bitwise": bitwise(a, b)}
-        found.append(compare_results(a, b, tolerance=tolerance, names=(a.name, b.name)).model_copy(update=exact))
-    return tuple(found)
 
 
 @step("report", "report {label}")

@@ -328,8 +328,15 @@ def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
     """Some columns of `reads.tsv`, by name and type. Errors: `InputError`."""
     try:
         return pd.read_csv(
-            run.reads_table, sep="\t", usecols=list(columns), dtype=dict(columns), quoting=csv.QUOTE_NONE
+            run.reads_table,
+            sep="\t",
+            usecols=list(columns),
+            dtype=dict(columns),
+            quoting=csv.QUOTE_NONE,
+            keep_default_na=False,  # a read may be called NA
+            na_values={"viral_score": [""]},
+            encoding_errors="surrogateescape",
         )
-    except ValueError as error:  # pandas' own errors, and bytes that are no text, are such
+    except ValueError as error:  # pandas' own errors are such
         why = f"not a table of reads ({str(error).splitlines()[0]})"
         raise InputError(why, file=run.reads_table, hint="run predict again") from error

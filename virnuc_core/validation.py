@@ -184,14 +184,17 @@ class ApprovalRecord(RunFile):
     schema_version: int = 1
     when: str | None = None
     flow_run: str = ""
-    all_criteria_met: str = "not answered"
-    target_realistic: str = "not answered"
-    tuning_could_help: str = "not answered"
-    code_fix_needed: str = "not answered"
-    esm2_still_bottleneck: str = "not answered"
+    all_criteria_met: str = Field("not answered", description="Are all criteria met?")
+    target_realistic: str = Field("not answered", description="If not: was the target realistic?")
+    tuning_could_help: str = Field("not answered", description="If not: could tuning help?")
+    code_fix_needed: str = Field("not answered", description="If not: is a code fix needed?")
+    esm2_still_bottleneck: str = Field("not answered", description="Is ESM-2 still the bottleneck?")
     verdict: Literal["approved", "rejected", "pending"]
     reviewer: str | None = None
     note: str = ""
+
+
+QUESTIONS: Final = {name: said.description for name, said in ApprovalRecord.model_fields.items() if said.description}
 
 
 class ScoreDifference(RunFile):

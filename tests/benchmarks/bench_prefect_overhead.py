@@ -43,12 +43,11 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     from virnuc_core.pipeline import classify, model_length, stage_reads
     from virnuc_core.profiles import load_profile
     from virnuc_core.reads.stage import StageSpec
-    from virnuc_core.report.build import write_comparisons
+    from virnuc_core.report.compare import compare_runs
     from virnuc_core.report.render import write_report
     from virnuc_core.rundir import RunDir
 
     started = time.perf_counter()
-    from tasks.validate import comparisons
     from virnuc_core.validation import record_validation
 
     imported_s = time.perf_counter() - started
@@ -73,7 +72,7 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
         run = RunDir(out / name)
         classify(run, staging, ClassifySpec(models=models, devices=few, engine=profile.engine))
     subset = summary.subset is not None
-    write_comparisons(out, comparisons(out, names, tolerance=profile.score_tolerance, subset=subset))
+    compare_runs(out, names, tolerance=profile.score_tolerance, subset=subset)
     write_report(out, profile, out.parent / f"{out.name}-history.jsonl")
     print(json.dumps({"prefect_import_s": imported_s}))
 

@@ -8,32 +8,28 @@ from itertools import combinations
 from pathlib import Path
 from typing import Final
 
-import pandas as pd
-
 from virnuc_core.profiles import Profile
-from virnuc_core.report.approval import approval_state
 from virnuc_core.report.bottleneck import bottleneck, findings
 from virnuc_core.report.caveats import notes, warnings_of
 from virnuc_core.report.charts import charts
-from virnuc_core.report.criteria import checks, scaling, seven
-from virnuc_core.report.files import BASELINE, RECORD, RUN_PREFIX, SUMMARY, RawFolder, run_names
+from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, judge
+from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.measured import Measured
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import Accounting, Criterion, HistoryPoint, Provenance, Regression, Report, RunMetrics
+from virnuc_core.report.model import Accounting, ApprovalAnswer, ApprovalState, Provenance, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, check, points
+from virnuc_core.results import FATES, read_reads_table
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, RunSummary, differing, made_from, write
-from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
+from virnuc_core.validation import QUESTIONS, ApprovalRecord, ComparisonFile, StagingTally, ValidationRecord
 
-COMPARISON: Final = "comparison.json"
 REGRESSION: Final = "regression.json"
+APPROVAL: Final = "approval.json"
 MADE_FROM: Final = ("reads", "esm2", "dnabert_s", "head", MODEL_LENGTH)
 SHOWN: Final = 8  # characters of a fingerprint
-FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
-SKIPPED_LIST: Final = "skipped.tsv"
 
-Reasons = Mapping[frozenset[str], str]
+Unlike = Mapping[tuple[str | None, str | None], str]  # names of two parts → why they may not be compared
 
 
 def build_report(out: Path, profile: Profile) -> Report:
@@ -46,23 +42,27 @@ def build_report(out: Path, profile: Profile) -> Report:
     record = raw.read(ValidationRecord, RECORD)
     measured, runs, unlike = _measure(raw, profile)
     judged = measured.judged
-    regression, history = _regression(raw)
+    many, single, name = (None if run is None else run.name for run in (measured.many, measured.single, judged))
+    between = unlike.get((single, many), "")
+    refused = {"scaling": between, "same_bytes": between, "speedup": unlike.get((BASELINE, name), "")}
+    refused["consensus"] = unlike.get((BASELINE, many)) or unlike.get((BASELINE, single), "")
+    asked = [row for row in CHECKS if getattr(profile.targets, row.id) is not None]
+    criteria, checks = (
+        tuple(judge(row, measured, refused.get(row.id, "")) for row in rows)
+        for rows in (CRITERIA, (*asked, *([SAME_BYTES] if many else [])))
+    )
     each = [
         replace(measured, many=run, scaling=scaled)
         for run in runs
-        if run is not measured.single
-        and not _reason(unlike, _name(measured.single), run.name)
-        and (scaled := scaling_metrics(measured.single, run)) is not None
+        if run is not measured.single and not unlike.get((single, run.name))
+        if (scaled := scaling_metrics(measured.single, run)) is not None
     ]
-    summary = None if judged is None else raw.read(RunSummary, judged.name, SUMMARY)
-    found = None if judged is None or summary is None else raw.telemetry(judged.name, summary.telemetry)
+    found = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     series = charts(raw, judged, None if found is None else found[1], profile)
-    accounts, approval = accounting(raw, judged), approval_state(raw, judged)
+    compared = raw.read(RegressionFile, REGRESSION)
+    regression = None if compared is None else check(compared.history, compared.entry)
+    accounts, approval = _accounting(raw, judged, record), approval_state(raw, judged)
     provenance = _provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD))
-    criteria, further = (
-        tuple(_unless_unlike(one, measured, unlike) for one in verdicts)
-        for verdicts in (seven(measured), checks(measured))
-    )
     return Report(
         profile=profile,
         provenance=provenance,
@@ -71,14 +71,14 @@ def build_report(out: Path, profile: Profile) -> Report:
         runs=runs,
         baseline=measured.baseline,
         scaling=tuple(one.scaling for one in each if one.scaling is not None),
-        scaling_criteria=tuple(scaling(one) for one in each),
+        scaling_criteria=tuple(judge(SCALING, one) for one in each),
         comparisons=measured.comparisons,
         criteria=criteria,
-        checks=further,
+        checks=checks,
         bottleneck=bottleneck(judged),
         findings=findings(judged),
         regression=regression,
-        history=history,
+        history=() if compared is None else points(compared.history, compared.entry),
         charts=series,
         overhead=measured.overhead,
         accounting=accounts,
@@ -92,87 +92,38 @@ def build_report(out: Path, profile: Profile) -> Report:
     )
 
 
-def _measure(raw: RawFolder, profile: Profile) -> tuple[Measured, tuple[RunMetrics, ...], Reasons]:
+def _measure(raw: RawFolder, profile: Profile) -> tuple[Measured, tuple[RunMetrics, ...], Unlike]:
     """What is judged, all runs, and why pairs of parts may not be compared."""
     names = run_names(raw.root)
     runs = tuple(metrics for name in names if (metrics := run_metrics(raw, name, profile)) is not None)
     single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
     many = next((run for run in reversed(runs) if run is not single), None)
     judged = many or single
-    parts = [run.name for run in runs]
-    if profile.baseline.source == "measured" and (raw.root / BASELINE / SUMMARY).is_file():
-        parts.insert(0, BASELINE)
-    unlike = unlike_parts(raw, parts)
     baseline = baseline_metrics(raw, profile, judged)
-    if baseline is not None and (reason := _reason(unlike, BASELINE, _name(judged))):
+    measured_here = profile.baseline.source == "measured" and RunDir(raw.root / BASELINE).summary.is_file()
+    unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
+    if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
         baseline = baseline.model_copy(update={"problem": reason})
-    scaled = None if _reason(unlike, _name(single), _name(many)) else scaling_metrics(single, many)
-    like = tuple(one for one in read_comparisons(raw) if not _reason(unlike, one.a, one.b))
+    apart = single is not None and many is not None and unlike.get((single.name, many.name))
+    scaled = None if apart else scaling_metrics(single, many)
+    compared = raw.read(ComparisonFile, COMPARISON) or ComparisonFile(comparisons=())
+    like = tuple(one for one in compared.comparisons if not unlike.get((one.a, one.b)))
     return Measured(profile, single, many, baseline, scaled, like, overhead_metrics(raw)), runs, unlike
 
 
-def _name(run: RunMetrics | None) -> str | None:
-    return None if run is None else run.name
-
-
-# --- parts that were not made from the same ---------------------------------------------------------------------------
-
-
-def unlike_parts(raw: RawFolder, parts: list[str]) -> Reasons:
-    """Why pairs of `parts` may not be compared, by what their `run.json` say; a pair that may be is not in it."""
+def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
+    """Why pairs of `parts` may not be compared, by what their `run.json` say; in both orders."""
     records = {part: raw.read(RunRecord, part, RECORD) for part in parts}
     made = {part: {} if record is None else made_from(record) for part, record in records.items()}
-    reasons = {frozenset((a, b)): _unlike(a, made[a], b, made[b]) for a, b in combinations(parts, 2)}
-    return {pair: reason for pair, reason in reasons.items() if reason}
-
-
-def _unlike(a: str, left: Mapping[str, str], b: str, right: Mapping[str, str]) -> str:
-    others = differing(left, right)
-    said = ", ".join(f"{name} ({x[:SHOWN]} and {y[:SHOWN]})" for name, (x, y) in others.items() if name in MADE_FROM)
-    if said:
-        return f"{a} and {b} differ in {said}"
-    for part, known in ((a, left), (b, right)):
-        absent = [name for name in MADE_FROM if name not in known]
-        if absent:
-            return f"{part}/{RECORD} does not tell {', '.join(absent)}"
-    return ""
-
-
-def _reason(unlike: Reasons, a: str | None, b: str | None) -> str | None:
-    return None if a is None or b is None else unlike.get(frozenset((a, b)))
-
-
-def _unless_unlike(criterion: Criterion, measured: Measured, unlike: Reasons) -> Criterion:
-    """A verdict, `not run` where it would stand on parts that were not made from the same."""
-    single, many = _name(measured.single), _name(measured.many)
-    runs = _reason(unlike, single, many)
-    truth = _reason(unlike, BASELINE, many) or _reason(unlike, BASELINE, single)
-    speed = _reason(unlike, BASELINE, many or single)
-    reason = {"scaling": runs, "same_bytes": runs, "consensus": truth, "speedup": speed}.get(criterion.id)
-    if reason is None or criterion.target is None:
-        return criterion
-    return criterion.model_copy(update={"verdict": "not run", "value": None, "samples": None, "reason": reason})
-
-
-# --- the other files --------------------------------------------------------------------------------------------------
-
-
-def read_comparisons(raw: RawFolder) -> tuple[Comparison, ...]:
-    """The comparisons on record; none when the file is missing or is not ours (which is noted)."""
-    found = raw.read(ComparisonFile, COMPARISON)
-    return () if found is None else found.comparisons
-
-
-def write_comparisons(out: Path, comparisons: tuple[Comparison, ...]) -> Path:
-    """Write `comparison.json` whole."""
-    return write(out / COMPARISON, ComparisonFile(comparisons=comparisons))
-
-
-def _regression(raw: RawFolder) -> tuple[Regression | None, tuple[HistoryPoint, ...]]:
-    found = raw.read(RegressionFile, REGRESSION)
-    if found is None:
-        return None, ()
-    return check(found.history, found.entry), points(found.history, found.entry)
+    silent = {part: [name for name in MADE_FROM if name not in own] for part, own in made.items()}
+    reasons: dict[tuple[str | None, str | None], str] = {}
+    for a, b in combinations(parts, 2):
+        others = differing(made[a], made[b])
+        said = [f"{name} ({x[:SHOWN]} and {y[:SHOWN]})" for name, (x, y) in others.items() if name in MADE_FROM]
+        absent = [f"{part}/{RECORD} does not tell {', '.join(silent[part])}" for part in (a, b) if silent[part]]
+        if said or absent:
+            reasons[a, b] = reasons[b, a] = f"{a} and {b} differ in {', '.join(said)}" if said else absent[0]
+    return reasons
 
 
 def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> Provenance:
@@ -190,56 +141,69 @@ def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> P
     )
 
 
-def accounting(raw: RawFolder, run: RunMetrics | None) -> Accounting | None:
+def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord | None) -> Accounting | None:
     """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
-    path = None if run is None else RunDir(raw.root / run.name).reads_table
-    if run is None or path is None or not path.is_file():
+    if run is None:
         return None
-    name = raw.use(path)
-    try:
-        table = pd.read_csv(
-            path,
-            sep="\t",
-            usecols=["fate", "flags"],
-            dtype="str",
-            quoting=3,
-            keep_default_na=False,
-            encoding_errors="surrogateescape",
-        )
-    except (ValueError, pd.errors.ParserError) as error:
-        raw.problems[name] = (f"cannot be read: {error}",)
+    folder = RunDir(raw.root / run.name)
+    columns = {"fate": "str", "flags": "str"}
+    table = raw.attempt(folder.reads_table, lambda _: read_reads_table(folder, columns))
+    if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | {str(fate): int(n) for fate, n in table["fate"].value_counts(sort=False).items()}
-    said = {fate: n for fate, n in run.fates.items() if n}
-    record = raw.read(ValidationRecord, RECORD)
-    staging = None if record is None else record.staging
+    flags = dict.fromkeys(FLAGS, 0)
+    # the id that `duplicate_of=` names stands last and may hold commas
+    kinds = table["flags"].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True).value_counts(sort=False)
+    for remarks, n in kinds.items():
+        for name in filter(None, str(remarks).split(",")):
+            flags[name] = flags.get(name, 0) + int(n)
+    said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
+    staging = (record and record.staging) or StagingTally()
     return Accounting(
         reads=len(table),
         fates=fates,
-        flags=_flags(table["flags"]),
-        adds_up=len(table) == run.n_reads and said == {fate: n for fate, n in fates.items() if n},
-        skipped_records=_skipped(raw, record),
-        ignored_files=None if staging is None or staging.ignored_files is None else len(staging.ignored_files),
-        input_warnings=() if staging is None else staging.warnings,
+        flags=flags,
+        adds_up=len(table) == run.n_reads and said == counted,
+        skipped_records=staging.skipped,
+        ignored_files=None if staging.ignored_files is None else len(staging.ignored_files),
+        input_warnings=staging.warnings,
     )
 
 
-def _flags(column: pd.Series[str]) -> dict[str, int]:
-    """Reads by remark; the id that `duplicate_of=` names stands last and may hold commas."""
-    found = dict.fromkeys(FLAGS, 0)
-    kinds = column.str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True).value_counts(sort=False)
-    for remarks, n in kinds.items():
-        for name in filter(None, str(remarks).split(",")):
-            found[name] = found.get(name, 0) + int(n)
-    return found
+# --- the reviewer's answer --------------------------------------------------------------------------------------------
 
 
-def _skipped(raw: RawFolder, record: ValidationRecord | None) -> int | None:
-    """Broken records left out: as recorded, else as listed; none where the first would have stopped the run."""
-    if record is not None and record.staging is not None and record.staging.skipped is not None:
-        return record.staging.skipped
-    listing = raw.root / SKIPPED_LIST
-    if listing.is_file():
-        raw.use(listing)
-        return max(0, len(listing.read_bytes().splitlines()) - 1)
-    return 0 if record is not None and record.spec.get("on_error") == "stop" else None
+def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
+    """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
+    path = RunDir(raw.root).report / APPROVAL
+    if not path.is_file():
+        record = raw.read(ValidationRecord, RECORD)
+        asked = record is not None and record.spec.get("approval") is True
+        nothing = ApprovalState(verdict="pending", reviewer=None, when=None, note="", answers=(), of_earlier_run=False)
+        return nothing if asked else None
+    said = raw.read(ApprovalRecord, path.parent.name, APPROVAL)
+    if said is None:
+        return None
+    told = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)
+    return ApprovalState(
+        verdict=said.verdict,
+        reviewer=said.reviewer,
+        when=said.when,
+        note=said.note,
+        answers=tuple(
+            ApprovalAnswer(question=question, answer=getattr(said, name) or "not answered")
+            for name, question in QUESTIONS.items()
+        ),
+        of_earlier_run=said.when is not None and told is not None and said.when < told[1].started,
+    )
+
+
+def with_answer(out: Path, report: Report) -> Report:
+    """The report with the answer that lies beside it now, and nothing else changed; as it is when there is none."""
+    raw, path = RawFolder(out), RunDir(out).report / APPROVAL
+    if not path.is_file():
+        return report
+    approval, name = approval_state(raw, report.run), raw.use(path)
+    files = {file.path: file for file in report.evidence} | {f.path: f for f in raw.evidence() if f.path == name}
+    evidence = tuple(files[path] for path in sorted(files))
+    return report.model_copy(update={"approval": approval, "evidence": evidence})

@@ -6,7 +6,7 @@ other hardware than the target is meant for, is `not run`; one that was stretche
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, Literal
@@ -22,20 +22,20 @@ NOT_ASKED: Final = "the profile does not ask for it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One criterion. `target` names a field of the profile's targets."""
+    """One criterion."""
 
     id: str
     perf_id: str
     title: str
     definition: str
-    unit: Literal["s", "x", "%", ""]
-    target: str
-    samples_of: str
+    find: Callable[[Measured], Finding]
+    target: str = ""  # the profile's, by name, where that is not the row's id
+    unit: Literal["s", "x", "%", ""] = "%"
+    samples_of: str = "reads"
     run: Literal["single", "many", "judged"] = "judged"  # whose figures they are
     # what a run must be to say something: large enough (reads), and on the devices that are meant (speed)
     evidence: Literal["speed", "reads", ""] = "speed"
     raw: tuple[str, ...] = ("telemetry",)  # files; or "summary", "single" and "telemetry" of the run
-    find: Callable[[Measured], Finding]
 
 
 SCALING: Final = Row(
@@ -43,12 +43,10 @@ SCALING: Final = Row(
     perf_id="PERF-03",
     title="Scaling",
     definition="time on one device ÷ time on N devices, same reads, whole pipeline; efficiency is that ÷ N",
+    find=measured.scaling,
     unit="x",
-    target="scaling",
-    samples_of="reads",
     run="many",
     raw=("single", "summary"),
-    find=measured.scaling,
 )
 CRITERIA: Final = (
     Row(
@@ -56,24 +54,22 @@ CRITERIA: Final = (
         perf_id="PERF-01",
         title="Time on one device",
         definition="wall time of the whole pipeline on one device, staging included",
-        unit="s",
+        find=partial(measured.time, devices=1),
         target="one_device_seconds",
-        samples_of="reads",
+        unit="s",
         run="single",
         raw=("summary",),
-        find=partial(measured.time, devices=1),
     ),
     Row(
         id="two_device_time",
         perf_id="PERF-01",
         title="Time on two devices",
         definition="wall time of the whole pipeline on two devices, staging included",
-        unit="s",
+        find=partial(measured.time, devices=2),
         target="two_device_seconds",
-        samples_of="reads",
+        unit="s",
         run="many",
         raw=("summary",),
-        find=partial(measured.time, devices=2),
     ),
     SCALING,
     Row(
@@ -81,23 +77,21 @@ CRITERIA: Final = (
         perf_id="PERF-01",
         title="Speed-up over {baseline}",
         definition="time of the baseline ÷ time of the run, same machine, same reads",
+        find=measured.speedup,
         unit="x",
-        target="speedup",
         samples_of="reads of the baseline",
         raw=("baseline/summary.json", "summary"),
-        find=measured.speedup,
     ),
     Row(
         id="consensus",
         perf_id="correctness",
         title="Consensus label agreement",
         definition="chunks whose consensus equals the baseline's ÷ all chunks of either side; the lowest over the runs",
-        unit="%",
+        find=measured.consensus,
         target="consensus_agreement",
         samples_of="chunks",
         evidence="",
         raw=("comparison.json",),
-        find=measured.consensus,
     ),
     Row(
         id="gpu_utilisation",
@@ -105,21 +99,18 @@ CRITERIA: Final = (
         title="GPU utilisation (ESM-2)",
         definition="mean of NVML samples from the first ESM-2 batch launched to the last finished; "
         "the lowest device counts",
-        unit="%",
-        target="gpu_utilisation",
-        samples_of="NVML samples of that device",
         find=measured.utilisation,
+        samples_of="NVML samples of that device",
     ),
     Row(
         id="packing",
         perf_id="PERF-05",
         title="Packing efficiency",
         definition="real tokens ÷ token slots launched, both encoders, tails included",
-        unit="%",
+        find=measured.packing,
         target="packing_efficiency",
         samples_of="batches",
         evidence="reads",
-        find=measured.packing,
     ),
 )
 CHECKS: Final = (
@@ -128,10 +119,8 @@ CHECKS: Final = (
         perf_id="PERF-05",
         title="Starved batches",
         definition="batches the launch loop waited over 50 ms for ÷ all batches",
-        unit="%",
-        target="starved_share",
-        samples_of="batches",
         find=measured.starved,
+        samples_of="batches",
     ),
     Row(
         id="checkpoint_overhead",
@@ -139,22 +128,18 @@ CHECKS: Final = (
         title="Checkpoint overhead",
         definition="1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; "
         "the median over the pairs",
-        unit="%",
-        target="checkpoint_overhead",
+        find=measured.checkpoint_overhead,
         samples_of="pairs of runs",
         raw=("checkpoint_overhead.json",),
-        find=measured.checkpoint_overhead,
     ),
     Row(
         id="device_time_spread",
         perf_id="PERF-03",
         title="Spread of device times",
         definition="1 − least ÷ most busy seconds over the devices",
-        unit="%",
-        target="device_time_spread",
+        find=measured.spread,
         samples_of="devices",
         run="many",
-        find=measured.spread,
     ),
 )
 SAME_BYTES: Final = Row(
@@ -162,35 +147,19 @@ SAME_BYTES: Final = Row(
     perf_id="correctness",
     title="One device and N devices agree bit for bit",
     definition="result files and shards of the one-device run and the N-device run hold the same bytes (1 yes, 0 no)",
+    find=measured.same_bytes,
     unit="",
-    target="",
     samples_of="files and shards",
     run="many",
     evidence="",
     raw=("comparison.json",),
-    find=measured.same_bytes,
 )
 
 
-def seven(case: Measured) -> tuple[Criterion, ...]:
-    """The seven criteria, in the order of the report."""
-    return tuple(judge(row, case) for row in CRITERIA)
-
-
-def scaling(case: Measured) -> Criterion:
-    """The verdict on the scaling of `case.many` against `case.single`."""
-    return judge(SCALING, case)
-
-
-def checks(case: Measured) -> tuple[Criterion, ...]:
-    """Further targets of the profile, and the equality of one device's bytes with N devices' bytes."""
-    asked = [row for row in CHECKS if getattr(case.profile.targets, row.target) is not None]
-    return tuple(judge(row, case) for row in (*asked, *([SAME_BYTES] if case.many else [])))
-
-
-def judge(row: Row, case: Measured) -> Criterion:
-    """The verdict on one row of the table, with everything it stands on."""
-    found, (target, field) = row.find(case), _target(row, case)
+def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
+    """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared."""
+    target, field = _target(row, case)
+    found = Finding(absent=refused) if refused and target is not None else row.find(case)
     run: RunMetrics | None = getattr(case, row.run)
     value, reason = found.value, found.note
     verdict: Verdict = "not run"
@@ -204,9 +173,15 @@ def judge(row: Row, case: Measured) -> Criterion:
         value, verdict = found.projected, "projected"
     elif value is None or not found.samples:
         reason = "" if value is None else "nothing was counted"
+    elif target.met(value):
+        verdict = "pass"
     else:
-        verdict = "pass" if target.met(value) else "fail"
-        reason = found.if_missed if verdict == "fail" and found.if_missed else reason
+        verdict, reason = "fail", found.if_missed or reason
+    files = {
+        "single": case.single and f"{case.single.name}/summary.json",
+        "summary": run and f"{run.name}/summary.json",
+        "telemetry": run and run.telemetry and run.telemetry.file,
+    }
     title = BASELINE_TITLES.get(case.profile.baseline.name, case.profile.baseline.name)
     return Criterion(
         id=row.id,
@@ -222,7 +197,7 @@ def judge(row: Row, case: Measured) -> Criterion:
         samples_of=row.samples_of,
         device="" if run is None else run.label,
         profile_line=f"{field}: {'not set' if target is None else f'{target.op} {target.value:g}'}",
-        raw=tuple(path for part in row.raw for path in _raw(part, run, case.single)),
+        raw=tuple(path for part in row.raw if (path := files.get(part, part))),
     )
 
 
@@ -230,21 +205,13 @@ def _target(row: Row, case: Measured) -> tuple[Target | None, str]:
     """What is asked of a row, and where. For scaling it depends on the number of devices: a band for any number."""
     if row is SAME_BYTES:
         return Target(op=">=", value=1.0), "every profile asks"
-    asked: Target | None = getattr(case.profile.targets, row.target)
+    name = row.target or row.id
+    asked: Target | None = getattr(case.profile.targets, name)
     devices = 2 if case.many is None else len(case.many.devices)
     if row is not SCALING or (devices == 2 and asked is not None):
-        return asked, row.target
+        return asked, name
     band = case.profile.scaling_bands.get(str(devices))
     return (None if band is None else Target(op=">=", value=band[0])), f"scaling_bands.{devices}"
-
-
-def _raw(part: str, run: RunMetrics | None, single: RunMetrics | None) -> Sequence[str]:
-    owner = single if part == "single" else run
-    if part in ("single", "summary"):
-        return () if owner is None else (f"{owner.name}/summary.json",)
-    if part == "telemetry":
-        return () if run is None or run.telemetry is None else (run.telemetry.file,)
-    return (part,)
 
 
 def _no_evidence(row: Row, run: RunMetrics | None, profile: Profile) -> str:

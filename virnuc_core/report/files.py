@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
@@ -17,6 +18,9 @@ RUN_PREFIX: Final = "devices-"
 BASELINE: Final = "baseline"
 SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
+COMPARISON: Final = "comparison.json"
+
+Content = TypeVar("Content")
 
 
 @dataclass
@@ -46,11 +50,17 @@ class RawFolder:
         """The telemetry of a run: the file its summary names, else the newest; `None` when there is none."""
         folder = self.root / run / "telemetry"
         path = max(folder.glob("telemetry_*.h5"), default=None) if named is None else folder / f"{Path(named).stem}.h5"
-        if path is None or not path.is_file():
+        if path is None or (found := self.attempt(path, read_telemetry)) is None:
+            return None
+        return path.relative_to(self.root).as_posix(), found
+
+    def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
+        """What `load` makes of a file; `None` when it is missing, or cannot be read, which is noted."""
+        if not path.is_file():
             return None
         name = self.use(path)
         try:
-            return name, read_telemetry(path)
+            return load(path)
         except VirnucError as error:
             self.problems[name] = (str(error).removeprefix(f"{path}: "),)
             return None
@@ -67,20 +77,15 @@ class RawFolder:
 
     def evidence(self) -> tuple[RawFile, ...]:
         """Size and digest of every file that was read, by name."""
-        return tuple(
-            RawFile(path=name, bytes=path.stat().st_size, sha256=digest(path))
-            for name, path in sorted(self.used.items())
-        )
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+        found = []
+        for name, path in sorted(self.used.items()):
+            with path.open("rb") as handle:
+                sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
+            found.append(RawFile(path=name, bytes=path.stat().st_size, sha256=sha256))
+        return tuple(found)
 
 
 def run_names(out: Path) -> list[str]:
     """The run directories of a validation, fewest devices first."""
-    folders = [folder for folder in out.glob(f"{RUN_PREFIX}*") if folder.is_dir()]
-    numbers = [(folder.name.removeprefix(RUN_PREFIX), folder.name) for folder in folders]
-    return [name for _, name in sorted((int(digits), name) for digits, name in numbers if digits.isdigit())]
+    folders = [folder.name.removeprefix(RUN_PREFIX) for folder in out.glob(f"{RUN_PREFIX}*") if folder.is_dir()]
+    return [f"{RUN_PREFIX}{number}" for number in sorted(filter(str.isdecimal, folders), key=int)]

@@ -10,7 +10,7 @@ from virnuc_core.profiles import Target
 from virnuc_core.telemetry.live import clock_text
 
 if TYPE_CHECKING:
-    from virnuc_core.report.model import Criterion, OverheadMetrics, StageMetrics, Verdict
+    from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, StageMetrics, Verdict
 
 UNKNOWN: Final = "n/a"
 NOT_RUN: Final = "not run"
@@ -176,3 +176,16 @@ def overhead_text(found: OverheadMetrics | None) -> str:
     spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
     why = f"; {found.problem}" if found.problem else ""
     return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
+
+
+def approval_text(found: ApprovalState | None) -> str:
+    """`approved by R. Reviewer, 2026-03-01 12:00:00 UTC`."""
+    return "not asked for" if found is None else one_line(found.verdict + answered_text(found))
+
+
+def answered_text(found: ApprovalState) -> str:
+    """Who has answered and when."""
+    if found.reviewer is None:
+        return ": nobody has answered yet"
+    when = "" if found.when is None else f", {found.when.replace('T', ' ').replace('+00:00', ' UTC')}"
+    return f" by {found.reviewer}{when}{'; the answer is older than these figures' if found.of_earlier_run else ''}"

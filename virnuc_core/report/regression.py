@@ -21,6 +21,8 @@ from virnuc_core.report.model import HistoryPoint, Record, Regression, Regressio
 
 SCHEMA_VERSION: Final = 1
 WORSE: Final = 0.10
+SERIES: Final = ("profile", "devices", "precision")
+LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # name, unit, higher is better
 METRICS: Final = (
     ("tokens_per_s", "tokens/s", True),
@@ -30,31 +32,31 @@ METRICS: Final = (
 )
 
 
-class HistoryEntry(Record):
+class HistoryEntry(HistoryPoint):
     """One finished validation."""
 
     schema_version: int = SCHEMA_VERSION
-    created: str
-    commit: str
     profile: str
     devices: str  # "2x NVIDIA H200"
     precision: str
     reads: str  # fingerprint
     weights: str
     n_reads: int
-    tokens_per_s: float | None
     gpu_utilisation: float | None
     packing_efficiency: float | None
-    total_s: float | None
     criteria_met: int
 
-    def place(self) -> tuple[str, str, str]:
-        """What makes two runs of one series: profile, devices, precision."""
-        return self.profile, self.devices, self.precision
+    def same(self, other: HistoryEntry, fields: Sequence[str]) -> bool:
+        """Whether two runs have these fields in common."""
+        return all(getattr(self, field) == getattr(other, field) for field in fields)
 
-    def like(self, other: HistoryEntry) -> bool:
-        """Whether the two may be compared."""
-        return (*self.place(), self.reads, self.weights) == (*other.place(), other.reads, other.weights)
+
+class RegressionFile(Record):
+    """`regression.json`: what was compared, so that the verdict can be computed again."""
+
+    schema_version: int = SCHEMA_VERSION
+    entry: HistoryEntry
+    history: tuple[HistoryEntry, ...]
 
 
 def entry_of(report: Report) -> HistoryEntry | None:
@@ -62,10 +64,7 @@ def entry_of(report: Report) -> HistoryEntry | None:
     run, made = report.run, report.provenance
     if run is None or run.resumed or run.n_reads is None:
         return None
-    telemetry, names = run.telemetry, sorted(device.name for device in run.devices)
-    used = [device.esm2_percent for device in telemetry.devices] if telemetry else []
-    known = [percent for percent in used if percent is not None]
-    packing = telemetry.packing_efficiency if telemetry else None
+    names, values = sorted(device.name for device in run.devices), {one.id: one.value for one in report.criteria}
     return HistoryEntry(
         created=made.created,
         commit=made.git_commit or "unknown",
@@ -75,9 +74,9 @@ def entry_of(report: Report) -> HistoryEntry | None:
         reads=made.fingerprints.get("reads", "unknown"),
         weights="+".join(made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")),
         n_reads=run.n_reads,
-        tokens_per_s=telemetry.tokens_per_s if telemetry else None,
-        gpu_utilisation=min(known) if known and len(known) == len(used) else None,
-        packing_efficiency=None if packing is None else 100.0 * packing,
+        tokens_per_s=run.telemetry.tokens_per_s if run.telemetry else None,
+        gpu_utilisation=values.get("gpu_utilisation"),
+        packing_efficiency=values.get("packing"),
         total_s=run.total_s,
         criteria_met=report.met,
     )
@@ -104,39 +103,39 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if any(old.created == entry.created and old.like(entry) for old in read_history(path)):
+        if any(old.created == entry.created and old.same(entry, LIKE) for old in read_history(path)):
             return False
         handle.write(json.dumps(entry.model_dump(mode="json"), sort_keys=True) + "\n")
-        handle.flush()
     return True
-
-
-class RegressionFile(Record):
-    """`regression.json`: what was compared, so that the verdict can be computed again."""
-
-    schema_version: int = SCHEMA_VERSION
-    entry: HistoryEntry
-    history: tuple[HistoryEntry, ...]
 
 
 def earlier(history: Iterable[HistoryEntry], entry: HistoryEntry) -> list[HistoryEntry]:
     """The runs before `entry` of its profile, devices and precision, oldest first."""
-    found = (old for old in history if old.place() == entry.place() and old.created < entry.created)
+    found = (old for old in history if old.same(entry, SERIES) and old.created < entry.created)
     return sorted(found, key=lambda old: old.created)
 
 
 def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
     """Compare `entry` with the newest earlier one that is like it."""
     series = earlier(history, entry)
-    before = next((old for old in reversed(series) if old.like(entry)), None)
-    stale = bool(series) and not series[-1].like(entry)
+    before = next((old for old in reversed(series) if old.same(entry, LIKE)), None)
+    stale = bool(series) and not series[-1].same(entry, LIKE)
     if before is None:
         none = "stale baseline: earlier runs were made with other reads or weights"
         reason = none if stale else "no earlier run of this profile on these devices"
         return Regression(verdict="not run", reason=reason, stale=stale)
-    metrics = tuple(
-        _metric(name, unit, higher, getattr(before, name), getattr(entry, name)) for name, unit, higher in METRICS
-    )
+    metrics = []
+    for name, unit, higher in METRICS:
+        was, now = getattr(before, name), getattr(entry, name)
+        change = (now - was) / was if was is not None and now is not None and was > 0 else None
+        verdict: Verdict = "not run"
+        if change is not None:
+            verdict = "fail" if (-change if higher else change) > WORSE else "pass"
+        metrics.append(
+            RegressionMetric(
+                name=name, unit=unit, higher_is_better=higher, before=was, now=now, change=change, verdict=verdict
+            )
+        )
     worse = [metric.name for metric in metrics if metric.verdict == "fail"]
     judged = any(metric.verdict != "not run" for metric in metrics)
     reason = f"over {100 * WORSE:g} % worse in {', '.join(worse)}" if worse else ""
@@ -146,26 +145,13 @@ def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
         against_commit=before.commit,
         against_created=before.created,
         stale=stale,
-        metrics=metrics,
+        metrics=tuple(metrics),
     )
 
 
-def _metric(name: str, unit: str, higher: bool, before: float | None, now: float | None) -> RegressionMetric:
-    change = (now - before) / before if before is not None and now is not None and before > 0 else None
-    worse = None if change is None else -change if higher else change
-    verdict: Verdict = "not run" if worse is None else "fail" if worse > WORSE else "pass"
-    return RegressionMetric(
-        name=name, unit=unit, higher_is_better=higher, before=before, now=now, change=change, verdict=verdict
-    )
-
-
-def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[HistoryPoint, ...]:
+def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[HistoryEntry, ...]:
     """The trend that `entry` belongs to, itself included, oldest first."""
-    like = [old for old in earlier(history, entry) if old.like(entry)]
-    return tuple(
-        HistoryPoint(created=e.created, commit=e.commit, total_s=e.total_s, tokens_per_s=e.tokens_per_s)
-        for e in (*like, entry)
-    )
+    return (*(old for old in earlier(history, entry) if old.same(entry, LIKE)), entry)
 
 
 def trend(history: Sequence[HistoryEntry]) -> Table:

@@ -19,11 +19,20 @@ from pydantic import ValidationError
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report import views
-from virnuc_core.report.approval import approval_text, with_answer
-from virnuc_core.report.build import REGRESSION, build_report
+from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import all_charts, generator
 from virnuc_core.report.files import BASELINE
-from virnuc_core.report.formatting import NOT_RUN, Mark, cell, number, one_line, shown, stage_text, target_text
+from virnuc_core.report.formatting import (
+    NOT_RUN,
+    Mark,
+    approval_text,
+    cell,
+    number,
+    one_line,
+    shown,
+    stage_text,
+    target_text,
+)
 from virnuc_core.report.model import Accounting, BaselineMetrics, Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole

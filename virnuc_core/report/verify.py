@@ -12,36 +12,31 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import compress, takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from virnuc_core.errors import VirnucError
-from virnuc_core.profiles import Profile, load_profile, profile_names
+import numpy as np
+
+from virnuc_core.baseline.files import choose_reads
+from virnuc_core.errors import InputError, VirnucError
+from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.approval import answered, without_answer
-from virnuc_core.report.build import REGRESSION, build_report, read_comparisons
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
+from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
 from virnuc_core.report.charts import generator
-from virnuc_core.report.compare import (
-    Mode,
-    agreement,
-    bitwise,
-    compare,
-    cosines,
-    derive_consensus,
-    load_results,
-)
-from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
+from virnuc_core.report.compare import agreement, compare, derive_consensus, load_results
+from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
-from virnuc_core.report.stored import baseline_tokens, count_store, staging_tally
 from virnuc_core.results import read_reads_table
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, differing, made_from, read
+from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import OVERHEAD, BaselineSummary, Comparison, OverheadFile, OverheadPair, ValidationRecord
+from virnuc_core.validation import OVERHEAD, BaselineSummary, ComparisonFile, OverheadFile, ValidationRecord
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3
@@ -49,6 +44,8 @@ UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this 
 GENERATOR: Final = re.compile(r'<meta name="generator"[^>]*>')
 IMAGE: Final = re.compile(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]+")
 ABSENT: Final = "nothing"
+ROWS_A_BLOCK: Final = 1 << 16
+ENDS: Final = 2  # start and end tokens of a row
 
 
 @dataclass
@@ -76,13 +73,14 @@ class Verification:
                 self.same(f"{where}[{place}]", left, right)
         else:
             self.figures += 1
-            if not _equal(said, found):
+            numbers = [one for one in (said, found) if isinstance(one, (int, float)) and not isinstance(one, bool)]
+            if said != found and not (len(numbers) == 2 and math.isclose(*numbers, rel_tol=RELATIVE)):
                 self.differences.append(f"{where}: says {_brief(said)}, the raw files give {_brief(found)}")
 
     def as_told(self, where: str, said: RunFile, counted: Mapping[str, object]) -> None:
-        """Compare the fields of a file that it tells with what was counted."""
+        """Compare what a file tells with what was counted; what it does not tell is passed over."""
         for key, value in counted.items():
-            if (told := getattr(said, key)) is not None:
+            if (told := getattr(said, key, None)) is not None:
                 self.same(f"{where}: {key}", told, value)
 
     def wrong(self, what: str) -> None:
@@ -99,16 +97,19 @@ class Verification:
             self.wrong(f"{where}{error}")
 
 
-def _equal(a: object, b: object) -> bool:
-    numbers = (int, float)
-    if isinstance(a, bool) or isinstance(b, bool) or not isinstance(a, numbers) or not isinstance(b, numbers):
-        return a == b
-    return a == b or math.isclose(a, b, rel_tol=RELATIVE)
-
-
 def _brief(value: object) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 90 else f"{text[:87]}…"
+
+
+def report_lines(found: Verification) -> Iterator[str]:
+    """What a person reads: one line a difference, and a last line that sums up."""
+    yield from found.differences
+    yield from found.remarks
+    if found.ok:
+        yield f"{found.figures:,} figures computed again, all as reported"
+    else:
+        yield f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
 
 
 def verify_report(out: Path) -> Verification:
@@ -116,8 +117,12 @@ def verify_report(out: Path) -> Verification:
     folder = RunDir(out).report
     found, raw = Verification(), RawFolder(out)
     report = read_report(folder / REPORT_JSON)
-    _profile(found, raw, report.profile)
-    again = _as_answered(found, report, build_report(out, report.profile))
+    _profile(found, raw, report)
+    again = build_report(out, report.profile)
+    if again.approval and again.approval.reviewer and not (report.approval and report.approval.reviewer):
+        found.remarks.append("a reviewer has answered since this report was made; virnuc report DIR shows the answer")
+        evidence = tuple(file for file in again.evidence if Path(file.path).name != APPROVAL)
+        again = again.model_copy(update={"approval": report.approval, "evidence": evidence})  # changes no number
     found.same("", report, again)
     _forms(found, folder, again)
     if (out / REGRESSION).is_file() and (entry := entry_of(again)) is not None:
@@ -129,31 +134,29 @@ def verify_report(out: Path) -> Verification:
     with found.noting():
         _store(found, raw)
     _baseline(found, raw, report.profile.baseline.reads)
-    _comparisons(found, raw)
+    compared = raw.read(ComparisonFile, COMPARISON) or ComparisonFile(comparisons=())
+    for said in compared.comparisons:
+        where, subset = f"{COMPARISON}: {said.a} and {said.b}", said.subset_reads is not None
+        with found.noting(f"{where} cannot be compared again: "):
+            sides, bits = (out / said.a, out / said.b), said.bitwise is not None
+            found.same(where, said, compare(*sides, tolerance=said.tolerance, subset_of_a=subset, bits=bits))
     _one_job(found, raw)
-    for line in (*contradictions(out), *raw.remarks()):
+    verify_overhead(found, raw)
+    for line in raw.remarks():
         found.wrong(line)
     return found
 
 
-def _as_answered(found: Verification, report: Report, again: Report) -> Report:
-    """What the raw files give, less an answer that came after the report was made: that changes no number."""
-    if answered(report) or not answered(again):
-        return again
-    found.remarks.append("a reviewer has answered since this report was made; virnuc report DIR shows the answer")
-    return Report.model_validate(without_answer(again) | {"approval": report.approval})
-
-
-def _profile(found: Verification, raw: RawFolder, profile: Profile) -> None:
+def _profile(found: Verification, raw: RawFolder, report: Report) -> None:
     """The thresholds are those the validation was started with, or those that come with virnuc."""
-    record = raw.read(ValidationRecord, RECORD)
+    record, name = raw.read(ValidationRecord, RECORD), report.profile.name
     recorded = None if record is None else record.profile
-    if recorded is None or recorded.name != profile.name:
-        recorded = load_profile(profile.name) if profile.name in profile_names() else None
+    if recorded is None or recorded.name != name:
+        recorded = load_profile(name) if name in profile_names() else None
     if recorded is None:
-        found.wrong(f"profile {profile.name}: the validation was not started with it, and it is none of virnuc's own")
+        found.wrong(f"profile {name}: the validation was not started with it, and it is none of virnuc's own")
     else:
-        found.same("profile", profile.model_dump(mode="json"), recorded.model_dump(mode="json"))
+        found.same("profile", report.profile.model_dump(mode="json"), recorded.model_dump(mode="json"))
 
 
 def _forms(found: Verification, folder: Path, again: Report) -> None:
@@ -163,22 +166,16 @@ def _forms(found: Verification, folder: Path, again: Report) -> None:
         if not path.is_file():
             found.wrong(f"report/{name}: missing")
             continue
-        said = path.read_text(encoding="utf-8", errors="replace")
+        pages = [path.read_text(encoding="utf-8", errors="replace"), content]
+        if name.endswith(".html") and f'content="{generator()}"' not in pages[0]:  # another version may draw otherwise
+            pages = [GENERATOR.sub("", IMAGE.sub("", page)) for page in pages]
         found.figures += 1
-        other_version = name.endswith(".html") and f'content="{generator()}"' not in said  # may draw in other bytes
-        left, right = (GENERATOR.sub("", IMAGE.sub("", page)) if other_version else page for page in (said, content))
-        if left != right:
-            found.differences.append(f"report/{name}: {_first_difference(left, right)}")
-
-
-def _first_difference(said: str, content: str) -> str:
-    left, right = said.splitlines(), content.splitlines()
-    for line, (a, b) in enumerate(zip(left, right, strict=False), start=1):
-        if a != b:
-            at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-            begin = max(0, at - 30)
-            return f"line {line} says {_brief(a[begin:])}, the raw files give {_brief(b[begin:])}"
-    return f"has {len(left)} lines, the raw files give {len(right)}"
+        if pages[0] != pages[1]:
+            at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*pages, strict=False)))
+            begin = max(at - 30, pages[1].rfind("\n", 0, at) + 1)
+            left, right = (_brief(page[begin:].partition("\n")[0]) for page in pages)
+            line = pages[1].count("\n", 0, at) + 1
+            found.differences.append(f"report/{name}: line {line} says {left}, the raw files give {right}")
 
 
 def _run(found: Verification, raw: RawFolder, name: str) -> None:
@@ -193,31 +190,24 @@ def _run(found: Verification, raw: RawFolder, name: str) -> None:
         _telemetry(found, raw.root / measured[0], measured[0], measured[1], summary)
     if run.reads_table.is_file():
         table = read_reads_table(run, {"chunks": "int64", "open_frames": "int64", "fate": "str"})
-        chunks, rows = (int(table[column].sum()) for column in ("chunks", "open_frames"))
-        found.as_told(where, summary, {"n_reads": len(table), "n_chunks": chunks, "n_rows": rows})
-        said = {fate: n for fate, n in summary.fates.items() if n}
-        if said:
+        sums = {name: int(table[column].sum()) for name, column in (("n_chunks", "chunks"), ("n_rows", "open_frames"))}
+        found.as_told(where, summary, {"n_reads": len(table), **sums})
+        if said := {fate: n for fate, n in summary.fates.items() if n}:
             found.same(f"{where}: fates", said, {str(k): int(n) for k, n in table["fate"].value_counts().items()})
-    if run.predictions.is_file():
-        _results(found, run, name, summary)
-
-
-def _results(found: Verification, run: RunDir, name: str, summary: RunSummary) -> None:
-    """Rows and labels of the result files: against each other, and against the summary."""
+    if not run.predictions.is_file():
+        return
     frames = load_results(run.predictions)
     failed = len(run.failed_rows.read_bytes().splitlines()) - 1 if run.failed_rows.is_file() else 0
-    virus = {"n_rows": len(frames) + failed, "rows_virus": int(frames["virus"].sum())}
-    found.as_told(f"{name}/{SUMMARY}", summary, virus)
+    found.as_told(where, summary, {"n_rows": len(frames) + failed, "rows_virus": int(frames["virus"].sum())})
     wrong = int(((frames["score2"] > frames["score1"]) != frames["virus"]).sum())
     found.same(f"{name}/{run.predictions.name}: labels that are not of the larger score", wrong, 0)
     if run.consensus.is_file():
-        chunks, where = load_results(run.consensus), f"{name}/{run.consensus.name}"
-        counted = {"chunks_scored": len(chunks), "chunks_virus": int(chunks["virus"].sum())}
-        found.as_told(f"{name}/{SUMMARY}", summary, counted)
+        chunks, of_chunks = load_results(run.consensus), f"{name}/{run.consensus.name}"
+        found.as_told(where, summary, {"chunks_scored": len(chunks), "chunks_virus": int(chunks["virus"].sum())})
         votes = agreement(chunks, derive_consensus(frames), tolerance=0.0)
-        found.same(f"{where}: chunks that the frames do not give", votes.total - votes.agreeing, 0)
+        found.same(f"{of_chunks}: chunks that the frames do not give", votes.total - votes.agreeing, 0)
         largest = 0.0 if votes.score is None else votes.score.max
-        found.same(f"{where}: largest difference from the frames' scores", largest, 0.0)
+        found.same(f"{of_chunks}: largest difference from the frames' scores", largest, 0.0)
 
 
 def _telemetry(found: Verification, path: Path, name: str, telemetry: Telemetry, summary: RunSummary) -> None:
@@ -282,51 +272,60 @@ def _store(found: Verification, raw: RawFolder) -> None:
         return
     store = OrfStore.open(path)
     counted = count_store(store)
-    in_runs = {name: counted[name] for name in ("n_reads", "n_chunks", "n_rows", "n_uniques", "protein_tokens")}
     for name in run_names(raw.root):
         if (summary := raw.read(RunSummary, name, SUMMARY)) is not None:
-            found.as_told(f"{name}/{SUMMARY}", summary, in_runs)
-    record = raw.read(ValidationRecord, RECORD)
+            found.as_told(f"{name}/{SUMMARY}", summary, counted)
+    record, baseline = raw.read(ValidationRecord, RECORD), raw.read(BaselineSummary, BASELINE, SUMMARY)
     if record is not None and "reads" in record.fingerprints:
         found.same(f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], store.fingerprint)
     if record is not None and record.staging is not None:
-        found.as_told(f"{RECORD}: staging", record.staging, staging_tally(store))
-    baseline, predictions = raw.read(BaselineSummary, BASELINE, SUMMARY), RunDir(raw.root / BASELINE).predictions
-    if baseline is not None:
-        found.as_told(f"{BASELINE}/{SUMMARY}", baseline, {name: counted[name] for name in ("n_reads", "n_rows")})
-    if baseline is not None and baseline.subset is not None and predictions.is_file():
+        found.as_told(f"{RECORD}: staging", record.staging, counted)
+    if baseline is None:
+        return
+    found.as_told(f"{BASELINE}/{SUMMARY}", baseline, counted)
+    predictions = RunDir(raw.root / BASELINE).predictions
+    if baseline.subset is not None and predictions.is_file():
         drawn = baseline_tokens(store, predictions, baseline.subset.reads, baseline.subset.seed)
         tokens = {"tokens": drawn, "total_tokens": counted["row_tokens"]}
         found.as_told(f"{BASELINE}/{SUMMARY}: subset", baseline.subset, tokens)
 
 
-def _comparisons(found: Verification, raw: RawFolder) -> None:
-    """Every comparison on record, done again from the results it speaks of."""
-    for said in read_comparisons(raw):
-        where = f"comparison.json: {said.a} and {said.b}"
-        with found.noting(f"{where} cannot be compared again: "):
-            found.same(where, said, repeat(raw.root, said))
+def count_store(store: OrfStore) -> dict[str, int]:
+    """What a store holds, under the names that summaries and staging give it.
+
+    Reads by flag, chunks, rows, uniques, and ESM-2 tokens of the uniques and of all rows, start and end included.
+    """
+    lengths, flags = np.diff(store.protein_offsets), np.asarray(store.read_flags)
+    bits = {"empty": EMPTY, "duplicate_ids": DUPLICATE_ID, "ambiguous": AMBIGUOUS, "short_for_model": SHORT_FOR_MODEL}
+    return {
+        "reads": len(flags),
+        **{name: int(((flags & bit) > 0).sum()) for name, bit in bits.items()},
+        "n_reads": len(store.read_length),
+        "n_chunks": int(np.asarray(store.read_chunks).sum(dtype=np.int64)),
+        "n_rows": len(store.row_read),
+        "n_uniques": len(lengths),
+        "protein_tokens": int(lengths.sum()) + ENDS * len(lengths),
+        "row_tokens": int(lengths[store.row_unique].sum()) + ENDS * len(store.row_read),
+    }
 
 
-def repeat(out: Path, said: Comparison) -> Comparison:
-    """The comparison `said`, made anew from the run directories it names."""
-    a, b = out / said.a, out / said.b
-    mode: Mode = "both" if said.frames and said.consensus else "frame" if said.frames else "consensus"
-    again = compare(
-        a, b, tolerance=said.tolerance, mode=mode, subset_of_a=said.subset_reads is not None, names=(said.a, said.b)
+def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -> int:
+    """ESM-2 tokens of the rows of the `reads` reads that a baseline drew by `seed`.
+
+    Raises `InputError` when its predictions are of other rows.
+    """
+    drawn = np.zeros(store.n_reads, dtype=np.bool_)
+    drawn[choose_reads(store.n_reads, reads, seed)] = True  # drawn again: ids may stand twice, as those of mates do
+    chosen = drawn[np.asarray(store.row_read)]
+    ids = (
+        name
+        for lo in range(0, len(chosen), ROWS_A_BLOCK)
+        for name in compress(store.row_ids(lo, min(lo + ROWS_A_BLOCK, len(chosen)), original=True), chosen[lo:])
     )
-    update: dict[str, Any] = {}
-    if said.cosines:
-        update["cosines"] = cosines(a, b, dna_width(a))
-    if said.bitwise is not None:
-        update["bitwise"] = bitwise(a, b)
-    return again.model_copy(update=update)
-
-
-def dna_width(run: Path) -> int | None:
-    """Width of the DNA part of a run's embeddings, as its record says."""
-    record = RawFolder(run).read(RunRecord, RECORD)
-    return None if record is None else record.widths.get("dna")
+    if load_results(predictions)["id"].tolist() != list(ids):
+        raise InputError("its rows are not those of the reads the baseline drew", file=predictions)
+    rows = np.asarray(store.row_unique)[chosen]
+    return int(np.diff(store.protein_offsets)[rows].sum()) + ENDS * len(rows)
 
 
 def _one_job(found: Verification, raw: RawFolder) -> None:
@@ -335,49 +334,30 @@ def _one_job(found: Verification, raw: RawFolder) -> None:
     made = {name: made_from(record) for name, record in records.items() if record is not None}
     first = next(iter(made.values()), {})
     for name, own in made.items():
-        found.figures += len(own)
-        for part, (said, wanted) in differing(own, first).items():
-            found.wrong(f"{name}/{RECORD}: {part} {said}, that of the first run is {wanted}")
+        for part in [part for part in own if part in first]:
+            found.same(f"{name}/{RECORD}: {part}", own[part], first[part])
 
 
-def contradictions(out: Path) -> list[str]:
-    """What in `checkpoint_overhead.json` its runs' telemetry and records do not bear out."""
-    raw = RawFolder(out)
-    found = raw.read(OverheadFile, OVERHEAD)
-    said = [] if found is None else [line for pair in found.pairs for line in _of_pair(raw, found, pair)]
-    return [f"{OVERHEAD}: {line}" for line in (*said, *raw.problems.get(OVERHEAD, ()))]
-
-
-def _of_pair(raw: RawFolder, found: OverheadFile, pair: OverheadPair) -> Iterator[str]:
-    spans = []
-    for run, rate, commits in (
-        (pair.with_run, pair.with_tokens_per_s, True),
-        (pair.without_run, pair.without_tokens_per_s, False),
-    ):
-        measured = raw.telemetry(run, None)
-        again = None if measured is None else committed_tokens_per_s(measured[1].batches, measured[1].shards)
-        if again is None or not math.isclose(rate, again, rel_tol=RELATIVE):
-            yield f"{run} says {rate} tokens/s, its telemetry gives {again}"
-        record = raw.read(RunRecord, run, RECORD)
-        if record is None or record.spec.get("engine", record.spec).get("commit") is not commits:
-            yield f"{run} was not made with commits {'on' if commits else 'off'}"
-        if measured is None:
-            continue
-        shards = measured[1].shards
-        spans += [float(measured[1].batches.tokens.sum()) / again] if again else []
-        if len(shards) != found.shards:
-            yield f"{run} computed {len(shards)} shards, not {found.shards}"
-        if not commits and (spent := float(shards.commit_s.sum())) > UNCOMMITTED_S * len(shards):
-            yield f"{run} spent {spent:.3f} s on commits although they were off"
-    if not math.isclose(pair.seconds, min(spans, default=0.0), rel_tol=RELATIVE):
-        yield f"{pair.with_run} and its pair say {pair.seconds} s, telemetry gives {min(spans, default=0.0)}"
-
-
-def report_lines(found: Verification) -> Iterator[str]:
-    """What a person reads: one line a difference, and a last line that sums up."""
-    yield from found.differences
-    yield from found.remarks
-    if found.ok:
-        yield f"{found.figures:,} figures computed again, all as reported"
-    else:
-        yield f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
+def verify_overhead(found: Verification, raw: RawFolder) -> None:
+    """The pairs of runs with commits and without, against the telemetry and the records of both."""
+    told = raw.read(OverheadFile, OVERHEAD)
+    if told is None:
+        return
+    for pair in told.pairs:
+        spans = []
+        with_commits, without = (pair.with_run, pair.with_tokens_per_s), (pair.without_run, pair.without_tokens_per_s)
+        for commits, (run, rate) in ((True, with_commits), (False, without)):
+            where, measured, record = f"{OVERHEAD}: {run}", raw.telemetry(run, None), raw.read(RunRecord, run, RECORD)
+            spec = {} if record is None else record.spec
+            found.same(f"{where}: commits", commits, spec.get("engine", spec).get("commit"))
+            if measured is None:
+                found.wrong(f"{where} has no telemetry")
+                continue
+            batches, shards = measured[1].batches, measured[1].shards
+            again = committed_tokens_per_s(batches, shards)
+            found.same(f"{where}: tokens/s", rate, again)
+            found.same(f"{where}: shards", told.shards, len(shards))
+            spans += [float(batches.tokens.sum()) / again] if again else []
+            if not commits and (spent := float(shards.commit_s.sum())) > UNCOMMITTED_S * len(shards):
+                found.wrong(f"{where} spent {spent:.3f} s on commits although they were off")
+        found.same(f"{OVERHEAD}: {pair.with_run} and its pair: seconds", pair.seconds, min(spans, default=0.0))

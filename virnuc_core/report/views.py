@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final
 
 from virnuc_core.profiles import Target
-from virnuc_core.report.approval import answered_text
 from virnuc_core.report.formatting import (
     NOT_RUN,
     Mark,
     Number,
     Section,
     Table,
+    answered_text,
     cell,
     measured,
     number,

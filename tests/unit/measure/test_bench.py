@@ -9,7 +9,8 @@ import pytest
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.measure.bench import Bench, measure_again, measure_overhead
-from virnuc_core.report.verify import contradictions
+from virnuc_core.report.files import RawFolder
+from virnuc_core.report.verify import Verification, verify_overhead
 
 
 def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench, engine: EngineSpec) -> None:
@@ -20,7 +21,8 @@ def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench,
     assert shares == [1.0]
     assert pair.with_tokens_per_s > 0
     assert pair.without_tokens_per_s > 0
-    assert contradictions(tmp_path) == []
+    verify_overhead(again := Verification(), RawFolder(tmp_path))
+    assert again.ok, again.differences
     assert not list(tmp_path.rglob("shards"))
     written = (tmp_path / "checkpoint_overhead.json").stat().st_mtime_ns
     assert measure_overhead(tmp_path, bench, engine, pairs=1) == found

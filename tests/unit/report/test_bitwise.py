@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from virnuc_core.errors import RunMismatchError
-from virnuc_core.report.compare import bitwise, cosines
+from virnuc_core.report.compare import bitwise, compare, cosines
 
 from .validate_directory import edit_json
 
@@ -69,7 +69,7 @@ def test_runs_without_shards_are_not_identical(copied: tuple[Path, object]) -> N
 def test_unlike_runs_are_refused(copied: tuple[Path, object]) -> None:
     edit_json(copied[0] / "devices-2" / "run.json", lambda body: body.update(model_length=300))
     with pytest.raises(RunMismatchError):
-        bitwise(copied[0] / "devices-1", copied[0] / "devices-2")
+        compare(copied[0] / "devices-1", copied[0] / "devices-2", bits=True)
 
 
 def test_cosines_of_each_encoder(copied: tuple[Path, object]) -> None:

@@ -11,11 +11,12 @@ import pytest
 
 from virnuc_core.profiles import Profile, Target, load_profile, profile_names
 from virnuc_core.report.build import build_report
+from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import SCALING, judge
 from virnuc_core.report.measured import Finding, Measured
 from virnuc_core.report.model import Criterion, Report
 
-from .validate_directory import Recipe, build, compare_all, edit_json, write_json
+from .validate_directory import Recipe, build, edit_json, write_json
 
 SEVEN = ("one_device_time", "two_device_time", "scaling", "speedup", "consensus", "gpu_utilisation", "packing")
 IDS = ("PERF-01", "PERF-01", "PERF-03", "PERF-01", "correctness", "PERF-02", "PERF-05")
@@ -275,7 +276,7 @@ def test_the_worst_of_both_runs_gates_agreement(copied: tuple[Path, Profile]) ->
     out, profile = copied
     path = out / "devices-1" / "prediction_results_highestscore.csv"
     path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
-    compare_all(out, ["devices-1", "devices-2"], subset=False)
+    compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
     verdicts = by_id(build_report(out, profile))
     assert verdicts["consensus"].verdict == "fail"
     assert verdicts["same_bytes"].verdict == "fail"

@@ -13,9 +13,10 @@ from tasks.tools import overhead_rows
 from tasks.validate import rows_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
+from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.render import fill, render, rerender, write_report
-from virnuc_core.report.verify import contradictions, verify_report
+from virnuc_core.report.verify import Verification, verify_overhead, verify_report
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
@@ -173,21 +174,28 @@ def test_runs_too_short_to_tell_are_not_run(tmp_path: Path, production: Profile)
     assert verdict == "not run"
     assert value is not None
     assert "a run took 1.5 s" in reason
-    assert len(contradictions(tmp_path)) == 3, "the seconds are computed again too"
+    assert len(overhead_differences(tmp_path)) == 3, "the seconds are computed again too"
+
+
+def overhead_differences(out: Path) -> list[str]:
+    found = Verification()
+    verify_overhead(found, RawFolder(out))
+    return found.differences
 
 
 def test_the_pairs_are_computed_again_by_verify(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
-    assert contradictions(tmp_path) == []
+    assert overhead_differences(tmp_path) == []
     edit_json(tmp_path / "checkpoint_overhead.json", lambda body: body["pairs"][1].update(with_tokens_per_s=9e9))
     write_report(tmp_path, production)
-    assert any("2-on says 9000000000.0 tokens/s" in line for line in verify_report(tmp_path).differences)
+    assert any("2-on: tokens/s: says 9000000000.0" in line for line in verify_report(tmp_path).differences)
 
 
 def test_a_side_that_is_not_what_it_says_is_named(tmp_path: Path) -> None:
     pairs_of_runs(tmp_path)
     edit_json(tmp_path / "overhead" / "3-off" / "run.json", lambda body: body["spec"].update(commit=True))
-    assert contradictions(tmp_path) == ["checkpoint_overhead.json: overhead/3-off was not made with commits off"]
+    (line,) = overhead_differences(tmp_path)
+    assert line == "checkpoint_overhead.json: overhead/3-off: commits: says false, the raw files give true"
 
 
 def test_a_file_of_another_kind_is_a_problem_and_no_figure(tmp_path: Path, production: Profile) -> None:
@@ -207,7 +215,7 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
     lines[1] += "short_for_model,duplicate_of=odd,ambiguous,id"  # the id holds commas, and words that are remarks
     lines[2] += "ambiguous"
     table.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    (out / "skipped.tsv").write_text("file\tline\tread\tproblem\na\t1\tr\tno bases\n", encoding="utf-8")
+    edit_json(out / "run.json", lambda body: body.update(staging={"skipped": 1}))
     report = build_report(out, profile)
     found = report.accounting
     assert found is not None

@@ -11,14 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.profiles import Target, load_profile
-from virnuc_core.report.build import build_report, write_comparisons
+from virnuc_core.report.build import build_report
+from virnuc_core.report.files import COMPARISON
 from virnuc_core.report.formatting import duration, near
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill
+from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostSample, ShardDone
-from virnuc_core.validation import Comparison, LabelAgreement
+from virnuc_core.validation import Comparison, ComparisonFile, LabelAgreement
 
 from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
 
@@ -33,13 +35,11 @@ def published(out: Path) -> Report:
     rows, chunks = numbers["n_rows"], numbers["n_chunks"]
     frames = _agreement(rows, round(rows * (1 - numbers["frame_agreement"])))
     consensus = _agreement(chunks, numbers["consensus_differing"])
-    write_comparisons(
-        out,
-        tuple(
-            Comparison(a="baseline", b=b, tolerance=0.01, frames=frames, consensus=consensus)
-            for b in ("devices-1", "devices-2")
-        ),
-    )
+    found = [
+        Comparison(a="baseline", b=b, tolerance=0.01, frames=frames, consensus=consensus)
+        for b in ("devices-1", "devices-2")
+    ]
+    write(out / COMPARISON, ComparisonFile(comparisons=tuple(found)))
     profile = load_profile("phase10-1m")
     return build_report(
         out, profile.model_copy(update={"baseline": profile.baseline.model_copy(update={"source": "recorded"})})

@@ -15,8 +15,7 @@ import numpy as np
 import pandas as pd
 
 from virnuc_core.profiles import Profile, load_profile
-from virnuc_core.report.build import write_comparisons
-from virnuc_core.report.compare import bitwise, compare, cosines
+from virnuc_core.report.compare import compare_runs
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, frame
@@ -67,18 +66,8 @@ def build(out: Path, recipe: Recipe | None = None, profile: Profile | None = Non
     build_baseline(out, recipe, rows)
     record = {**run_record(recipe, recipe.devices), "profile": profile.model_dump(mode="json")}
     write_json(out / "run.json", record)
-    compare_all(out, names, subset=recipe.baseline_reads is not None)
+    compare_runs(out, tuple(names), tolerance=0.01, subset=recipe.baseline_reads is not None)
     return profile
-
-
-def compare_all(out: Path, names: list[str], *, subset: bool) -> None:
-    """Write comparison.json as the compare step does."""
-    found = [compare(out / "baseline", out / n, names=("baseline", n), subset_of_a=subset) for n in names]
-    if len(names) > 1:
-        a, b = out / names[0], out / names[-1]
-        pair = compare(a, b, names=(names[0], names[-1]))
-        found.append(pair.model_copy(update={"bitwise": bitwise(a, b), "cosines": cosines(a, b, 4)}))
-    write_comparisons(out, tuple(found))
 
 
 @dataclass(frozen=True)
