@@ -307,7 +307,7 @@ def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Shar
     from virnuc_core.measure.rescore import rescore as score
 
     results = score(RunDir(run), head, RunDir(out), threshold=threshold).results
-    print(f"{results.viral:,} of {results.reads:,} reads are viral\nResults: {out}")
+    print(f"{results.fates['viral']:,} of {sum(results.fates.values()):,} reads are viral\nResults: {out}")
     return 0
 
 

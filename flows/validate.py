@@ -42,7 +42,7 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
-from virnuc_core.pipeline import model_length, read_summary
+from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
@@ -113,7 +113,6 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
         profile=profile,
         models=settings.models,
         staging=staging,
-        model_length=model_length(settings.models),
         devices=resolve(devices),
         force=settings.force,
     )

@@ -43,7 +43,8 @@ def read_summary(run: RunDir) -> RunSummary | None:
     except ConfigError as error:
         log.warning("%s; the run counts as not complete", error)
         return None
-    return summary if summary.complete else None
+    told = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
+    return None if summary.stopped_at_limit or None in told else summary
 
 
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
@@ -196,7 +197,6 @@ def _compute(
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
         **_verdicts(results),
-        chunks_scored=results.chunks,
         telemetry=telemetry.name if telemetry else None,
         devices=job.devices,
         workers=pool.workers,
@@ -219,7 +219,8 @@ def _compute(
 
 def _verdicts(results: ResultSummary) -> dict[str, Any]:
     """What a summary says of the reads; another threshold changes nothing else."""
-    return {name: getattr(results, name) for name in ("fates", "threshold", "rows_virus", "chunks_virus")}
+    names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
+    return {name: getattr(results, name) for name in names}
 
 
 def _write_results(job: Job, clock: StageClock) -> ResultSummary:

@@ -33,6 +33,10 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
 from virnuc_core.rundir import RunDir, whole_file
 
+Scores = NDArray[np.float32]
+Mask = NDArray[np.bool_]
+Places = NDArray[np.int64]
+
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED = range(len(FATES))
 THRESHOLD: Final = 0.5
@@ -55,35 +59,23 @@ _HALF: Final = np.float32(0.5)
 
 @dataclass(frozen=True, slots=True)
 class ResultSummary:
-    """What the result files hold. The five fates add up to `reads`."""
+    """What the result files hold."""
 
-    reads: int
-    viral: int
-    others: int
-    no_open_frame: int
-    empty: int
-    failed: int
+    fates: dict[str, int]  # of reads; the five add up to all that came in
     rows: int  # rows of the store, failed ones included
     rows_virus: int
     rows_failed: int
-    chunks: int  # chunks with a verdict
+    chunks_scored: int  # chunks with a verdict
     chunks_virus: int
     threshold: float
     predict_s: float  # seconds spent on VirNucPro's two files
     consensus_s: float  # seconds spent on the votes and reads.tsv
 
-    @property
-    def fates(self) -> dict[str, int]:
-        """What became of the reads."""
-        return {name: getattr(self, name) for name in FATES}
-
 
 class _Block:
     """Consecutive reads with all their rows, and the verdict on each chunk by the scored rows that decide it."""
 
-    def __init__(
-        self, store: OrfStore, reads: slice, rows: slice, scores: NDArray[np.float32], scored: NDArray[np.bool_]
-    ) -> None:
+    def __init__(self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask) -> None:
         """The votes of the rows marked in `scored` [rows]; `scores` [rows, 2]: P(others), P(virus).
 
         Errors: `VirnucError` when the rows are not of these reads.
@@ -100,7 +92,10 @@ class _Block:
         new = np.ones(len(chunk), bool)
         new[1:] = (np.diff(self.read) != 0) | (np.diff(chunk) != 0)
         self.starts = np.flatnonzero(new)  # [chunks] first row of each chunk
-        self.top_others, self.top_virus = (_top_rows(column, self.starts) for column in self.scores.T)  # [chunks] rows
+        top = pd.DataFrame(self.scores).groupby(np.cumsum(new)).idxmax().to_numpy()
+        self.top_others, self.top_virus = (
+            top.T
+        )  # [chunks] a row with the chunk's largest score1, with its largest score2
         top1, top2 = self.scores[self.top_others, 0], self.scores[self.top_virus, 1]
         # [chunks] exact: the difference of two float32 numbers has the right sign in float64
         self.margin = top2.astype(np.float64) - top1.astype(np.float64)
@@ -117,7 +112,7 @@ class _Block:
         verdicts = _texts(self.chunk_is_virus.tolist())
         return rows, _lines(chunks, verdicts, score1[self.top_others], score2[self.top_virus])
 
-    def read_scores(self) -> NDArray[np.float32]:
+    def read_scores(self) -> Scores:
         """`viral_score` of each read, float32 [n_reads], NaN for those without a scored row.
 
         A read of one scored row has that row's very `score2`, so that both files print the same number: `score1` is one
@@ -128,14 +123,14 @@ class _Block:
         total = np.bincount(chunk_read, weights=self.margin, minlength=self.n_reads)
         chunks = np.bincount(chunk_read, minlength=self.n_reads)
         mean = np.divide(total, chunks, out=np.full(self.n_reads, np.nan), where=chunks > 0)
-        score: NDArray[np.float32] = (0.5 + mean / 2).astype(np.float32)
+        score: Scores = (0.5 + mean / 2).astype(np.float32)
         alone = np.bincount(self.read, minlength=self.n_reads)[self.read] == 1
         score[self.read[alone]] = self.scores[alone, 1]
         score[mean < 0] = np.minimum(score[mean < 0], np.nextafter(_HALF, np.float32(0)))
         score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
         return score
 
-    def read_lines(self, lost: NDArray[np.bool_], threshold: float) -> tuple[bytes, NDArray[np.int64]]:
+    def read_lines(self, lost: Mask, threshold: float) -> tuple[bytes, Places]:
         """Lines of `reads.tsv`, and one index into `FATES` for every read; `lost` [rows] marks the failed rows."""
         store, low, high = self.store, self.reads.start, self.reads.stop
         score = self.read_scores()
@@ -158,37 +153,20 @@ class _Block:
         return _lines(ids, *counts, _FATE_NAMES[fate], shown, _READ_LABELS[fate], remarks), fate
 
 
-def _top_rows(values: NDArray[np.float32], starts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each chunk a row that holds its largest value."""
-    if len(starts) == 0:
-        return np.empty(0, dtype=np.int64)
-    sizes = np.diff(starts, append=len(values))
-    is_top = np.flatnonzero(values == np.repeat(np.maximum.reduceat(values, starts), sizes))
-    top = np.empty(len(starts), dtype=np.int64)
-    top[np.searchsorted(starts, is_top, side="right") - 1] = is_top
-    return top
-
-
 def write_results(
-    run: RunDir,
-    store: OrfStore,
-    scores: NDArray[np.float32],
-    failed: NDArray[np.bool_],
-    *,
-    threshold: float = THRESHOLD,
+    run: RunDir, store: OrfStore, scores: Scores, failed: Mask, *, threshold: float = THRESHOLD
 ) -> ResultSummary:
     """Write the result files of a run; memory holds one block of reads at a time.
 
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
     verdict on reads only; VirNucPro's files know no threshold. Errors: `ShardError` when a sequence that did not fail
-    has no score; `VirnucError` when the counts do not add up to the input.
+    has no score; `VirnucError` for a store that contradicts itself.
     """
-    if scores.shape != (store.n_uniques, 2) or failed.shape != (store.n_uniques,):
-        raise ShardError(f"scores of shape {scores.shape} for {store.n_uniques} sequences of {store.path}")
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
-    counts = Counter(dict.fromkeys((*FATES, "rows_virus", "rows_failed", "chunks", "chunks_virus"), 0))
+    fates = np.zeros(len(FATES), np.int64)
+    counts = Counter(rows=store.n_rows, rows_virus=0, rows_failed=0, chunks_scored=0, chunks_virus=0)
     predict_s = consensus_s = 0.0
     with ExitStack() as stack:
         originals = _open_originals(stack, run)
@@ -208,25 +186,16 @@ def write_results(
             written = time.perf_counter()
             table, fate = block.read_lines(lost, threshold)
             reads.write(table)
-            counts.update(dict(zip(FATES, np.bincount(fate, minlength=len(FATES)).tolist(), strict=True)))
+            fates += np.bincount(fate, minlength=len(FATES))
             counts.update(rows_virus=int(block.row_is_virus.sum()), rows_failed=int(lost.sum()))
-            counts.update(chunks=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
+            counts.update(chunks_scored=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
             predict_s += written - judged
             consensus_s += time.perf_counter() - written + judged - began
-        accounted = sum(counts[name] for name in FATES)
-        if accounted != store.n_reads:
-            raise VirnucError(f"{run.root}: {store.n_reads} reads came in, {accounted} are accounted for")
-    return ResultSummary(
-        reads=store.n_reads,
-        rows=store.n_rows,
-        threshold=threshold,
-        predict_s=predict_s,
-        consensus_s=consensus_s,
-        **counts,
-    )
+    told = dict(zip(FATES, fates.tolist(), strict=True))
+    return ResultSummary(fates=told, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, **counts)
 
 
-def write_covered(run: RunDir, store: OrfStore, covered: NDArray[np.bool_], scores: NDArray[np.float32]) -> None:
+def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
     """Write VirNucPro's two files for the reads marked in `covered` [n_reads].
 
     `scores` [rows of those reads, 2] are in row order. Errors: `VirnucError` when their number is not that of the rows.

@@ -63,15 +63,6 @@ class RunDir:
         return self.root / f"viral.{form}.gz"
 
 
-def fsync_folder(folder: Path) -> None:
-    """Make a rename inside `folder` survive a power cut."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success flush it and rename it into place, else remove it.
@@ -85,7 +76,11 @@ def whole_file(path: Path) -> Iterator[Path]:
         with aside.open("rb+") as handle:
             os.fsync(handle.fileno())
         os.replace(aside, path)
-        fsync_folder(path.parent)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # so that the rename survives a power cut
+        finally:
+            os.close(folder)
     finally:
         aside.unlink(missing_ok=True)
 

@@ -56,9 +56,6 @@ def read(path: Path, kind: type[File]) -> File:
         raise ConfigError(f"{path}: {explain(error)}") from error
 
 
-# --- run.json ---------------------------------------------------------------------------------------------------------
-
-
 class Device(RunFile):
     """One device of a run: a GPU by UUID, or one CPU core."""
 
@@ -182,9 +179,6 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
     return before.model_copy(update={"devices": fresh.devices, "attempts": (*before.attempts, *fresh.attempts)})
 
 
-# --- summary.json -----------------------------------------------------------------------------------------------------
-
-
 class ModelFlops(RunFile):
     """FLOPs of a token in the linear layers of each encoder, and by device the tokens/s those layers alone sustain
     there. A device without an entry was not measured."""
@@ -233,8 +227,3 @@ class RunSummary(RunCounts):
     damaged: tuple[str, ...] = ()
     reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
     flops: ModelFlops | None = None
-
-    @property
-    def complete(self) -> bool:
-        """Whether the run came to its end."""
-        return not self.stopped_at_limit and None not in (self.total_s, self.n_reads, self.threshold, self.shards)

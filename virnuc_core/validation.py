@@ -75,7 +75,6 @@ def record_validation(
     profile: Profile,
     models: Path,
     staging: StageSummary,
-    model_length: int,
     devices: tuple[Device, ...],
     force: bool,
 ) -> None:
@@ -89,7 +88,7 @@ def record_validation(
         ValidationRecord,
         devices,
         spec=spec,
-        model_length=model_length,
+        model_length=staging.model_length,
         fingerprints={"reads": staging.fingerprint, **fingerprint(models)},
         store=RunDir(out).store.name,
         # the CUDA that torch was built for; a torch without names none

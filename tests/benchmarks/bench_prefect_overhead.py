@@ -60,7 +60,6 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
         profile=profile,
         models=models,
         staging=staging,
-        model_length=length,
         devices=resolve(devices),
         force=False,
     )

@@ -24,7 +24,7 @@ from virnuc_core.runfiles import RunFile, read_record, write
 class RescoreSummary(RunFile):
     """`rescore.json`: what the result files beside it stand on."""
 
-    schema_version: int = 1
+    schema_version: int = 2
     run: str  # the run whose embeddings were scored
     reads: str  # fingerprint of its reads
     head: str  # fingerprint of the head that scored

@@ -13,6 +13,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, TypeVar, cast
 
@@ -21,7 +22,7 @@ from pydantic import ValidationError
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.sources import NCBI_PREFIX, is_remote
-from virnuc_core.rundir import fsync_folder, write_text_whole
+from virnuc_core.rundir import write_text_whole
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 _TIMEOUT_S: Final = 60.0
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 
 class _Remembered(Spec):
-    """What is known of a download, kept beside it."""
+    """What is known of a download, whole or in part, kept beside it."""
 
     url: str
     validator: str  # ETag or date by which the server recognises the same content; empty if it named none
@@ -90,15 +91,16 @@ def _patiently(name: str, work: Callable[[], T], attempts: int, pause_s: float) 
 
 def _download(url: str, target: Path) -> None:
     """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
-    part = target.with_name(f"{target.name}.part")
-    notes, part_notes = target.with_name(f".{target.name}.json"), target.with_name(f".{target.name}.part.json")
+    part, notes = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.json")
     headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity"}
-    known, begun = _recall(notes, url, target), _recall(part_notes, url, part)
-    if known is not None and known.sha256 == _sha256(target):
-        headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
-    have = 0 if begun is None else part.stat().st_size
-    if have and begun is not None:
-        headers |= {"Range": f"bytes={have}-", "If-Range": begun.validator}
+    have = 0
+    with suppress(OSError, ValidationError):  # else all of it is asked for
+        known = _Remembered.model_validate_json(notes.read_bytes())
+        if known.url == url and known.validator and known.sha256 is None:
+            have = part.stat().st_size
+            headers |= {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
+        elif known.url == url and known.validator and known.sha256 == _sha256(target):
+            headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
     try:
         answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
     except urllib.error.HTTPError as error:
@@ -114,7 +116,7 @@ def _download(url: str, target: Path) -> None:
         goes_on = answer.status == 206 and span is not None and int(span[1]) == have
         tag = told.get("ETag", "")  # a weak one (W/"…") does not stand for the very bytes: no part can go on by it
         validator = tag if tag.startswith('"') else told.get("Last-Modified", "")
-        write_text_whole(part_notes, _Remembered(url=url, validator=validator, sha256=None).model_dump_json())
+        write_text_whole(notes, _Remembered(url=url, validator=validator, sha256=None).model_dump_json())
         with part.open("ab" if goes_on else "wb") as out:
             before = out.tell()
             shutil.copyfileobj(answer, out)
@@ -123,19 +125,9 @@ def _download(url: str, target: Path) -> None:
             missing = int(told.get("Content-Length", out.tell() - before)) - (out.tell() - before)
             if missing:
                 raise http.client.IncompleteRead(b"", missing)
-    write_text_whole(notes, _Remembered(url=url, validator=validator, sha256=_sha256(part)).model_dump_json())
+    whole = _Remembered(url=url, validator=validator, sha256=_sha256(part))
     os.replace(part, target)
-    part_notes.unlink(missing_ok=True)
-    fsync_folder(target.parent)
-
-
-def _recall(notes: Path, url: str, of: Path) -> _Remembered | None:
-    """What makes it possible to ask for no more than what `of` lacks."""
-    try:
-        remembered = _Remembered.model_validate_json(notes.read_bytes())
-    except (OSError, ValidationError):
-        return None
-    return remembered if remembered.url == url and remembered.validator and of.is_file() else None
+    write_text_whole(notes, whole.model_dump_json())
 
 
 def _sha256(path: Path) -> str:

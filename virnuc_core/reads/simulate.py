@@ -174,8 +174,7 @@ def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generato
     viral = np.arange(len(names)) >= spec.other_genomes
     pieces = []
     for kind in viral.astype(int).tolist():
-        length = max(int(spec.genome_length * rng.uniform(0.5, 1.5)), longest_read)
-        pieces.append(_genome(kind, length, rng))
+        pieces.append(_genome(kind, max(int(spec.genome_length * rng.uniform(0.5, 1.5)), longest_read), rng))
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, viral)
 

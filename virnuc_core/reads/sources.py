@@ -110,7 +110,7 @@ class Source:
         self.name = name
         self.damage: InputError | None = None  # unpacking or reading came no further; what came before is good
         self._stream = stream
-        head = _read_some(stream, _PIECE_BYTES)
+        head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
         packed_as, make, errors = _unpacker_for(head, name)
         self._pieces = self._plain(head) if make is None else self._unpacked(head, packed_as, make, errors)
 
@@ -121,7 +121,7 @@ class Source:
         with ExitStack() as opened:
             try:
                 stdin = cast(BinaryIO, sys.stdin.buffer)
-                stream = stdin if name == STDIN else opened.enter_context(Path(name).open("rb", buffering=0))
+                stream = stdin if name == STDIN else opened.enter_context(Path(name).open("rb"))
                 source = cls(name, stream)
             except OSError as error:
                 raise _unreadable(name, error) from error
@@ -166,7 +166,7 @@ class Source:
 
     def _next_piece(self) -> bytes:
         try:
-            return _read_some(self._stream, _PIECE_BYTES)
+            return self._stream.read(_PIECE_BYTES)
         except OSError as error:
             self._end(f"reading failed: {error.strerror or error}", hint=None)
             return b""
@@ -175,15 +175,6 @@ class Source:
 def _unreadable(name: str, error: OSError) -> InputError:
     reason = error.strerror or str(error)
     return InputError(f"cannot be read: {reason}", file=name, hint="check the path and its permissions")
-
-
-def _read_some(stream: BinaryIO, size: int) -> bytes:
-    """Up to `size` bytes; fewer only at the end, so that a slow pipe is not taken for a short file."""
-    pieces: list[bytes] = []
-    while size > 0 and (piece := stream.read(size)):
-        pieces.append(piece)
-        size -= len(piece)
-    return b"".join(pieces)
 
 
 def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:

@@ -25,6 +25,7 @@ from virnuc_core.pipeline import classify, prepare, read_summary
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary, write
 
 SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
 MOST = f"cpu:{min(2, len(os.sched_getaffinity(0)))}"
@@ -309,3 +310,8 @@ def test_a_damaged_summary_counts_as_an_incomplete_run(tmp_path: Path) -> None:
     for text in ("{", "{}", '{"schema_version": 1, "devices": []}'):
         run.summary.write_text(text)
         assert read_summary(run) is None
+    whole = RunSummary(total_s=3.0, n_reads=4, threshold=0.5, shards=1)
+    write(run.summary, whole)
+    assert read_summary(run) == whole
+    write(run.summary, whole.model_copy(update={"stopped_at_limit": True}))
+    assert read_summary(run) is None

@@ -95,16 +95,16 @@ def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
     kept = unique[~np.isnan(scores[unique, 0])]
     assert np.array_equal(np.array([np.float32(line[3]) for line in lines]), scores[kept, 1])
     written = json.loads((out.root / "rescore.json").read_text())
-    assert written["schema_version"] == 1
+    assert written["schema_version"] == 2
     assert written["head"] == summary.head == fingerprint(other)["head"]
-    assert written["results"]["reads"] == 300
+    assert sum(written["results"]["fates"].values()) == 300
 
 
 def test_the_threshold_alone_moves_reads_only(tmp_path: Path, run: RunDir) -> None:
     low, high = RunDir(tmp_path / "low"), RunDir(tmp_path / "high")
     few = rescore(run, None, high, threshold=0.9)
     many = rescore(run, None, low, threshold=0.1)
-    assert few.results.viral < many.results.viral
+    assert few.results.fates["viral"] < many.results.fates["viral"]
     assert content(low)[:2] == content(high)[:2] == content(run)[:2]
 
 
