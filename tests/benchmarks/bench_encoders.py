@@ -30,10 +30,9 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import choose_backend
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.dnabert_s import DnabertS
-from virnuc_core.encoders.esm2 import Esm2
 from virnuc_core.encoders.layers import Resolved, resolve_precision
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import AHEAD, linear_pass

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision
 from virnuc_core.encoders.attention import choose_backend, inv_freq
-from virnuc_core.encoders.dnabert_s import DnabertS
-from virnuc_core.encoders.esm2 import Esm2
-from virnuc_core.encoders.layers import Head, resolve_precision
+from virnuc_core.encoders.layers import resolve_precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
+from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError
 

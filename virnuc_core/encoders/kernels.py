@@ -14,8 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from virnuc_core.encoders.layers import FP8, FP8_MAX
-
 # blocks of the gated unit's product
 GATED_ROWS: Final = 128
 GATED_COLUMNS: Final = 128  # its halves are interleaved in turns of so many rows of the weight
@@ -153,11 +151,12 @@ def _rows_out(x: Tensor, width: int, quantise: bool) -> tuple[Tensor, Tensor | N
 
     Its warps hold a row in registers, 16 numbers or so a thread.
     """
-    out = torch.empty(x.shape[0], width, dtype=FP8 if quantise else x.dtype, device=x.device)
+    fp8 = torch.float8_e4m3fn
+    out = torch.empty(x.shape[0], width, dtype=fp8 if quantise else x.dtype, device=x.device)
     scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if quantise else None
     block = triton.next_power_of_2(width)
-    warps = max(1, min(16, block // 512))
-    return out, scale, {"width": width, "block": block, "quantise": quantise, "top": FP8_MAX, "num_warps": warps}
+    sizes = {"width": width, "block": block, "num_warps": max(1, min(16, block // 512))}
+    return out, scale, sizes | {"quantise": quantise, "top": torch.finfo(fp8).max}
 
 
 @jit

@@ -1,4 +1,4 @@
-"""What the models are made of: number formats, linear layers, weights on a device, means over rows; and the head."""
+"""What the models are made of: number formats, linear layers, weights on a device, means over rows, way in and out."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from virnuc_core.config import Precision
 from virnuc_core.encoders.attention import Backend, Rows, reference
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import PackedBatch
-from virnuc_core.errors import DeviceError, WeightsError
+from virnuc_core.errors import DeviceError
 
 Resolved = Literal["fp32", "fp16", "bf16", "fp8"]
 Read = Callable[[str], Tensor]  # a tensor of a model by our name for it
@@ -28,8 +28,6 @@ DTYPES: Final[dict[Resolved, torch.dtype]] = {
     "fp8": torch.bfloat16,
 }
 FP8: Final = torch.float8_e4m3fn
-FP8_MAX: Final = 448.0
-HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not depend on how many others came with it
 
 
 def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
@@ -63,7 +61,7 @@ class Dense(NamedTuple):
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Each row of `x` [n, k] scaled to the range of float8, and the float32 scales [n, 1] that undo it."""
     wide = x.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / FP8_MAX
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / torch.finfo(FP8).max
     return (wide / scale).to(FP8), scale
 
 
@@ -194,34 +192,3 @@ def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     ends_and_tail = torch.cat((bounds, bounds[-1:]))
     sums = torch.segment_reduce(x.float(), "sum", offsets=ends_and_tail, axis=0, unsafe=True, initial=0)[::2]
     return sums / (ends - starts).clamp_min(1).unsqueeze(1)
-
-
-class Head:
-    """The classifier, joined embeddings to two scores: linear, batch norm by running statistics, ReLU, linear, softmax.
-
-    In float32. `read` gives the tensors by their names, which are VirNucPro's.
-    """
-
-    def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
-        self.shape = shape
-        self._weights = {name: read(name).to(device).float() for name in shape.tensors()}
-
-    def scores(self, features: Tensor) -> Tensor:
-        """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
-        if features.ndim != 2 or features.shape[1] != self.shape.width:
-            raise WeightsError(
-                f"head: features are {tuple(features.shape)}, it takes {self.shape.width} columns "
-                f"({self.shape.dna_width} of DNA, {self.shape.protein_width} of protein)"
-            )
-        with torch.inference_mode():
-            padded = F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS))
-            blocks = [self._block(block) for block in padded.split(HEAD_ROWS)]
-            return torch.cat(blocks)[: len(features)] if blocks else padded.new_empty(0, 2)
-
-    def _block(self, features: Tensor) -> Tensor:
-        w = self._weights
-        mean, variance = w["bn1.running_mean"], w["bn1.running_var"]
-        norm = w["bn1.weight"], w["bn1.bias"]
-        hidden = F.linear(features, w["hidden_layer.weight"], w["hidden_layer.bias"])
-        hidden = F.batch_norm(hidden, mean, variance, *norm, training=False, eps=self.shape.norm_eps)
-        return F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1)

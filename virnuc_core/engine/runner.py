@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.layers import Encoder, Head
+from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine.loader import Batch, ShardEnd, Take, packed
 from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.shards import ShardResult

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
-from virnuc_core.encoders.layers import Head
 from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore

@@ -68,7 +68,7 @@ class Finder(importlib.abc.MetaPathFinder):
     """Lets the module load as it is, then wraps it."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> object:
-        if name != "virnuc_core.encoders.esm2" or not FAULT:
+        if name != "virnuc_core.encoders.models" or not FAULT:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)

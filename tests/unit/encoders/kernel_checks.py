@@ -19,10 +19,9 @@ from virnuc_core.encoders import kernels
 from virnuc_core.encoders.attention import Rows, alibi_slopes, inv_freq, positions, reference, rotary_tables
 from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.dnabert_s import DnabertS
-from virnuc_core.encoders.esm2 import Esm2
 from virnuc_core.encoders.layers import FP8, Resolved, quantise_rows, segment_mean
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from virnuc_core.encoders.attention import alibi_slopes
 from virnuc_core.encoders.checkpoint import Checkpoint, fit, load_dnabert_s
-from virnuc_core.encoders.dnabert_s import DnabertS
 from virnuc_core.encoders.model_config import DnabertShape
+from virnuc_core.encoders.models import DnabertS
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 
 from .encoder_batches import dnas, packed

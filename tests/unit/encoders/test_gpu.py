@@ -14,10 +14,9 @@ from torch import Tensor
 from virnuc_core.encoders.attention import Backend
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.dnabert_s import DnabertS
-from virnuc_core.encoders.esm2 import Esm2
 from virnuc_core.encoders.layers import Encoder, Resolved
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 
 from .encoder_batches import dnas, packed, packed_tokens, proteins

@@ -12,7 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head
-from virnuc_core.encoders.layers import Encoder, Head
+from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.models import Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 from .encoder_batches import dnas, packed, proteins

@@ -25,8 +25,8 @@ from virnuc_core.encoders.checkpoint import (
     open_esm2,
 )
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
-from virnuc_core.encoders.esm2 import Esm2
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
+from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 

@@ -1,0 +1,229 @@
+"""The three networks over packed tokens: ESM-2, DNABERT-S, and the head that scores what they give.
+
+ESM-2 has pre-norm layers, rotary positions, exact GELU and a final layer norm; DNABERT-S post-norm layers, ALiBi and
+gated linear units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes, positions, rotary_tables
+from virnuc_core.encoders.layers import Affine, Dense, Encoder, Layer, Read, Resolved, WeightReader, dense, product
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
+from virnuc_core.errors import WeightsError
+
+POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
+TOKEN_DROPOUT_SCALE: Final = 1 - 0.15 * 0.8  # training hid this share of the residues; no token is hidden here
+HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not depend on how many others came with it
+Inner = Callable[[Tensor, Tensor | None, Layer], tuple[Tensor, Tensor | None]]
+
+
+class Esm2(Encoder):
+    """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out.
+
+    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
+    """
+
+    def __init__(
+        self, shape: Esm2Shape, read: Read, device: torch.device, *, precision: Resolved, attention: Backend
+    ) -> None:
+        weights = WeightReader(read, precision, device)
+        layers = weights.layers(shape.layers, "fc1", "fc2", up_bias=True)
+        super().__init__(shape, layers, pad_id=ESM2_PAD, precision=precision, attention=attention)
+        table = weights.wide("embed.weight")
+        if shape.token_dropout:
+            table = table * TOKEN_DROPOUT_SCALE
+        table[ESM2_PAD] = 0
+        self.table = table.to(weights.dtype)  # [vocab, width]; already scaled, zero for the pad token
+        self.inv_freq = weights.wide("inv_freq")  # float32 [head_dim / 2]
+        self._final_norm = weights.norm("final_norm")
+        self._angles = rotary_tables(self.inv_freq, POOLED_RESIDUES + 2)
+        # what the stream lacks, float32 [width], before each norm when the products' biases are left out of it
+        self._shifts: Sequence[Tensor | None] = [None] * (2 * shape.layers + 1)
+        if self._adds_in_product:
+            nothing = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
+            biases = [one.wide_bias for layer in layers for one in (layer.out, layer.down)]
+            self._shifts = list(accumulate(biases, initial=nothing))
+
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """Output of the last layer, after the final norm: [slots, width]."""
+        if batch.max_seqlen > self._angles[0].shape[0]:
+            self._angles = rotary_tables(self.inv_freq, 1 << (batch.max_seqlen - 1).bit_length())
+        cos, sin = self._angles
+        x = F.embedding(batch.tokens, self.table)
+        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, cos_table=cos, sin_table=sin)
+        if self.attention == "fused":  # looks the angles up by itself
+            return self._by_kernels(x, rows)
+        place = positions(batch.cu_seqlens, batch.slots)
+        return self._by_torch(x, rows._replace(cos=cos[place], sin=sin[place]))
+
+    def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """The residues, as far as they are averaged; a row without any has an empty span."""
+        starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
+        return starts, torch.maximum(starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES))
+
+    def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
+        """The layers one by one: [slots, width] to the last hidden state."""
+        width, eps = (self.width,), self.shape.norm_eps
+        for layer in self.layers:
+            normed = F.layer_norm(x, width, *layer.attn_norm, eps)
+            x = x + dense(self._attend(dense(normed, layer.qkv), rows), layer.out)
+            normed = F.layer_norm(x, width, *layer.ffn_norm, eps)
+            x = x + dense(F.gelu(dense(normed, layer.up)), layer.down)
+        return F.layer_norm(x, width, *self._final_norm, eps)
+
+    def _by_kernels(self, stream: Tensor, rows: Rows) -> Tensor:
+        """The same with one pass over memory between two products; `stream` is used up.
+
+        What a layer adds to the stream is kept pending until the norm that follows reads it anyway; or the product
+        adds onto the stream in place, and its bias, left out of the stream, is added up for the norms to see.
+        """
+        from virnuc_core.encoders.kernels import activation, norm  # triton is needed here only
+
+        quantises, eps = self._quantises, self.shape.norm_eps
+
+        def attention(x: Tensor, scale: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor | None]:
+            mixed = self._attend(product(x, scale, layer.qkv), rows)
+            return activation(mixed, gelu=False, quantise=True) if quantises else (mixed, None)
+
+        def feed_forward(x: Tensor, scale: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor | None]:
+            wide = product(x, scale, layer.up)
+            return activation(wide, quantise=True) if quantises else (F.gelu(wide), None)
+
+        def half(place: int, pending: Tensor | None, inner: Inner, affine: Affine, last: Dense) -> Tensor | None:
+            """One half of a layer: what is pending after it, or None when the product has added it."""
+            keep, shift = pending is not None, self._shifts[place]
+            normed = norm(stream, affine, eps, delta=pending, keep=keep, shift=shift, quantise=quantises)
+            ready = inner(*normed, self.layers[place // 2])
+            if not self._adds_in_product:
+                return product(*ready, last)
+            stream.addmm_(ready[0], last.weight.t())
+            return None
+
+        pending: Tensor | None = None
+        for i, layer in enumerate(self.layers):
+            pending = half(2 * i, pending, attention, layer.attn_norm, layer.out)
+            pending = half(2 * i + 1, pending, feed_forward, layer.ffn_norm, layer.down)
+        return norm(stream, self._final_norm, eps, delta=pending, shift=self._shifts[-1])[0]
+
+
+class DnabertS(Encoder):
+    """DNABERT-S: mean over all tokens of each row, first and last included.
+
+    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
+    """
+
+    def __init__(
+        self,
+        shape: DnabertShape,
+        read: Read,
+        device: torch.device,
+        *,
+        pad_id: int,
+        precision: Resolved,
+        attention: Backend,
+    ) -> None:
+        weights = WeightReader(read, precision, device)
+        layers = weights.layers(shape.layers, "gated", "wo", up_bias=False)
+        super().__init__(shape, layers, pad_id=pad_id, precision=precision, attention=attention)
+        # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
+        table = (weights.wide("embed.weight") + weights.wide("token_type.weight")[0]).to(weights.dtype)
+        self.table = F.layer_norm(table, (shape.width,), *weights.norm("embed_norm"), shape.norm_eps)  # [vocab, width]
+        self._slopes = torch.tensor(alibi_slopes(shape.heads), dtype=torch.float32, device=device)
+        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in layers]
+        self._gated: list[Tensor] = []  # the gated units' weights as the kernel for them wants them, where it can run
+        if self._adds_in_product:
+            from virnuc_core.encoders.kernels import can_gate, interleave
+
+            if can_gate(shape.ffn_width, device):
+                self._gated = [interleave(layer.up.weight) for layer in layers]
+
+    def hidden(self, batch: PackedBatch) -> Tensor:
+        """Output of the last layer: [slots, width]."""
+        x = F.embedding(batch.tokens, self.table)
+        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
+        return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
+
+    def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """Whole rows."""
+        return cu_seqlens[:-1], cu_seqlens[1:]
+
+    def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
+        """The layers one by one: [slots, width] to the last hidden state."""
+        width, eps = (self.width,), self.shape.norm_eps
+        for layer in self.layers:
+            mixed = dense(self._attend(dense(x, layer.qkv), rows), layer.out)
+            x = F.layer_norm(mixed + x, width, *layer.attn_norm, eps)
+            active, passed = dense(x, layer.up).chunk(2, dim=-1)
+            x = F.layer_norm(dense(F.gelu(active) * passed, layer.down) + x, width, *layer.ffn_norm, eps)
+        return x
+
+    def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
+        """The same with one pass over memory between two products; `x` is used up.
+
+        Where the product adds onto the stream in place, its bias is left to the norm behind it.
+        """
+        from virnuc_core.encoders.kernels import activation, gated_unit, norm  # triton is needed here only
+
+        def ready(x: Tensor) -> tuple[Tensor, Tensor | None]:
+            return activation(x, gelu=False, quantise=True) if self._quantises else (x, None)
+
+        def gated(x: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
+            if self._gated:
+                return gated_unit(x, self._gated[i]), None
+            both = product(*ready(x), self.layers[i].up)
+            return activation(both, gated=True, quantise=self._quantises)
+
+        def add_and_norm(
+            x: Tensor, rows: tuple[Tensor, Tensor | None], last: Dense, shift: Tensor, affine: Affine
+        ) -> Tensor:
+            if not self._adds_in_product:
+                return norm(x, affine, self.shape.norm_eps, delta=product(*rows, last))[0]
+            x.addmm_(rows[0], last.weight.t())
+            return norm(x, affine, self.shape.norm_eps, shift=shift)[0]
+
+        for i, layer in enumerate(self.layers):
+            after_mix, after_unit = self._shifts[i]
+            mixed = self._attend(product(*ready(x), layer.qkv), rows)
+            x = add_and_norm(x, ready(mixed), layer.out, after_mix, layer.attn_norm)
+            x = add_and_norm(x, gated(x, i), layer.down, after_unit, layer.ffn_norm)
+        return x
+
+
+class Head:
+    """The classifier, joined embeddings to two scores: linear, batch norm by running statistics, ReLU, linear, softmax.
+
+    In float32. `read` gives the tensors by their names, which are VirNucPro's.
+    """
+
+    def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
+        self.shape = shape
+        self._weights = {name: read(name).to(device).float() for name in shape.tensors()}
+
+    def scores(self, features: Tensor) -> Tensor:
+        """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
+        if features.ndim != 2 or features.shape[1] != self.shape.width:
+            raise WeightsError(
+                f"head: features are {tuple(features.shape)}, it takes {self.shape.width} columns "
+                f"({self.shape.dna_width} of DNA, {self.shape.protein_width} of protein)"
+            )
+        with torch.inference_mode():
+            padded = F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS))
+            blocks = [self._block(block) for block in padded.split(HEAD_ROWS)]
+            return torch.cat(blocks)[: len(features)] if blocks else padded.new_empty(0, 2)
+
+    def _block(self, features: Tensor) -> Tensor:
+        w = self._weights
+        mean, variance = w["bn1.running_mean"], w["bn1.running_var"]
+        norm = w["bn1.weight"], w["bn1.bias"]
+        hidden = F.linear(features, w["hidden_layer.weight"], w["hidden_layer.bias"])
+        hidden = F.batch_norm(hidden, mean, variance, *norm, training=False, eps=self.shape.norm_eps)
+        return F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1)
