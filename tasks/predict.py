@@ -100,7 +100,7 @@ def embed(
 
     before = read_summary(run)
     with device_slots(resolve(devices)), progress as show, closing(prewarmed) if prewarmed else nullcontext():
-        watch = replace(watch or Watch(), on_progress=lambda snapshot: show(snapshot.percent / 100))
+        watch = replace(watch or Watch(), on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         show(1.0)

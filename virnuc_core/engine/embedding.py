@@ -19,7 +19,7 @@ from virnuc_core.engine.shards import ShardPlan
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
-from virnuc_core.telemetry.live import InferenceProgressReporter, ProgressSnapshot, RunMonitor, Sampler
+from virnuc_core.telemetry.live import InferenceProgressReporter, RunMonitor, Sampler
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
 from virnuc_core.telemetry.tables import Encoder, ShardDone, Stage, StageClock, StageTime
@@ -37,7 +37,7 @@ class Watch:
     sample_s: float = 0.5
     window_s: float = 30.0
     show: bool = False  # the live display on standard error
-    on_progress: Callable[[ProgressSnapshot], None] | None = None
+    on_progress: Callable[[float], None] | None = None  # hears the share that is done, 0 to 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,11 @@ class Measured:
         """The run the verdict is about: most devices first."""
         return self.many or self.single
 
+    @property
+    def telemetry(self) -> TelemetryMetrics | None:
+        """Of the run the verdict is about."""
+        return None if self.judged is None else self.judged.telemetry
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -57,8 +62,7 @@ def time(measured: Measured, *, devices: int) -> Finding:
     if run.stopped_at_limit:
         why = f"ended at the profile's limit of {profile.time_limit_s or 0:g} s: slower than it may be"
         return Finding(run.total_s, run.n_reads, note=why, failed=True)
-    wanted = None if target is None else profile.target_reads
-    problem = _no_time(run)
+    wanted, problem = None if target is None else profile.target_reads, run.untimed
     if problem or not wanted or not run.n_reads or run.n_reads >= wanted or run.total_s is None:
         return Finding(run.total_s, run.n_reads, problem=problem)
     why = f"projected from {run.n_reads:,} to {wanted:,} reads: no measurement"
@@ -68,11 +72,9 @@ def time(measured: Measured, *, devices: int) -> Finding:
 def scaling(measured: Measured) -> Finding:
     """Time on one device over time on N."""
     single, many, found = measured.single, measured.many, measured.scaling
-    if many is None:
-        return Finding(absent="there was no run on more than one device")
-    if single is None:
-        return Finding(absent="there was no run on one device")
-    problem = _no_time(single) or _no_time(many)
+    if many is None or single is None:
+        return Finding(absent=f"there was no run on {'more than one' if many is None else 'one'} device")
+    problem = single.untimed or many.untimed
     if found is None:
         return Finding(samples=many.n_reads, problem=problem or "the two runs did not do the same work")
     note = "super-linear: check the one-device run" if found.super_linear else ""
@@ -82,12 +84,10 @@ def scaling(measured: Measured) -> Finding:
 def speedup(measured: Measured) -> Finding:
     """Time of the baseline over time of the run."""
     run, baseline = measured.judged, measured.baseline
-    if run is None:
-        return Finding(absent="there was no run")
-    if baseline is None:
-        return Finding(absent="the baseline was not run")
+    if run is None or baseline is None:
+        return Finding(absent="there was no run" if run is None else "the baseline was not run")
     value = baseline.seconds / run.total_s if baseline.seconds and run.total_s else None
-    problem = _no_time(run)
+    problem = run.untimed
     # on fewer devices of that kind it may run: a handicap of its own algorithm
     same_kind = bool(run.devices) and set(baseline.models) == {short_name(device) for device in run.devices}
     if not problem and baseline.source != "recorded" and not same_kind:
@@ -113,42 +113,42 @@ def baseline_note(baseline: BaselineMetrics) -> str:
 def consensus(measured: Measured) -> Finding:
     """Percent of chunks whose consensus equals the baseline's; the lowest over the runs."""
     run, least = measured.judged, measured.profile.min_compared_chunks
-    against = [c for c in measured.comparisons if c.a == BASELINE]
+    if run is None:
+        return Finding(absent="there was no run")
     names = [one.name for one in (measured.single, measured.many) if one is not None]
+    against = [c for c in measured.comparisons if c.a == BASELINE]
     parts = {c.b: c.consensus for c in against if c.b in names and c.consensus is not None}
     values = [part.agreement for part in parts.values() if part.agreement is not None]
-    samples = min((part.total for part in parts.values()), default=None)
-    value = 100.0 * min(values) if values else None
-    if run is None:
-        return Finding(value, samples, absent="there was no run")
+    samples = min((part.total for part in parts.values()), default=0)
+    absent = ""
     if run.name not in parts:
-        return Finding(value, samples, absent=f"{run.name} was not compared with the baseline")
-    if value is None or len(values) < len(parts):
-        return Finding(value, samples, absent="there was no chunk to compare")
-    if samples is not None and samples < least:
-        return Finding(value, samples, absent=f"{samples:,} chunks compared; the profile needs {least:,}")
+        absent = f"{run.name} was not compared with the baseline"
+    elif len(values) < len(parts):
+        absent = "there was no chunk to compare"
+    elif samples < least:
+        absent = f"{samples:,} chunks compared; the profile needs {least:,}"
     subset = next((c.subset_reads for c in against if c.subset_reads is not None), None)
     note = f"over the {subset:,} reads that the baseline ran on and that have a row" if subset else ""
-    return Finding(value, samples, note=note)
+    return Finding(100.0 * min(values) if values else None, samples if parts else None, absent=absent, note=note)
 
 
 def utilisation(measured: Measured) -> Finding:
     """Percent of the lowest device while ESM-2 ran."""
-    telemetry = _telemetry(measured.judged)
-    if telemetry is None:
+    if measured.telemetry is None:
         return Finding(absent="there is no telemetry")
-    unseen = [one.device for one in telemetry.devices if one.esm2_percent is None]
-    if unseen or not telemetry.devices:
+    devices, percent = measured.telemetry.devices, measured.telemetry.lowest_percent("esm2")
+    if percent is None:
+        unseen = [one.device for one in devices if one.esm2_percent is None]
         return Finding(absent=f"no NVML sample of {', '.join(unseen) or 'any device'} while ESM-2 ran")
-    lowest = min(telemetry.devices, key=lambda one: one.esm2_percent or 0.0)
-    fewest = min(one.esm2_samples for one in telemetry.devices)
+    fewest = min(one.esm2_samples for one in devices)
     problem = "" if fewest >= MIN_SAMPLES else f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
-    return Finding(lowest.esm2_percent, lowest.esm2_samples, problem=problem)
+    samples = next(one.esm2_samples for one in devices if one.esm2_percent == percent)
+    return Finding(percent, samples, problem=problem)
 
 
 def packing(measured: Measured) -> Finding:
     """Percent of the token slots launched that real tokens filled."""
-    telemetry = _telemetry(measured.judged)
+    telemetry = measured.telemetry
     if telemetry is None or telemetry.packing_efficiency is None:
         return Finding(absent="there is no telemetry" if telemetry is None else "no batch was launched")
     if telemetry.tokens > telemetry.slots:
@@ -158,7 +158,7 @@ def packing(measured: Measured) -> Finding:
 
 def starved(measured: Measured) -> Finding:
     """Percent of batches that the launch loop waited long for."""
-    telemetry = _telemetry(measured.judged)
+    telemetry = measured.telemetry
     if telemetry is None or telemetry.queue is None:
         return Finding(absent="there is no telemetry of batches")
     return Finding(100.0 * telemetry.queue.starved, telemetry.batches)
@@ -168,15 +168,14 @@ def checkpoint_overhead(measured: Measured) -> Finding:
     """Percent of speed that commits cost; the median over the pairs."""
     found = measured.overhead
     if found is None or found.median is None:
-        why = None if found is None else found.problem
-        return Finding(absent="no pair of runs with and without commits" if found is None else why or "")
+        return Finding(absent="no pair of runs with and without commits" if found is None else found.problem or "")
     way_out = f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"
     return Finding(100.0 * found.median, found.pairs, absent=found.problem or "", if_missed=way_out)
 
 
 def spread(measured: Measured) -> Finding:
     """Percent by which the least busy device was below the most busy."""
-    run, telemetry = measured.many, _telemetry(measured.many)
+    run, telemetry = measured.many, measured.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
         return Finding(absent="there was no run on more than one device, or its telemetry is missing")
     idle = "a device did no shard" if len(telemetry.busy) < len(run.devices) else ""
@@ -191,20 +190,8 @@ def same_bytes(measured: Measured) -> Finding:
     if found is None:
         return Finding(absent="the two runs were not compared bit for bit")
     samples, said = found.files_compared + found.shards_compared, "; ".join(found.differing)
-    if len(runs) > 1 and len({device.name for run in runs for device in run.devices}) > 1:
+    if len({device.name for run in runs for device in run.devices}) > 1:
         return Finding(None, samples, absent="devices of different models need not agree bit for bit")
     if not samples:
         return Finding(absent=said)
     return Finding(1.0 if found.identical else 0.0, samples, note=said)
-
-
-def _telemetry(run: RunMetrics | None) -> TelemetryMetrics | None:
-    return None if run is None else run.telemetry
-
-
-def _no_time(run: RunMetrics) -> str:
-    if run.resumed:
-        return f"{run.name} was resumed ({run.shards_reused or 0} shards are of an earlier run): its time is not whole"
-    if run.stopped_at_limit:
-        return f"{run.name} was ended at the time limit"
-    return "" if run.total_s else f"the time of {run.name} was not recorded"

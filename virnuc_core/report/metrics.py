@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import statistics
 from collections.abc import Mapping, Sequence
+from statistics import median
 from typing import Final
 
 import pandas as pd
@@ -22,18 +22,8 @@ from virnuc_core.report.model import (
     TelemetryMetrics,
 )
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
+from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.statistics import (
-    alarms,
-    batch_metrics,
-    device_busy,
-    device_time_spread,
-    device_usage,
-    embedding_span,
-    host_usage,
-    known,
-    windows,
-)
 from virnuc_core.telemetry.tables import ENCODERS, STAGES, Encoder
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, BaselineSummary, OverheadFile
 
@@ -137,23 +127,23 @@ def telemetry_metrics(
 ) -> TelemetryMetrics:
     """What the batches, samples and shards of a telemetry file add up to."""
     batches, samples, names = measured.batches, measured.samples, {device.id: device.name for device in devices}
-    cut = windows(batches, profile.window_s, measured.origin_s)
-    busy = device_busy(measured.shards)
+    cut = statistics.windows(batches, profile.window_s, measured.origin_s)
+    busy = statistics.device_busy(measured.shards)
     used = tuple(device_metrics(measured, device) for device in names)
     energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
     parts = [(encoder, batches[batches.encoder == encoder]) for encoder in ENCODERS]
     return TelemetryMetrics(
-        **dict(batch_metrics(batches)),
+        **dict(statistics.batch_metrics(batches)),
         file=file,
         encoders=tuple(encoder_metrics(e, own, names, flops, precision or "") for e, own in parts if len(own)),
         devices=used,
         busy=busy,
-        device_time_spread=device_time_spread(busy),
-        host=host_usage(measured.host),
+        device_time_spread=statistics.device_time_spread(busy),
+        host=statistics.host_usage(measured.host),
         energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
         windows=len(cut),
         windows_without_batch=sum(window.batches == 0 for window in cut),
-        alarms=tuple(alarm.detail for alarm in alarms(samples, embedding_span(batches))),
+        alarms=tuple(alarm.detail for alarm in statistics.alarms(samples, statistics.embedding_span(batches))),
     )
 
 
@@ -161,7 +151,7 @@ def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
     """One device's samples, cut to the time it embedded, and to the time each encoder ran on it."""
     own = measured.batches[measured.batches.device == device]
     whole, esm2, dnabert_s = (
-        device_usage(measured.samples, device, embedding_span(table) or NEVER)
+        statistics.device_usage(measured.samples, device, statistics.embedding_span(table) or NEVER)
         for table in (own, own[own.encoder == "esm2"], own[own.encoder == "dnabert_s"])
     )
     return DeviceMetrics(
@@ -189,14 +179,14 @@ def encoder_metrics(
     """
     # DNABERT-S stays at fp16 where ESM-2 runs at fp8
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
-    whole, per_token = batch_metrics(batches), getattr(flops, f"{encoder}_per_token")
+    whole, per_token = statistics.batch_metrics(batches), getattr(flops, f"{encoder}_per_token")
     spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
     ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64").reindex(
         spent.index
     )  # NaN: not measured
     peaks = [datasheet_flops(names.get(str(device), ""), arithmetic) for device in spent.index]
-    possible = known((spent * ceilings).sum(skipna=False))  # tokens
-    promised = known((spent * pd.Series(peaks, spent.index, "float64")).sum(skipna=False))  # FLOPs
+    possible = statistics.known((spent * ceilings).sum(skipna=False))  # tokens
+    promised = statistics.known((spent * pd.Series(peaks, spent.index, "float64")).sum(skipna=False))  # FLOPs
     return EncoderMetrics(
         **dict(whole),
         encoder=encoder,
@@ -303,7 +293,7 @@ def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
         problem = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
     return OverheadMetrics(
         pairs=len(shares),
-        median=statistics.median(shares) if shares else None,
+        median=median(shares) if shares else None,
         least=min(shares, default=None),
         most=max(shares, default=None),
         shards=found.shards,

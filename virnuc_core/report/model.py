@@ -70,6 +70,12 @@ class TelemetryMetrics(BatchMetrics):
     windows_without_batch: int
     alarms: tuple[str, ...]
 
+    def lowest_percent(self, encoder: Encoder) -> float | None:
+        """Utilisation of the lowest device while `encoder` ran; `None` unless every device has samples of it."""
+        used = [d.esm2_percent if encoder == "esm2" else d.dnabert_s_percent for d in self.devices]
+        told = [percent for percent in used if percent is not None]
+        return min(told) if told and len(told) == len(used) else None
+
 
 class RunMetrics(RunCounts):
     """One run of the validation, one device or N: what it counted, and what follows from its other files."""
@@ -94,6 +100,16 @@ class RunMetrics(RunCounts):
     def stage_seconds(self) -> dict[str, float]:
         """Seconds by stage, of those measured."""
         return {stage.name: stage.seconds for stage in self.stages if stage.seconds is not None}
+
+    @property
+    def untimed(self) -> str:
+        """Why its time cannot be judged; empty when it can."""
+        if self.resumed:
+            reused = f"{self.shards_reused or 0} shards are of an earlier run"
+            return f"{self.name} was resumed ({reused}): its time is not whole"
+        if self.stopped_at_limit:
+            return f"{self.name} was ended at the time limit"
+        return "" if self.total_s else f"the time of {self.name} was not recorded"
 
 
 class BaselineMetrics(Record):

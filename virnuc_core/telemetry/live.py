@@ -227,26 +227,11 @@ class RunMonitor:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressSnapshot:
-    """How far the run is."""
-
-    done: int
-    total: int
-    elapsed_s: float
-    eta_s: float | None  # None before anything is done
-
-    @property
-    def percent(self) -> float:
-        """0 to 100; a run of nothing is done."""
-        return 100.0 * min(1.0, self.done / self.total) if self.total else 100.0
-
-
 class InferenceProgressReporter:
     """Shows the progress of a run while the `with` block lasts.
 
     On a terminal: rich bars with tokens/s, gpu %, pack % and the time left. Elsewhere: one plain line every
-    `PLAIN_EVERY_S` to `plain` (the console, when not given). `on_progress` gets a snapshot at most every
+    `PLAIN_EVERY_S` to `plain` (the console, when not given). `on_progress` hears the share that is done at most every
     `CALLBACK_EVERY_S` and once at the end: what a progress artifact wants. `already_done` is what an earlier run had
     done of the total: it counts as done, and says nothing of this run's speed.
     """
@@ -259,7 +244,7 @@ class InferenceProgressReporter:
         already_done: int = 0,
         console: Console | None = None,
         plain: Callable[[str], None] | None = None,
-        on_progress: Callable[[ProgressSnapshot], None] = lambda _: None,
+        on_progress: Callable[[float], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._monitor, self._on_progress, self._now = total_sequences, monitor, on_progress, now
@@ -296,7 +281,20 @@ class InferenceProgressReporter:
             self._bars.stop()
         else:
             self._plain(self._line())
-        self._on_progress(self.snapshot())
+        self._on_progress(self.share)
+
+    @property
+    def share(self) -> float:
+        """How much is done, 0 to 1; a run of nothing is done."""
+        return min(1.0, self._done / self._total) if self._total else 1.0
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds left at this run's speed so far; `None` before anything is done."""
+        elapsed, made = self._now() - self._started_s, self._done - self._first
+        if self._done >= self._total:
+            return 0.0
+        return elapsed * (self._total - self._done) / made if made > 0 and elapsed > 0 else None
 
     def update(self, sequences_processed: int) -> None:
         """Say how many of the total are done by now, those of an earlier run included."""
@@ -308,13 +306,7 @@ class InferenceProgressReporter:
             self._plain(self._line())
         if now - self._last_callback_s >= CALLBACK_EVERY_S:
             self._last_callback_s = now
-            self._on_progress(self.snapshot())
-
-    def snapshot(self) -> ProgressSnapshot:
-        """How far the run is now."""
-        elapsed, made = max(0.0, self._now() - self._started_s), self._done - self._first
-        eta_s = elapsed * (self._total - self._done) / made if made > 0 and elapsed > 0 else None
-        return ProgressSnapshot(self._done, self._total, elapsed, 0.0 if self._done >= self._total else eta_s)
+            self._on_progress(self.share)
 
     def _refresh(self, bars: Progress) -> None:
         for task, devices in self._tasks.items():
@@ -328,12 +320,12 @@ class InferenceProgressReporter:
         return {"completed": done, "count": count, **progress.words}
 
     def _line(self) -> str:
-        snapshot, words = self.snapshot(), self._monitor.progress().words
-        eta = "--:--" if snapshot.eta_s is None else clock_text(snapshot.eta_s)
+        words, eta_s, elapsed = self._monitor.progress().words, self.eta_s, clock_text(self._now() - self._started_s)
+        eta = "--:--" if eta_s is None else clock_text(eta_s)
         return (
-            f"{TITLE}: {snapshot.done:,} of {snapshot.total:,} {UNIT} ({snapshot.percent:.1f} %) | "
+            f"{TITLE}: {self._done:,} of {self._total:,} {UNIT} ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
-            f"elapsed {clock_text(snapshot.elapsed_s)} | ETA {eta}"
+            f"elapsed {elapsed} | ETA {eta}"
         )
 
 

@@ -22,27 +22,7 @@ import pandas as pd
 from virnuc_core.errors import InputError
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import Positive, RunFile, write
-from virnuc_core.telemetry.statistics import (
-    Alarm,
-    BatchMetrics,
-    DeviceBusy,
-    DeviceUsage,
-    HostUsage,
-    Window,
-    alarms,
-    batch_metrics,
-    by_encoder,
-    device_busy,
-    device_time_spread,
-    device_usage,
-    embedding_span,
-    frame,
-    host_usage,
-    known,
-    packing,
-    queue_state,
-    windows,
-)
+from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import (
     ENCODERS,
     QUEUE_STATES,
@@ -88,13 +68,13 @@ class Telemetry:
     ) -> Self:
         """The shards committed, with their batches, beside what was sampled."""
         devices = list(samples.device.cat.categories)
-        batches = frame(BatchRecord, (batch for shard in shards for batch in shard.batches), devices)
-        done = frame(ShardDone, shards, devices)
+        batches = statistics.frame(BatchRecord, (batch for shard in shards for batch in shard.batches), devices)
+        done = statistics.frame(ShardDone, shards, devices)
         return cls(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
 
     def get_throughput(self) -> Numbers:
         """Tokens, batches' rows and batches per second over the embedding span."""
-        whole = batch_metrics(self.batches)
+        whole = statistics.batch_metrics(self.batches)
         return {
             "tokens_per_sec": whole.tokens_per_s,
             "rows_per_sec": whole.rows_per_s,
@@ -104,7 +84,7 @@ class Telemetry:
 
     def get_dataloader_statistics(self) -> Numbers:
         """Waits, packing (as shares of 1) and queue states."""
-        whole = batch_metrics(self.batches)
+        whole = statistics.batch_metrics(self.batches)
         shares = {} if whole.queue is None else whole.queue.model_dump()
         return {
             "avg_wait_time_ms": whole.avg_wait_ms,
@@ -119,13 +99,14 @@ class Telemetry:
 
     def get_average_packing_efficiency(self) -> float | None:
         """Real tokens over slots launched, in percent."""
-        share = batch_metrics(self.batches).packing_efficiency
+        share = statistics.batch_metrics(self.batches).packing_efficiency
         return None if share is None else 100.0 * share
 
     def get_average_gpu_utilization(self) -> float | None:
         """Mean over the devices of each one's mean in the embedding span, in percent; `None` without samples."""
-        inside = self.samples[self.samples.time_s.between(*(embedding_span(self.batches) or (-np.inf, np.inf)))]
-        return known(inside.groupby("device", observed=True).utilisation.mean().mean())
+        span = statistics.embedding_span(self.batches) or (-np.inf, np.inf)
+        inside = self.samples[self.samples.time_s.between(*span)]
+        return statistics.known(inside.groupby("device", observed=True).utilisation.mean().mean())
 
 
 class TelemetrySummary(RunFile):
@@ -137,13 +118,13 @@ class TelemetrySummary(RunFile):
     sequences_per_hour: float | None
     throughput: Numbers
     dataloader: Numbers
-    encoders: dict[Encoder, BatchMetrics]
-    gpus: dict[str, DeviceUsage]
-    host: HostUsage
-    devices: tuple[DeviceBusy, ...]
+    encoders: dict[Encoder, statistics.BatchMetrics]
+    gpus: dict[str, statistics.DeviceUsage]
+    host: statistics.HostUsage
+    devices: tuple[statistics.DeviceBusy, ...]
     device_time_spread: float | None
     stages: Numbers
-    alarms: tuple[Alarm, ...]
+    alarms: tuple[statistics.Alarm, ...]
 
 
 class TelemetryFile(RunFile):
@@ -152,7 +133,7 @@ class TelemetryFile(RunFile):
     schema_version: int = SCHEMA_VERSION
     summary: TelemetrySummary
     window_s: Positive
-    windows: tuple[Window, ...]
+    windows: tuple[statistics.Window, ...]
     per_batch_metrics_every: int  # of all batches
     batches: int
     per_batch_metrics: tuple[dict[str, float | int | str | None], ...]
@@ -160,7 +141,7 @@ class TelemetryFile(RunFile):
 
 def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float) -> TelemetryFile:
     """The content of the JSON file of a run of `n_reads` reads that took `wall_s`."""
-    span, busy = embedding_span(measured.batches), device_busy(measured.shards)
+    span, busy = statistics.embedding_span(measured.batches), statistics.device_busy(measured.shards)
     devices, table = measured.samples.device.cat.categories, batch_frame(measured)
     summary = TelemetrySummary(
         started=measured.started,
@@ -169,20 +150,20 @@ def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s
         sequences_per_hour=n_reads / wall_s * 3600.0 if wall_s > 0 else None,
         throughput=measured.get_throughput(),
         dataloader=measured.get_dataloader_statistics(),
-        encoders=by_encoder(measured.batches),
-        gpus={device: device_usage(measured.samples, device, span) for device in devices},
-        host=host_usage(measured.host),
+        encoders=statistics.by_encoder(measured.batches),
+        gpus={device: statistics.device_usage(measured.samples, device, span) for device in devices},
+        host=statistics.host_usage(measured.host),
         devices=busy,
-        device_time_spread=device_time_spread(busy),
+        device_time_spread=statistics.device_time_spread(busy),
         stages={stage.name: stage.seconds for stage in measured.stages},
-        alarms=alarms(measured.samples, span),
+        alarms=statistics.alarms(measured.samples, span),
     )
     every = max(1, -(-len(table) // JSON_BATCHES))
     chosen = table[::every].to_dict(orient="records")
     return TelemetryFile(
         summary=summary,
         window_s=window_s,
-        windows=windows(measured.batches, window_s, measured.origin_s, measured.samples),
+        windows=statistics.windows(measured.batches, window_s, measured.origin_s, measured.samples),
         per_batch_metrics_every=every,
         batches=len(table),
         per_batch_metrics=tuple({str(k): _plain(v) for k, v in row.items()} for row in chosen),
@@ -191,13 +172,13 @@ def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s
 
 def _plain(value: Any) -> Any:
     """A JSON value: numbers short, unknown as null."""
-    return known(float(f"{value:.7g}")) if isinstance(value, float) else value
+    return statistics.known(float(f"{value:.7g}")) if isinstance(value, float) else value
 
 
 def batch_frame(measured: Telemetry) -> pd.DataFrame:
     """One row a batch, under the names of the HDF5 file."""
     table, samples = measured.batches, measured.samples
-    seconds, packed = (table.device_ms / 1000.0).where(table.device_ms > 0), packing(table)
+    seconds, packed = (table.device_ms / 1000.0).where(table.device_ms > 0), statistics.packing(table)
     used = pd.Series(np.nan, index=table.index)  # by the newest sample taken at the launch, else by the next
     for device, own in samples.groupby("device", observed=True):
         mine = table.device == device
@@ -211,7 +192,7 @@ def batch_frame(measured: Telemetry) -> pd.DataFrame:
         "gpu_util": used,
         "packing_efficiency": packed,
         "padding_waste": 1.0 - packed,
-        "queue_state": queue_state(table),
+        "queue_state": statistics.queue_state(table),
     }
     return pd.concat([pd.DataFrame(derived), table], axis="columns")
 
@@ -262,15 +243,17 @@ def read_telemetry(path: Path) -> Telemetry:
                 _read_table(file["samples"], DeviceSample),
                 _read_table(file["host"], HostSample),
                 _read_table(file["shards"], ShardDone),
-                tuple(
-                    StageTime(name.decode(), known(seconds), fused.decode() or None, known(started), known(finished))
-                    for name, seconds, fused, started, finished in zip(*stages, strict=True)
-                ),
+                tuple(StageTime(*map(_told, stage)) for stage in zip(*stages, strict=True)),
                 float(file.attrs["origin_s"]),
                 str(file.attrs["started"]),
             )
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise InputError(f"not a readable telemetry file ({error})", file=path) from error
+
+
+def _told(value: Any) -> Any:
+    """A text or a number of the file; `None` for an empty text or NaN."""
+    return value.decode() or None if isinstance(value, bytes) else statistics.known(value)
 
 
 def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:

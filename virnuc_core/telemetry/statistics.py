@@ -215,8 +215,6 @@ class DeviceBusy(RunFile):
     head_s: float
     merge_s: float
     commit_s: float
-    first_started_s: float
-    last_finished_s: float
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
     @property
@@ -231,8 +229,6 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
         DeviceBusy(
             device=str(device),
             shards=len(own),
-            first_started_s=own.started_s.min(),
-            last_finished_s=own.finished_s.max(),
             **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "merge_s", "commit_s")},
         )
         for device, own in shards.groupby("device", observed=True)

@@ -10,7 +10,6 @@ from rich.console import Console
 
 from virnuc_core.telemetry.live import (
     InferenceProgressReporter,
-    ProgressSnapshot,
     RunMonitor,
     Sampler,
     clock_text,
@@ -113,7 +112,7 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(monitor: R
 
 
 def test_the_callback_is_throttled_and_gets_the_end(monitor: RunMonitor, clock: Clock) -> None:
-    seen: list[ProgressSnapshot] = []
+    seen: list[float] = []
     with InferenceProgressReporter(
         40,
         monitor,
@@ -125,25 +124,23 @@ def test_the_callback_is_throttled_and_gets_the_end(monitor: RunMonitor, clock: 
         for tick in range(1, 41):
             clock.now = tick / 2
             progress.update(tick)
-    assert [snapshot.done for snapshot in seen] == [10, 20, 30, 40, 40]
-    assert seen[-1].percent == 100.0
-    assert seen[-1].eta_s == 0.0
+    assert seen == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert progress.eta_s == 0.0
 
 
 def test_what_an_earlier_run_did_does_not_make_this_one_faster(monitor: RunMonitor, clock: Clock) -> None:
     with InferenceProgressReporter(
         100, monitor, already_done=80, console=plain_console(), plain=lambda _: None, now=clock
     ) as progress:
-        assert progress.snapshot().eta_s is None
+        assert progress.eta_s is None
         clock.now = 10.0
         progress.update(90)
-        assert progress.snapshot().eta_s == pytest.approx(10.0)
+        assert progress.eta_s == pytest.approx(10.0)
 
 
 def test_a_run_of_nothing_is_done(clock: Clock) -> None:
     reporter = InferenceProgressReporter(0, RunMonitor(Sampler(()), now=clock), console=plain_console(), now=clock)
-    assert reporter.snapshot().percent == 100.0
-    assert reporter.snapshot().eta_s == 0.0
+    assert (reporter.share, reporter.eta_s) == (1.0, 0.0)
 
 
 def test_a_stage_that_runs_twice_adds_up() -> None:
