@@ -13,7 +13,7 @@ from tasks.step import Rows, done, markdown_table, publish_markdown, publish_tab
 from tasks.tools import mark_rows, operation_rows, trace
 from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.trace import Traces, counted, write_profile
+from virnuc_core.measure.trace import Traces, counted
 from virnuc_core.rundir import write_text_whole
 
 MEBIBYTE = 1 << 20
@@ -38,7 +38,7 @@ def profile(settings: ProfileSettings) -> State[Traces]:
             memory=settings.memory,
         )
         found = trace(run, Bench(run.store, settings.models, devices), staged.engine, spec, label=label).result()
-        write_profile(found, summary.stages, summary.total_s or 0.0)
+        found.write(summary)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
         publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")
         publish_table(f"marks-{label}-{devices}", marks, f"Recorded stages of {label}: {found.folder}")

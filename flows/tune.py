@@ -14,7 +14,7 @@ from tasks.step import done, publish_table
 from tasks.tools import run_trial, trial_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench
-from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds, write_settings
+from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
 from virnuc_core.rundir import RunDir
 
@@ -41,9 +41,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)
     rows = trial_rows(tried, chosen, tolerance)
     publish_table(f"tune-{label}-{devices}", rows, f"**{chosen.reason}** — {label} on {devices}")
-    record = sweep.write(tried, chosen, profile=profile.name, tolerance=tolerance, search=settings.search)
-    told = f"{chosen.reason}; see {record.name}"
-    write_settings(settings.out / "settings.toml", chosen.candidate.engine, sorted(SWEPT.values()), told)
+    sweep.write(tried, chosen, profile, settings.search, tuple(SWEPT.values()))
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")
     return done(chosen, message, reused=old)

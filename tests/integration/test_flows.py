@@ -246,7 +246,7 @@ def test_a_run_of_other_settings_stops_the_inbox_and_is_no_files_fate(tmp_path: 
     made = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
     made.rename(inbox / "1.fasta")
     ledger = Ledger(inbox, out)
-    started = ledger.run_of(ledger.scan(settle_s=0)[0].sha256)
+    started = ledger.out / "runs" / ledger.scan(settle_s=0)[0].sha256[:16]
     predict(reads=[str(inbox / "1.fasta")], out=started, models=models, devices="cpu:1", token_budget=2048)
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     state = predict_inbox(**given, token_budget=4096, return_state=True)

@@ -151,11 +151,31 @@ def measure_overhead(
     if before is not None and (before.job, before.devices) == (job, ids) and len(before.pairs) >= pairs:
         return before
     shutil.rmtree(out / "overhead", ignore_errors=True)
-    found, shards = [], 0
+    found, made = [], {}
     for number in range(1, pairs + 1):
-        pair, shards = _pair(out, bench, engine, number, shards_a_device * len(ids))
+        names = {commit: f"overhead/{number}-{'on' if commit else 'off'}" for commit in (True, False)}
+        # every other pair begins without commits, so that a drift of clocks and caches favours neither side
+        for commit in (True, False) if number % 2 else (False, True):
+            run = RunDir(out / names[commit])
+            with run_lock(run.root):
+                todo = bench.job(run, engine.model_copy(update={"commit": commit}))
+                made[commit] = measure(todo, shards=shards_a_device * len(ids), sample_s=bench.sample_s)
+                shutil.rmtree(run.shards)  # nobody asks for them
+        rates = {commit: one.committed_tokens_per_s for commit, one in made.items()}
+        if not all(rates.values()):
+            raise VirnucError(f"{out}: no batch was launched, so commits cannot be timed")
+        log.info("pair %d: %.0f tokens/s with commits, %.0f without", number, rates[True], rates[False])
+        pair = OverheadPair(
+            with_run=names[True],
+            without_run=names[False],
+            with_tokens_per_s=rates[True],
+            without_tokens_per_s=rates[False],
+            seconds=min(one.committed_s for one in made.values()),
+            restarts=sum(one.restarts for one in made.values()),
+        )
         found.append(pair)
         on_run(number / pairs)
+    shards = made[True].shards
     measured = OverheadFile(job=job, devices=ids, shards=shards, shard_tokens=engine.shard_tokens, pairs=tuple(found))
     write(out / OVERHEAD, measured)
     return measured
@@ -176,34 +196,6 @@ def measure_again(
     engine = EngineSpec.model_validate(record.profile.engine.model_dump() | dict(settings.get("engine", {})))
     measure_overhead(out, bench, engine, pairs=pairs, shards_a_device=shards_a_device, force=force)
     return record.profile
-
-
-def _pair(out: Path, bench: Bench, engine: EngineSpec, number: int, shards: int) -> tuple[OverheadPair, int]:
-    """One pair; every other begins without commits, so that a drift of clocks and caches favours neither side.
-
-    Its shards are removed, as nobody asks for them.
-    """
-    names = {commit: f"overhead/{number}-{'on' if commit else 'off'}" for commit in (True, False)}
-    made = {}
-    for commit in (True, False) if number % 2 else (False, True):
-        run = RunDir(out / names[commit])
-        with run_lock(run.root):
-            job = bench.job(run, engine.model_copy(update={"commit": commit}))
-            made[commit] = measure(job, shards=shards, sample_s=bench.sample_s)
-            shutil.rmtree(run.shards)
-    rates = {commit: one.committed_tokens_per_s for commit, one in made.items()}
-    if not all(rates.values()):
-        raise VirnucError(f"{out}: no batch was launched, so commits cannot be timed")
-    log.info("pair %d: %.0f tokens/s with commits, %.0f without", number, rates[True], rates[False])
-    pair = OverheadPair(
-        with_run=names[True],
-        without_run=names[False],
-        with_tokens_per_s=rates[True],
-        without_tokens_per_s=rates[False],
-        seconds=min(one.committed_s for one in made.values()),
-        restarts=sum(one.restarts for one in made.values()),
-    )
-    return pair, made[True].shards
 
 
 def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
@@ -227,21 +219,24 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
     return model_flops(models).model_copy(update=ceilings)
 
 
-def _measure(spec: WorkerSpec) -> dict[str, float]:
-    """Tokens/s of each encoder's linear layers on this process's GPU.
+def work(parent: Parent, spec: WorkerSpec) -> None:
+    """Tell the parent the tokens/s of each encoder's linear layers on this process's GPU, and stay until it ends this.
 
     Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
     """
-    device, engine = torch.device("cuda:0"), spec.engine
-    esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
-    budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
-    Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.shape.model_length // 3 + 2)
-    found: dict[str, float] = {}
-    for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
-        step = linear_pass(layers, budgets[name], device)
-        passes, elapsed_s = sustained_passes(step, SECONDS[name])
-        found[name] = budgets[name] * passes / elapsed_s
-    return found
+    device, engine, found = torch.device("cuda:0"), spec.engine, {}
+    try:
+        esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
+        budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
+        Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.shape.model_length // 3 + 2)
+        for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
+            step = linear_pass(layers, budgets[name], device)
+            passes, elapsed_s = sustained_passes(step, SECONDS[name])
+            found[name] = budgets[name] * passes / elapsed_s
+    except torch.OutOfMemoryError:
+        found = {}  # the runs will halve the budgets
+    parent.send(Measured(tokens_per_s=found))
+    parent.receive()
 
 
 def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Callable[[], None]:
@@ -275,13 +270,3 @@ def sustained_passes(step: Callable[[], object], seconds: float) -> tuple[int, f
                 events.pop(0).synchronize()
         torch.cuda.synchronize()
     return passes, time.perf_counter() - start
-
-
-def work(parent: Parent, spec: WorkerSpec) -> None:
-    """Measure on one device, tell the parent, and stay until it ends this process."""
-    try:
-        found = _measure(spec)
-    except torch.OutOfMemoryError:
-        found = {}  # the runs will halve the budgets
-    parent.send(Measured(tokens_per_s=found))
-    parent.receive()

@@ -81,10 +81,11 @@ def requirements() -> Iterator[Finding]:
         return
     wanted = [Requirement(text) for text in metadata.requires("virnuc") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    here = {one.name: _version(one.name) for one in wanted}
     broken = [
-        f"{one.name} {here or 'is absent'} (wanted {one.specifier})"
-        for one, here in ((one, _version(one.name)) for one in wanted)
-        if here is None or not one.specifier.contains(here, prereleases=True)
+        f"{one.name} {here[one.name] or 'is absent'} (wanted {one.specifier})"
+        for one in wanted
+        if (found := here[one.name]) is None or not one.specifier.contains(found, prereleases=True)
     ]
     yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
 
@@ -97,9 +98,10 @@ def tested_versions(constraints: Path) -> Iterator[Finding]:
         yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
-    tested = {name: pins.get(name, version.split("+")[0]) for name, version in here.items()}
     other = [
-        f"{name} {here[name]} (tested: {tested[name]})" for name in here if here[name].split("+")[0] != tested[name]
+        f"{name} {version} (tested: {pins[name]})"
+        for name, version in here.items()
+        if name in pins and pins[name] != version.split("+")[0]
     ]
     yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
 
@@ -187,45 +189,34 @@ def shared_memory() -> Iterator[Finding]:
 
 
 def file_system(folder: Path) -> Iterator[Finding]:
-    """Do locks exclude, and do renames and flushes work, where results would go?"""
+    """Do locks exclude, and do renames and flushes work, where results would go?
+
+    The lock is that of a run directory, asked for twice; the file is written aside, flushed and renamed like a shard.
+    """
     place = _nearest(folder)
     try:
-        with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=place) as scratch:
-            yield _locking(Path(scratch), place)
-            yield _commit(Path(scratch) / "shard")
+        with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=place) as name:
+            try:
+                with run_lock(Path(name)), run_lock(Path(name)):
+                    yield Finding("file locks", "fail", f"two holders of one lock in {place}; use a local folder")
+            except ConfigError:
+                yield Finding("file locks", "ok", f"locks exclude in {place}")
+            except OSError as error:
+                said = f"no locks in {place} ({error.strerror}); use a local folder for runs"
+                yield Finding("file locks", "fail", said)
+            started = time.perf_counter()
+            with whole_file(Path(name) / "shard") as aside:
+                aside.write_bytes(bytes(1 << 20))
+            seconds = time.perf_counter() - started
+            verdict: Verdict = "warn" if seconds > FSYNC_WARN_S else "ok"
+            yield Finding("commits", verdict, f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
     except OSError as error:
         yield Finding("file locks", "fail", f"{place} cannot be written: {error.strerror or error}")
 
 
-def _locking(scratch: Path, place: Path) -> Finding:
-    """The lock of a run directory, asked for twice."""
-    try:
-        with run_lock(scratch):
-            try:
-                with run_lock(scratch):
-                    return Finding("file locks", "fail", f"two holders of one lock in {place}; use a local folder")
-            except ConfigError:
-                return Finding("file locks", "ok", f"locks exclude in {place}")
-    except OSError as error:
-        return Finding("file locks", "fail", f"no locks in {place} ({error.strerror}); use a local folder for runs")
-
-
-def _commit(path: Path) -> Finding:
-    """Write aside, flush, rename: what a shard's commit is made of."""
-    started = time.perf_counter()
-    with whole_file(path) as aside:
-        aside.write_bytes(bytes(1 << 20))
-    seconds = time.perf_counter() - started
-    slow = seconds > FSYNC_WARN_S
-    return Finding("commits", "warn" if slow else "ok", f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
-
-
 def _nearest(folder: Path) -> Path:
     """The folder, or the nearest one above it that is there."""
-    place = folder.absolute()
-    while not place.is_dir() and place != place.parent:
-        place = place.parent
-    return place
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
 
 
 def weights(models: Path | None, *, hashed: bool) -> Iterator[Finding]:
@@ -262,22 +253,32 @@ def compute(devices: str) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, ExitStack() as quiet:
         logging.disable(logging.CRITICAL)  # what matters of these runs is in the findings
         quiet.callback(logging.disable, logging.NOTSET)
-        folder = Path(name)
-        store, models = folder / "orfs.h5", folder / "models"
+        store, models = Path(name, "orfs.h5"), Path(name, "models")
         init_random(models, model_length=LENGTH, seed=SEED)
-        reads = simulate(SimulateSpec(reads=READS, seed=SEED), folder / "reads.fasta").reads_file
+        reads = simulate(SimulateSpec(reads=READS, seed=SEED), Path(name, "reads.fasta")).reads_file
         stage(StageSpec(reads=(str(reads),), model_length=LENGTH), store)
+
+        def answer(device: Device) -> Scores | VirnucError:
+            """The scores by the engine on one device, or what went wrong."""
+            try:
+                one = Devices(kind=device.kind, ids=(device.id,))
+                job = Bench(store, models, one).job(RunDir(Path(name, device.id)), ENGINE)
+                measure(replace(job, devices=(device,)))  # a core has no name in settings
+                return shards.read_scores(job.run)[0]
+            except VirnucError as error:
+                return error
+
         reference = _reference(models, OrfStore.open(store))
         with ThreadPoolExecutor(max_workers=len(found)) as threads:
-            answers = list(threads.map(lambda device: _answer(device, store, models, folder / device.id), found))
+            answers = list(threads.map(answer, found))
     scores = []
-    for device, answer in zip(found, answers, strict=True):
-        if isinstance(answer, VirnucError):
-            taken = isinstance(answer, DeviceError)  # another run's device is no fault of the machine
-            yield Finding(f"compute {device.id}", "warn" if taken else "fail", str(answer))
+    for device, said in zip(found, answers, strict=True):
+        if isinstance(said, VirnucError):
+            taken = isinstance(said, DeviceError)  # another run's device is no fault of the machine
+            yield Finding(f"compute {device.id}", "warn" if taken else "fail", str(said))
         else:
-            scores.append((device, answer))
-            yield judge(device, reference, answer)
+            scores.append((device, said))
+            yield judge(device, reference, said)
     yield from together(scores)
 
 
@@ -324,14 +325,3 @@ def _reference(models: Path, orfs: OrfStore) -> Scores:
         parts.append(torch.cat(vectors))
     scores: Scores = head.scores(torch.cat(parts, dim=1)).numpy()
     return scores
-
-
-def _answer(device: Device, store: Path, models: Path, out: Path) -> Scores | VirnucError:
-    """The scores by the engine on one device, or what went wrong."""
-    devices = Devices(kind="cuda", ids=(device.id,)) if device.kind == "cuda" else Devices.parse("cpu:1")
-    try:
-        job = Bench(store, models, devices).job(RunDir(out), ENGINE)
-        measure(replace(job, devices=(device,)))  # a core has no name in settings
-        return shards.read_scores(job.run)[0]
-    except VirnucError as error:
-        return error

@@ -28,6 +28,7 @@ from virnuc_core.validation import read_usable
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these
+SAME: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
 
 
@@ -57,12 +58,9 @@ class Row(RunFile):
     viral: str = ""
     note: str = ""
 
-    def but(self, fate: RowFate, note: str) -> Row:
-        """The row with another fate."""
-        return self.model_copy(update={"fate": fate, "note": note})
-
-
-COLUMNS: Final = tuple(Row.model_fields)
+    def but(self, **changes: str) -> Row:
+        """The row with some columns changed."""
+        return self.model_copy(update=changes)
 
 
 class Ledger:
@@ -74,10 +72,6 @@ class Ledger:
         if out.resolve() == inbox.resolve() or inbox.resolve() in out.resolve().parents:
             raise ConfigError(f"{out}: results would lie inside the inbox {inbox}; choose another directory")
         self.inbox, self.out, self.table = inbox, out, out / "inbox.tsv"
-
-    def run_of(self, sha256: str) -> Path:
-        """The run directory of a content."""
-        return self.out / "runs" / sha256[:16]
 
     def scan(self, *, settle_s: float, now_s: float | None = None) -> list[Row]:
         """Every file of the inbox, oldest first, with what is known of its content.
@@ -97,9 +91,13 @@ class Ledger:
             row = Row(file=str(name), sha256="", size=at.st_size, mtime_ns=at.st_mtime_ns, fate="arriving")
             if at.st_mtime <= settled_before:
                 sha256 = known.get((row.file, row.size, row.mtime_ns)) or _digest(path)
-                row = self._with_fate(row.model_copy(update={"sha256": sha256, "fate": "waiting"}))
+                row = self._with_fate(row.but(sha256=sha256, fate="waiting"))
             rows.append(row)
-        return _mark_duplicates(sorted(rows, key=lambda row: (row.mtime_ns, row.file)))
+        rows.sort(key=lambda row: (row.mtime_ns, row.file))
+        # the file a fate was written for comes first, else the oldest
+        first = {row.sha256: row.file for row in reversed(rows) if row.sha256 and row.note == ""}
+        twins = ((row, first.get(row.sha256, row.file)) for row in rows)
+        return [row if twin == row.file else row.but(fate="duplicate", note=SAME.format(twin)) for row, twin in twins]
 
     def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
         """Whether a file waits for its fate."""
@@ -112,20 +110,19 @@ class Ledger:
         """
         with self.claim(row.sha256) as mine:
             if not mine:
-                return row.but("busy", "another run predicts it")
+                return row.but(fate="busy", note="another run predicts it")
             known = self.fate(row.sha256)
             if known is None or (known.fate == "failed" and retry_failed):  # else an overlapping run was faster
-                self.record(self._predict(row, predict))
+                run = Path("runs", row.sha256[:16])
+                told = {"sha256": row.sha256, "file": row.file, "run": str(run)}
+                try:
+                    found = predict(row, self.out / run)
+                except InputError as error:
+                    self.record(Fate(**told, fate="failed", when=now(), error=str(error)))
+                else:
+                    counts = {"reads": found.n_reads, "viral": found.fates["viral"]}
+                    self.record(Fate(**told, fate="predicted", when=now(), **counts))
             return self._with_fate(row)
-
-    def _predict(self, row: Row, predict: Callable[[Row, Path], RunSummary]) -> Fate:
-        run = self.run_of(row.sha256)
-        told = {"sha256": row.sha256, "file": row.file, "run": str(run.relative_to(self.out))}
-        try:
-            found = predict(row, run)
-        except InputError as error:
-            return Fate(**told, fate="failed", when=now(), error=str(error))
-        return Fate(**told, fate="predicted", when=now(), reads=found.n_reads, viral=found.fates["viral"])
 
     def fate(self, sha256: str) -> Fate | None:
         """The fate of a content; None while unknown. Errors: `ConfigError` names a fate file that cannot be read."""
@@ -149,15 +146,16 @@ class Ledger:
             table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
         except (FileNotFoundError, pd.errors.EmptyDataError):
             return []
-        return [Row.model_validate(row) for row in table.to_dict("records")] if tuple(table) == COLUMNS else []
+        known = tuple(table) == tuple(Row.model_fields)
+        return [Row.model_validate(row) for row in table.to_dict("records")] if known else []
 
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
         with _locked(self.out / "claims" / "inbox.tsv.lock", wait=True):
             here = {row.file for row in rows}
-            gone = [row.model_copy(update={"fate": "gone"}) for row in self.read_table() if row.file not in here]
+            gone = [row.but(fate="gone") for row in self.read_table() if row.file not in here]
             rows = [self._with_fate(row) if row.fate in UNSETTLED else row for row in rows]
-            table = pd.DataFrame([row.model_dump() for row in [*rows, *gone]], columns=COLUMNS)
+            table = pd.DataFrame([row.model_dump() for row in [*rows, *gone]], columns=list(Row.model_fields))
             write_text_whole(self.table, table.to_csv(sep="\t", index=False, lineterminator="\n"))
 
     def _with_fate(self, row: Row) -> Row:
@@ -166,17 +164,9 @@ class Ledger:
         if fate is None:
             return row
         reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
-        known = row.model_copy(update={"run": fate.run, "reads": reads, "viral": viral})
-        if fate.file != row.file:
-            return known.but("duplicate", f"same content as {fate.file}")
-        return known.but(fate.fate, fate.error or "")
-
-
-def _mark_duplicates(rows: list[Row]) -> list[Row]:
-    # the file a fate was written for comes first, else the oldest
-    first = {row.sha256: row.file for row in reversed(rows) if row.sha256 and row.note == ""}
-    twins = ((row, first.get(row.sha256, row.file)) for row in rows)
-    return [row if twin == row.file else row.but("duplicate", f"same content as {twin}") for row, twin in twins]
+        if fate.file == row.file:
+            return row.but(run=fate.run, reads=reads, viral=viral, fate=fate.fate, note=fate.error or "")
+        return row.but(run=fate.run, reads=reads, viral=viral, fate="duplicate", note=SAME.format(fate.file))
 
 
 def _digest(path: Path) -> str:

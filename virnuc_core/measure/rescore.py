@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
 from virnuc_core.encoders.model_config import HeadShape
@@ -51,16 +50,16 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
     if missing:
         raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
-    if new_head is None:
-        scores, failed = shards.read_scores(run)
-        digest = record.fingerprints["head"]
-    else:
+    scores, failed = shards.read_scores(run)
+    digest = record.fingerprints["head"]
+    if new_head is not None:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, tensors = open_head_folder(folder)
-        head = Head(shape, tensors.read, torch.device("cpu"))
         _check_fit(shape, store, record.widths, folder)
-        scores, failed = head_scores(run, head, store.n_uniques)
-        digest = part_digest(folder)
+        head, digest = Head(shape, tensors.read, torch.device("cpu")), part_digest(folder)
+        for shard, result in shards.results(run, plan):
+            scores[slice(*plan.range(shard))] = head.scores(torch.from_numpy(result.embeddings)).numpy()
+        failed = np.isnan(scores[:, 0])
     summary = RescoreSummary(
         run=str(run.root.resolve()),
         reads=store.fingerprint,
@@ -71,26 +70,6 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     )
     write(out.root / "rescore.json", summary)
     return summary
-
-
-def head_scores(run: RunDir, head: Head, uniques: int) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Scores of every unique by `head`, float32 [n_uniques, 2], and which have no embedding, bool [n_uniques].
-
-    Errors: `ConfigError` when the embeddings are not as wide as the head's input.
-    """
-    scores = np.full((uniques, 2), np.nan, dtype=np.float32)
-    plan = shards.read_plan(run)
-    for shard, result in shards.results(run, plan):
-        lo, hi = plan.range(shard)
-        width = result.embeddings.shape[1]
-        if width != head.shape.width:
-            raise ConfigError(
-                f"{run.root}: embeddings have {width} columns, the head takes {head.shape.width}; "
-                "it belongs to other encoders"
-            )
-        scores[lo:hi] = head.scores(torch.from_numpy(result.embeddings)).numpy()
-    failed: NDArray[np.bool_] = np.isnan(scores[:, 0])
-    return scores, failed
 
 
 def _check_fit(shape: HeadShape, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:

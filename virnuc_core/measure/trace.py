@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -26,7 +25,7 @@ from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
-from virnuc_core.runfiles import Device, RunFile, read, write
+from virnuc_core.runfiles import Device, RunFile, RunSummary, read, write
 
 SCHEMA_VERSION: Final = 1
 TABLE: Final = "{}.operations.json"  # of a device
@@ -76,6 +75,13 @@ class Traces:
         """Of all traces that were kept."""
         return sum(table.trace_bytes for table in self.tables if table.trace is not None)
 
+    def write(self, run: RunSummary) -> None:
+        """`profile.json` beside the traces: the nine stages of the undisturbed `run`, and what was recorded."""
+        recorded = [table.model_dump(exclude={"schema_version"}) for table in self.tables]
+        told = {"total_s": run.total_s or 0.0, "stages": run.stages}
+        body = {"schema_version": SCHEMA_VERSION, "run": told, "recorded": recorded}
+        write_text_whole(self.folder / "profile.json", json.dumps(body, indent=1) + "\n")
+
     def __str__(self) -> str:
         batches, shards = (sum(getattr(t, name) for t in self.tables) for name in ("batches", "shards"))
         return f"{batches} batches of {counted(shards, 'shard')} on {counted(len(self.tables), 'device')} recorded"
@@ -104,16 +110,6 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
         if table.trace is None:
             log.warning("%s: a trace of %s bytes was not kept", table.device, f"{table.trace_bytes:,}")
     return Traces(folder, tables)
-
-
-def write_profile(found: Traces, stages: Mapping[str, float | None], total_s: float) -> Path:
-    """`profile.json` beside the traces: the nine stages of the undisturbed run, and what was recorded."""
-    recorded = [table.model_dump(exclude={"schema_version"}) for table in found.tables]
-    run = {"total_s": total_s, "stages": dict(stages)}
-    path = found.folder / "profile.json"
-    body = {"schema_version": SCHEMA_VERSION, "run": run, "recorded": recorded}
-    write_text_whole(path, json.dumps(body, indent=1) + "\n")
-    return path
 
 
 def counted(number: int, noun: str) -> str:
@@ -166,26 +162,34 @@ class Recorder:
             self._finish()
 
     def _start(self) -> None:
-        activities = [ProfilerActivity.CPU]
-        if self._device.kind == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-            torch.cuda.synchronize()
+        self._synchronize()
+        cuda = [ProfilerActivity.CUDA] if self._device.kind == "cuda" else []
         self._profiler = profile(
-            activities=activities, record_shapes=self._spec.shapes, profile_memory=self._spec.memory, acc_events=True
+            activities=[ProfilerActivity.CPU, *cuda],
+            record_shapes=self._spec.shapes,
+            profile_memory=self._spec.memory,
+            acc_events=True,
         )
         self._profiler.start()
 
-    def _finish(self) -> None:
-        assert self._profiler is not None
+    def _synchronize(self) -> None:
         if self._device.kind == "cuda":
             torch.cuda.synchronize()
+
+    def _finish(self) -> None:
+        assert self._profiler is not None
+        self._synchronize()
         self._profiler.stop()
         recorded, self._profiler = self._profiler, None
-        folder, name = Path(self._spec.folder), f"{self._device.id}.json.gz"
-        size = _export(recorded, folder / name)
+        trace = Path(self._spec.folder, f"{self._device.id}.json.gz")
+        with whole_file(trace) as aside:
+            gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
+            recorded.export_chrome_trace(str(gz))
+            gz.replace(aside)
+        size = trace.stat().st_size
         kept = size <= self._spec.max_bytes
         if not kept:
-            (folder / name).unlink()
+            trace.unlink()
         averages = recorded.key_averages(group_by_input_shape=self._spec.shapes)
         spans = [event.time_range for event in recorded.events() or ()]
         first, last = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
@@ -198,19 +202,10 @@ class Recorder:
             window_ms=(last - first) / 1e3,
             marks=_marks(averages),
             operations=_operations(averages, self._spec.operations),
-            trace=name if kept else None,
+            trace=trace.name if kept else None,
             trace_bytes=size,
         )
-        write(folder / TABLE.format(self._device.id), table)
-
-
-def _export(recorded: profile, path: Path) -> int:
-    """Write the trace, gzipped; its size."""
-    with whole_file(path) as aside:
-        gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
-        recorded.export_chrome_trace(str(gz))
-        gz.replace(aside)
-    return path.stat().st_size
+        write(trace.with_name(TABLE.format(self._device.id)), table)
 
 
 def _marks(averages: Any) -> tuple[Operation, ...]:

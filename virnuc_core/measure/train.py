@@ -13,8 +13,7 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -39,7 +38,13 @@ log = logging.getLogger(__name__)
 CLASSES: Final = ("others", "virus")
 SPLITS: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
-SHARED_FROM: Final = 100_000_000  # multiplications of one step from which several threads pay
+SHARES: Final = {2: 0.1, 1: 0.1}  # of a class's rows: to test with, to stop by
+BATCH_ROWS: Final = 128
+MOMENTUM: Final = 0.9
+STEP_EPOCHS, STEP_DECAY = 10, 0.85  # the learning rate falls by the second after so many epochs
+DROPOUT: Final = 0.5
+# multiplications of one step from which several threads pay; below, handing them round takes three times as long
+SHARED_FROM: Final = 100_000_000
 
 
 class TrainSpec(Spec):
@@ -47,24 +52,9 @@ class TrainSpec(Spec):
 
     hidden: int = Field(512, ge=1)
     learning_rate: float = Field(5e-3, gt=0)
-    momentum: float = Field(0.9, ge=0, lt=1)
-    batch_rows: int = Field(128, ge=2)
     max_epochs: int = Field(200, ge=1)
     patience: int = Field(5, ge=1, description="epochs without a lower validation loss before stopping")
-    step_epochs: int = Field(10, ge=1, description="the learning rate falls by `step_decay` after so many epochs")
-    step_decay: float = Field(0.85, gt=0, le=1)
-    dropout: float = Field(0.5, ge=0, lt=1)
-    validation_share: float = Field(0.1, gt=0, lt=0.5)
-    test_share: float = Field(0.1, gt=0, lt=0.5)
     max_rows_per_class: int = Field(25_000, ge=2, description="rows of a class to learn from; the rest is left out")
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """Rows of one split: where each row's embedding is, and its class."""
-
-    unique: NDArray[np.int64]
-    label: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +101,7 @@ def read_truth(path: Path) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=TRUTH_COLUMNS)
 
 
-def split_genomes(
-    genome: NDArray[np.int64], label: NDArray[np.int64], spec: TrainSpec, rng: np.random.Generator
-) -> NDArray[np.int64]:
+def split_genomes(genome: NDArray[np.int64], label: NDArray[np.int64], rng: np.random.Generator) -> NDArray[np.int64]:
     """Which split each row is in, [rows] index into `SPLITS`; rows of one genome are in one split.
 
     Within a class, genomes in random order fill the test split and then the validation split to their share; a genome
@@ -129,35 +117,29 @@ def split_genomes(
             raise InputError(
                 f"{len(members)} genomes labelled {name} have open frames; three are needed: to learn, stop and test"
             )
-        free = np.ones(len(members), dtype=bool)
-        for number, share in ((2, spec.test_share), (1, spec.validation_share)):
-            chosen = _deal(sizes, np.flatnonzero(free), share * float(sizes.sum()), rng, keep=number)
-            free[chosen] = False
+        free = np.arange(len(members))
+        for number, share in SHARES.items():
+            chosen: list[int] = []
+            target = share * float(sizes.sum())
+            for index in rng.permutation(free).tolist():
+                held = sizes[chosen].sum()
+                if held >= target or len(free) - len(chosen) <= number:  # so many are left for the other splits
+                    break
+                if held + sizes[index] <= 2 * target:
+                    chosen.append(index)
+            chosen = chosen or [int(free[np.argmin(sizes[free])])]
+            free = np.setdiff1d(free, chosen)
             split[np.isin(genome, members[chosen])] = number
     return split
 
 
-def _deal(
-    sizes: NDArray[np.int64], free: NDArray[np.int64], target: float, rng: np.random.Generator, *, keep: int
-) -> list[int]:
-    """Genomes of `free` that together hold about `target` rows, at least one; `keep` of them are left over."""
-    chosen: list[int] = []
-    held = 0
-    for index in rng.permutation(free).tolist():
-        if len(free) - len(chosen) <= keep or held >= target:
-            break
-        if held + sizes[index] <= 2 * target:
-            chosen.append(index)
-            held += int(sizes[index])
-    return chosen or [int(free[np.argmin(sizes[free])])]
-
-
 def choose_rows(
-    store: OrfStore, truth: pd.DataFrame, spec: TrainSpec, rng: np.random.Generator
-) -> tuple[tuple[Split, ...], dict[str, int]]:
-    """The rows of each split, balanced, in random order; and the number of genomes of each split.
+    store: OrfStore, truth: pd.DataFrame, rng: np.random.Generator, *, limit: int
+) -> tuple[list[tuple[NDArray[np.int64], Tensor]], dict[str, int]]:
+    """Each split's rows, balanced and in random order: where their embeddings are, and labels; and numbers of genomes.
 
-    Errors: `InputError` names reads of the store that the truth file does not know, and one that it names twice.
+    Of a class at most `limit` rows are learnt from, and a quarter of it elsewhere. Errors: `InputError` names reads of
+    the store that the truth file does not know, and one that it names twice.
     """
     names = pd.Index(truth["read"])
     if not names.is_unique:
@@ -171,16 +153,15 @@ def choose_rows(
     row = line[np.asarray(store.row_read)]
     label, genome = truth["label"].to_numpy()[row], pd.factorize(truth["genome"])[0][row]
     unique = np.asarray(store.row_unique)
-    split = split_genomes(genome, label, spec, rng)
+    split = split_genomes(genome, label, rng)
     found, genomes = [], {}
     for number, name in enumerate(SPLITS):
-        limit = spec.max_rows_per_class if number == 0 else max(2, spec.max_rows_per_class // 4)
         rows = [rng.permutation(np.flatnonzero((split == number) & (label == value))) for value in (0, 1)]
-        count = min(limit, *map(len, rows))
+        count = min(limit if number == 0 else max(2, limit // 4), *map(len, rows))
         chosen = rng.permutation(np.concatenate([part[:count] for part in rows]))
-        found.append(Split(unique[chosen], label[chosen]))
+        found.append((unique[chosen], torch.from_numpy(label[chosen])))
         genomes[name] = len(np.unique(genome[split == number]))
-    return tuple(found), genomes
+    return found, genomes
 
 
 def stored_embeddings(run: RunDir, wanted: Sequence[NDArray[np.int64]]) -> list[Tensor]:
@@ -210,58 +191,56 @@ def train_head(
     same run, truth, settings and seed give the same head on the same machine. Errors: `InputError` for truth that does
     not fit the reads or has too few genomes; `ShardError` for missing embeddings.
     """
-    started = time.perf_counter()
-    spec = spec or TrainSpec()
-    splits, genomes = choose_rows(store, read_truth(truth), spec, np.random.default_rng(seed))
-    features = stored_embeddings(run, [split.unique for split in splits])
-    labels = [torch.from_numpy(split.label) for split in splits]
+    started, spec = time.perf_counter(), spec or TrainSpec()
+    rng = np.random.default_rng(seed)
+    splits, genomes = choose_rows(store, read_truth(truth), rng, limit=spec.max_rows_per_class)
+    features = stored_embeddings(run, [uniques for uniques, _ in splits])
+    labels = [label for _, label in splits]
     shape = HeadShape(
         model_length=store.model_length,
         dna_width=read_shape(models / "dnabert_s" / "config.json", DnabertShape).width,
         protein_width=read_shape(models / "esm2" / "config.json", Esm2Shape).width,
         hidden=spec.hidden,
     )
-    with torch.random.fork_rng(devices=[]), _few_threads(spec.batch_rows * shape.width * shape.hidden):
-        torch.manual_seed(seed)
-        network = _network(shape, spec.dropout)
-        epochs, best_epoch, loss = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
+    threads = torch.get_num_threads()
+    if BATCH_ROWS * shape.width * shape.hidden < SHARED_FROM:
+        torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            network = _network(shape)
+            epochs, best_epoch, loss = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
+    finally:
+        torch.set_num_threads(threads)
     with torch.inference_mode():
         virus = torch.softmax(network(features[2]), dim=-1)[:, 1]
     summary = TrainSummary(
-        rows={name: len(split.label) for name, split in zip(SPLITS, splits, strict=True)},
+        rows={name: len(label) for name, label in zip(SPLITS, labels, strict=True)},
         genomes=genomes,
         epochs=epochs,
         best_epoch=best_epoch,
         validation_loss=loss,
         test_accuracy=float(((virus > 0.5).long() == labels[2]).float().mean()),
-        test_auc=auc(virus.numpy(), splits[2].label),
+        test_auc=auc(virus.numpy(), labels[2].numpy()),
         elapsed_s=time.perf_counter() - started,
         head=out / "head",
     )
-    _write_head(network, shape, summary.head)
+    summary.head.mkdir(parents=True, exist_ok=True)
+    state = network.state_dict()  # weights before sizes: a folder with a config has its weights
+    write_tensors(summary.head / "model.safetensors", shape.tensors(), torch.float32, lambda name: state[name])
+    write_shape(shape, summary.head / "config.json")
     log.info("head: %s", summary)
     return summary
 
 
-@contextmanager
-def _few_threads(products: int) -> Iterator[None]:
-    """One thread for steps so small that handing them round costs more than it saves (measured: three times slower)."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1 if products < SHARED_FROM else before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def _network(shape: HeadShape, dropout: float) -> nn.Sequential:
+def _network(shape: HeadShape) -> nn.Sequential:
     """The head while it learns; its tensors bear the names of the head file."""
     hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
     for layer in (hidden, output):
         nn.init.xavier_uniform_(layer.weight)
         nn.init.zeros_(layer.bias)
     norm = nn.BatchNorm1d(shape.hidden, eps=shape.norm_eps)
-    parts = {"hidden_layer": hidden, "bn1": norm, "relu": nn.ReLU(), "dropout": nn.Dropout(dropout)}
+    parts = {"hidden_layer": hidden, "bn1": norm, "relu": nn.ReLU(), "dropout": nn.Dropout(DROPOUT)}
     return nn.Sequential(OrderedDict({**parts, "output_layer": output}))
 
 
@@ -272,11 +251,17 @@ def _fit(
 
     The network is left with its best weights, to be used and not to learn.
     """
-    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=spec.momentum)
-    schedule = torch.optim.lr_scheduler.StepLR(optimiser, spec.step_epochs, spec.step_decay)
+    features, labels = train
+    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=MOMENTUM)
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
     epoch, best_loss, best_epoch, best = 0, float("inf"), 0, copy.deepcopy(network.state_dict())
     for epoch in range(1, spec.max_epochs + 1):
-        _epoch(network, optimiser, *train, spec.batch_rows)
+        network.train()
+        for batch in torch.randperm(len(features)).split(BATCH_ROWS):
+            if len(batch) > 1:  # batch norm cannot learn from one row
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(network(features[batch]), labels[batch]).backward()
+                optimiser.step()
         schedule.step()
         network.eval()
         with torch.inference_mode():
@@ -289,34 +274,16 @@ def _fit(
     return epoch, best_epoch, best_loss
 
 
-def _epoch(network: nn.Module, optimiser: torch.optim.SGD, features: Tensor, labels: Tensor, batch_rows: int) -> None:
-    network.train()
-    for batch in torch.randperm(len(features)).split(batch_rows):
-        if len(batch) > 1:  # batch norm cannot learn from one row
-            optimiser.zero_grad()
-            nn.functional.cross_entropy(network(features[batch]), labels[batch]).backward()
-            optimiser.step()
-
-
 def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
     """Chance that a viral row scores above one of the others, ties counted half.
 
     >>> round(auc(np.array([0.1, 0.4, 0.4, 0.9]), np.array([0, 0, 1, 1])), 3)
     0.875
     """
-    _, place, counts = np.unique(scores, return_inverse=True, return_counts=True)
-    rank = (np.cumsum(counts) - (counts - 1) / 2)[place]  # mean rank of equal scores
-    virus = int((label == 1).sum())
-    others = len(label) - virus
-    return float((rank[label == 1].sum() - virus * (virus + 1) / 2) / (virus * others))
-
-
-def _write_head(network: nn.Module, shape: HeadShape, folder: Path) -> None:
-    """Weights before sizes: a folder with a config has its weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = network.state_dict()
-    write_tensors(folder / "model.safetensors", shape.tensors(), torch.float32, lambda name: state[name])
-    write_shape(shape, folder / "config.json")
+    rank = pd.Series(scores).rank().to_numpy()  # equal scores share their mean rank
+    virus = label == 1
+    wins = rank[virus].sum() - virus.sum() * (virus.sum() + 1) / 2
+    return float(wins / (virus.sum() * (~virus).sum()))
 
 
 def install_head(new: Path, models: Path) -> None:

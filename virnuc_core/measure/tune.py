@@ -24,6 +24,7 @@ from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
+from virnuc_core.profiles import Profile
 from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir, device_holder, run_lock, whole_file, write_text_whole
 from virnuc_core.runfiles import write
@@ -174,11 +175,6 @@ class Sweep:
         """Where each trial is kept."""
         return self.out / "trials"
 
-    @property
-    def reference(self) -> Path:
-        """The base's scores, which those of all others are held against."""
-        return self.trials / f"{self._fingerprint(self.base)}.npy"
-
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
         """The engine's rate over the whole store with these settings, or why they cannot run on this machine.
 
@@ -190,90 +186,83 @@ class Sweep:
         except ConfigError as error:
             return str(error)
         run = RunDir(self.trials / f"{self._fingerprint(candidate.engine)}-{repeat}")
+        reference = self.trials / f"{self._fingerprint(self.base)}.npy"  # the base's scores
         kept = run.root / "trial.json"
         with run_lock(run.root):
             before = read_usable(kept, Trial)[0]
-            if before is not None and (candidate.number or self.reference.exists()):
+            if before is not None and (candidate.number or reference.exists()):
                 return before.model_copy(update={"reused": True})
-            trial = self._measure(candidate, run)
-            if isinstance(trial, Trial):  # what is refused today may run after an update
-                write(kept, trial)
+            job = self.bench.job(run, candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S}))
+            try:
+                measured = measure(job, sample_s=self.bench.sample_s)
+                scores = shards.read_scores(run)[0]
+            except (ConfigError, DeviceError, ShardError) as error:
+                if isinstance(error, DeviceError) and any(device_holder(device.id) for device in job.devices):
+                    raise  # another run has it: nothing has been said about these settings
+                return str(error)  # and nothing kept: what is refused today may run after an update
+            finally:
+                shutil.rmtree(run.shards, ignore_errors=True)  # the embeddings of every trial would fill the disk
+            if measured.reduced:
+                count, divisor = len(measured.reduced), measured.reduced[0][1]
+                return f"the device cannot hold these budgets: {count} shards ran on 1/{divisor} of them"
+            if candidate.number == 0 and not reference.exists():  # those of its first trial stay
+                with whole_file(reference) as aside, aside.open("wb") as handle:
+                    np.save(handle, scores)
+            difference, changed = compare_scores(np.load(reference), scores)
+            trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
+            write(kept, trial)
         return trial
-
-    def _measure(self, candidate: Candidate, run: RunDir) -> Trial | str:
-        engine = candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S})
-        job = self.bench.job(run, engine)
-        try:
-            measured = measure(job, sample_s=self.bench.sample_s)
-            scores = shards.read_scores(run)[0]
-        except (ConfigError, DeviceError, ShardError) as error:
-            if isinstance(error, DeviceError) and any(device_holder(device.id) for device in job.devices):
-                raise  # another run has it: nothing has been said about these settings
-            return str(error)
-        finally:
-            shutil.rmtree(run.shards, ignore_errors=True)  # the embeddings of every trial would fill the disk
-        if measured.reduced:
-            count, divisor = len(measured.reduced), measured.reduced[0][1]
-            return f"the device cannot hold these budgets: {count} shards ran on 1/{divisor} of them"
-        if candidate.number == 0 and not self.reference.exists():  # those of its first trial stay
-            with whole_file(self.reference) as aside, aside.open("wb") as handle:
-                np.save(handle, scores)
-        difference, changed = compare_scores(np.load(self.reference), scores)
-        return Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
 
     def _fingerprint(self, engine: EngineSpec) -> str:
         """What a trial depends on: all that a measurement does, and the settings it is held against."""
         return self.bench.fingerprint(engine, self.base.model_dump(mode="json"))[:16]
 
     def write(
-        self, found: Sequence[Candidate], chosen: Recommendation, *, profile: str, tolerance: float, search: str
-    ) -> Path:
-        """`tune.json`: every trial, what they were made on, and how they were judged."""
+        self, found: Sequence[Candidate], chosen: Recommendation, profile: Profile, search: str, swept: Sequence[str]
+    ) -> None:
+        """`tune.json`: every trial, what they were made on, and how they were judged; and `settings.toml`.
+
+        The latter has the recommended value of each setting in `swept` and is what `--settings` takes.
+        """
+        engine = chosen.candidate.engine
         body = {
             "schema_version": SCHEMA_VERSION,
             "created": runfiles.now(),
-            "profile": profile,
-            "score_tolerance": tolerance,
+            "profile": profile.name,
+            "score_tolerance": profile.score_tolerance,
             "search": search,
             "devices": [device.model_dump() for device in resolve(self.bench.devices)],
             "cores": len(os.sched_getaffinity(0)),
             "versions": runfiles.versions(),
             "base": self.base.model_dump(mode="json"),
-            "candidates": [_record(candidate, tolerance) for candidate in found],
+            "candidates": [
+                {
+                    "number": candidate.number,
+                    "changes": dict(candidate.changes),
+                    "tokens_per_s": list(candidate.rates),
+                    "median_tokens_per_s": median(candidate.rates) or None,
+                    "spread": spread(candidate.rates) if len(candidate.rates) > 1 else None,
+                    "verdict": candidate.verdict(profile.score_tolerance),
+                    "dropped": candidate.dropped,
+                    "reason": candidate.refused,
+                    "trials": [trial.model_dump(mode="json") for trial in candidate.trials],
+                }
+                for candidate in found
+            ],
             "recommended": {
                 "number": chosen.candidate.number,
-                "engine": chosen.candidate.engine.model_dump(mode="json"),
+                "engine": engine.model_dump(mode="json"),
                 "gain": chosen.gain,
                 "reason": chosen.reason,
             },
         }
-        path = self.out / "tune.json"
-        write_text_whole(path, json.dumps(body, indent=1) + "\n")
-        return path
-
-
-def _record(candidate: Candidate, tolerance: float) -> dict[str, Any]:
-    return {
-        "number": candidate.number,
-        "changes": dict(candidate.changes),
-        "tokens_per_s": list(candidate.rates),
-        "median_tokens_per_s": median(candidate.rates) or None,
-        "spread": spread(candidate.rates) if len(candidate.rates) > 1 else None,
-        "verdict": candidate.verdict(tolerance),
-        "dropped": candidate.dropped,
-        "reason": candidate.refused,
-        "trials": [trial.model_dump(mode="json") for trial in candidate.trials],
-    }
-
-
-def write_settings(path: Path, engine: EngineSpec, names: Sequence[str], reason: str) -> None:
-    """The settings as a file that `--settings` takes."""
-    lines = [
-        f"# {reason}".replace("\n", " "),
-        "# Use with --settings of any flow. A setting given beside it wins; one left out is the profile's.",
-        *(f"{name} = {json.dumps(getattr(engine, name))}" for name in names),
-    ]
-    write_text_whole(path, "\n".join(lines) + "\n")
+        write_text_whole(self.out / "tune.json", json.dumps(body, indent=1) + "\n")
+        lines = [
+            f"# {chosen.reason}; see tune.json".replace("\n", " "),
+            "# Use with --settings of any flow. A setting given beside it wins; one left out is the profile's.",
+            *(f"{name} = {json.dumps(getattr(engine, name))}" for name in sorted(swept)),
+        ]
+        write_text_whole(self.out / "settings.toml", "\n".join(lines) + "\n")
 
 
 def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) -> tuple[float, int]:

@@ -139,7 +139,11 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
     with pytest.raises(OSError, match="disk full"):
         ledger.work(waiting, full_disk, retry_failed=False)
     failed = ledger.work(waiting, broken, retry_failed=False)
-    assert (failed.fate, "no reads" in failed.note, asked) == ("failed", True, [ledger.run_of(waiting.sha256)])
+    assert (failed.fate, "no reads" in failed.note, asked) == (
+        "failed",
+        True,
+        [ledger.out / "runs" / waiting.sha256[:16]],
+    )
     assert [ledger.wants_work(failed, retry_failed=again) for again in (False, True)] == [False, True]
     assert ledger.work(waiting, broken, retry_failed=False) == failed, "another run was faster"
     summary = RunSummary(n_reads=1, fates={"viral": 1})

@@ -85,9 +85,9 @@ def test_a_signal_is_learnt_and_the_head_has_the_original_names(world: World, ne
     head = load_head(models, torch.device("cpu"))
     assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
     truth = read_truth(world.truth)
-    splits, _ = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
-    scores = head.scores(stored_embeddings(world.run, [splits[2].unique])[0])
-    found = (scores[:, 1] > 0.5).numpy() == (splits[2].label == 1)
+    splits, _ = choose_rows(world.store, truth, np.random.default_rng(0), limit=25_000)
+    scores = head.scores(stored_embeddings(world.run, [splits[2][0]])[0])
+    found = (scores[:, 1] > 0.5).numpy() == (splits[2][1].numpy() == 1)
     assert found.mean() == pytest.approx(summary.test_accuracy), "what is written is what was judged"
     assert set(load_file(models / "head" / "model.safetensors")) == {
         "hidden_layer.weight",
@@ -115,10 +115,10 @@ def test_the_written_head_is_the_best_one_not_the_last(world: World, new_models:
     spec = TrainSpec(hidden=64, learning_rate=0.2, patience=3, max_epochs=40)  # a step far too large: it overfits
     summary = train_head(world.run, world.store, world.truth, models, models=models, spec=spec)
     assert summary.best_epoch < summary.epochs, "the case needs a loss that rises again"
-    splits, _ = choose_rows(world.store, read_truth(world.truth), spec, np.random.default_rng(0))
-    features = stored_embeddings(world.run, [splits[1].unique])[0]
+    splits, _ = choose_rows(world.store, read_truth(world.truth), np.random.default_rng(0), limit=25_000)
+    features = stored_embeddings(world.run, [splits[1][0]])[0]
     scores = load_head(models, torch.device("cpu")).scores(features)
-    loss = nn.functional.nll_loss(scores.clamp(min=1e-30).log(), torch.from_numpy(splits[1].label))
+    loss = nn.functional.nll_loss(scores.clamp(min=1e-30).log(), splits[1][1])
     assert float(loss) == pytest.approx(summary.validation_loss, rel=1e-4)  # softmax and logarithm in float32
 
 
@@ -135,13 +135,13 @@ def test_the_same_seed_gives_the_same_bytes(world: World, new_models: Callable[[
 
 def test_splits_are_balanced_and_share_no_genome(world: World) -> None:
     truth = read_truth(world.truth)
-    splits, genomes = choose_rows(world.store, truth, QUICK, np.random.default_rng(0))
+    splits, genomes = choose_rows(world.store, truth, np.random.default_rng(0), limit=25_000)
     assert sum(genomes.values()) == truth["genome"].nunique()
-    for split in splits:
-        assert len(split.label) > 0
-        assert split.label.mean() == 0.5
-    limited, _ = choose_rows(world.store, truth, TrainSpec(max_rows_per_class=20), np.random.default_rng(0))
-    assert [len(split.label) for split in limited] == [40, 10, 10]
+    for _, label in splits:
+        assert len(label) > 0
+        assert label.float().mean() == 0.5
+    limited, _ = choose_rows(world.store, truth, np.random.default_rng(0), limit=20)
+    assert [len(label) for _, label in limited] == [40, 10, 10]
 
 
 @given(
@@ -153,7 +153,7 @@ def test_no_genome_is_in_two_splits_and_no_split_is_empty(others: list[int], vir
     sizes = [*others, *virus]
     genome = np.repeat(np.arange(len(sizes)), sizes)
     label = (genome >= len(others)).astype(np.int64)
-    split = split_genomes(genome, label, TrainSpec(), np.random.default_rng(seed))
+    split = split_genomes(genome, label, np.random.default_rng(seed))
     for number in range(len(sizes)):
         assert len(set(split[genome == number].tolist())) == 1
     for value in (0, 1):
@@ -163,16 +163,16 @@ def test_no_genome_is_in_two_splits_and_no_split_is_empty(others: list[int], vir
 def test_equal_genomes_are_dealt_by_their_shares() -> None:
     genome = np.repeat(np.arange(40), 50)
     label = (genome >= 20).astype(np.int64)
-    split = split_genomes(genome, label, TrainSpec(), np.random.default_rng(0))
+    split = split_genomes(genome, label, np.random.default_rng(0))
     assert [(split == number).mean() for number in range(3)] == pytest.approx([0.8, 0.1, 0.1])
 
 
 def test_too_few_genomes_and_mixed_genomes_are_refused() -> None:
     genome = np.array([0, 0, 1, 2, 3, 4])
     with pytest.raises(InputError, match="2 genomes labelled others"):
-        split_genomes(genome, np.array([0, 0, 0, 1, 1, 1]), TrainSpec(), np.random.default_rng(0))
+        split_genomes(genome, np.array([0, 0, 0, 1, 1, 1]), np.random.default_rng(0))
     with pytest.raises(InputError, match="both labels"):
-        split_genomes(genome, np.array([0, 1, 0, 0, 1, 1]), TrainSpec(), np.random.default_rng(0))
+        split_genomes(genome, np.array([0, 1, 0, 0, 1, 1]), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize(
