@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from virnuc_core.profiles import Profile
 from virnuc_core.report.measured import Measured, baseline_note
 from virnuc_core.report.model import Accounting, Charts, Regression, RunMetrics
 
@@ -19,14 +18,22 @@ NOT_OF_SPEED: Final = {"consensus_agreement", "starved_share", "checkpoint_overh
 def notes(measured: Measured, charts: Charts, model_length: int | None) -> Iterator[str]:
     """Every limit of the figures that a reader should know, in plain sentences."""
     run, profile, baseline = measured.judged, measured.profile, measured.baseline
-    if run is not None:
-        yield from _size(run, profile)
+    reads = None if run is None else run.n_reads
+    if run is not None and reads is not None:
+        if reads < profile.min_reads:
+            asked = f"the {profile.min_reads:,} that profile {profile.name} asks for"
+            yield f"Not evidence: {reads:,} reads are fewer than {asked}."
+        if reads < OVERHEAD_DOMINATED and len(run.devices) > 1:
+            yield f"Overhead-dominated: {reads:,} reads are too few for {len(run.devices)} devices to help."
+        if run.hours_projected is not None and reads < profile.projection_reads:
+            yield (
+                f"Projection, not a measurement: {profile.projection_reads:,} reads would take "
+                f"{run.hours_projected:.2f} h at this run's {run.reads_per_s or 0:,.0f} reads/s."
+            )
     if not profile.scaling_bands and not profile.targets.model_dump(exclude=NOT_OF_SPEED, exclude_none=True):
         yield f"Profile {profile.name} asks for no performance: it proves correctness and plumbing only."
-    silent = run.fates.get("no_open_frame", 0) if run is not None else 0
-    if run is not None and run.n_reads and silent:
-        share = 100 * silent / run.n_reads
-        yield f"{silent:,} of {run.n_reads:,} reads ({share:.1f} %) have no open frame and get no score."
+    if run is not None and reads and (silent := run.fates.get("no_open_frame", 0)):
+        yield f"{silent:,} of {reads:,} reads ({100 * silent / reads:.1f} %) have no open frame and get no score."
     if baseline is not None and (note := baseline_note(baseline)):
         yield f"Speed-up: {note}."
     if run is not None and baseline is not None and baseline.seconds and run.n_rows and run.n_uniques:
@@ -41,25 +48,9 @@ def notes(measured: Measured, charts: Charts, model_length: int | None) -> Itera
         yield from _lengths(run, charts, model_length)
 
 
-def _size(run: RunMetrics, profile: Profile) -> Iterator[str]:
-    if run.n_reads is None:
-        return
-    if run.n_reads < profile.min_reads:
-        asked = f"the {profile.min_reads:,} that profile {profile.name} asks for"
-        yield f"Not evidence: {run.n_reads:,} reads are fewer than {asked}."
-    if run.n_reads < OVERHEAD_DOMINATED and len(run.devices) > 1:
-        yield f"Overhead-dominated: {run.n_reads:,} reads are too few for {len(run.devices)} devices to help."
-    if run.hours_projected is not None and run.n_reads < profile.projection_reads:
-        yield (
-            f"Projection, not a measurement: {profile.projection_reads:,} reads would take "
-            f"{run.hours_projected:.2f} h at this run's {run.reads_per_s or 0:,.0f} reads/s."
-        )
-
-
 def _lengths(run: RunMetrics, charts: Charts, model_length: int | None) -> Iterator[str]:
     histogram = charts.read_lengths
-    total = 0 if histogram is None else sum(histogram.counts)
-    if histogram is None or not total:
+    if histogram is None or not (total := sum(histogram.counts)):
         return
     if model_length:
         limit = SHORT_SHARE * model_length
@@ -82,8 +73,7 @@ def warnings_of(
     run = measured.judged
     yield from (f"Raw file problem: {problem}." for problem in problems)
     if run is not None:
-        yield from _fates(run, accounts)
-        yield from _course(run)
+        yield from _course(run, accounts)
     if measured.scaling is not None and measured.scaling.super_linear:
         yield "Scaling is super-linear (more than the number of devices): check the one-device run."
     if run is not None and run.telemetry is not None:
@@ -96,23 +86,26 @@ def warnings_of(
         yield f"Checkpoint overhead: {measured.overhead.problem}."
     if regression is not None and regression.stale:
         yield "Stale baseline: earlier runs of this profile here were made with other reads or weights."
-    if accounts is not None:
-        yield from _input(accounts)
+    if accounts is not None:  # what was odd in the input: file by file where staging has said it, else in sum
+        facts = (
+            (accounts.skipped_records, "broken records that were skipped (skipped.tsv)"),
+            (accounts.ignored_files, "files left out because they are neither FASTA nor FASTQ"),
+            (accounts.flags.get("duplicate_of"), "reads with the id of an earlier read (told apart by a number)"),
+            (accounts.fates.get("empty"), "empty reads"),
+        )
+        summed = [f"{words}: {number:,}" for number, words in facts if number]
+        yield from (f"Input: {warning}." for warning in accounts.input_warnings or summed)
 
 
-def _fates(run: RunMetrics, accounts: Accounting | None) -> Iterator[str]:
-    if run.n_reads is None or not run.fates:
-        return
+def _course(run: RunMetrics, accounts: Accounting | None) -> Iterator[str]:
+    """What became of the reads of a run, and how it went."""
     total = sum(run.fates.values())
-    if total != run.n_reads or (accounts is not None and not accounts.adds_up):
-        listed = "" if accounts is None else f", reads.tsv lists {accounts.reads:,}"
-        yield f"Reads are not all accounted for: fates add up to {total:,}, the input has {run.n_reads:,}{listed}."
-    if failed := run.fates.get("failed", 0):
-        yield f"{failed:,} reads failed; their rows are in failed.tsv."
-
-
-def _course(run: RunMetrics) -> Iterator[str]:
-    """How the run went."""
+    if run.n_reads is not None and run.fates:
+        if total != run.n_reads or (accounts is not None and not accounts.adds_up):
+            listed = "" if accounts is None else f", reads.tsv lists {accounts.reads:,}"
+            yield f"Reads are not all accounted for: fates add up to {total:,}, the input has {run.n_reads:,}{listed}."
+        if failed := run.fates.get("failed", 0):
+            yield f"{failed:,} reads failed; their rows are in failed.tsv."
     facts = (
         (run.rows_set_aside, "rows set aside because they ended every worker (failed.tsv)"),
         (run.restarts, "workers that died and were started again"),
@@ -123,15 +116,3 @@ def _course(run: RunMetrics) -> Iterator[str]:
     if run.stopped_at_limit:
         yield f"{run.name}: ended at the time limit."
     yield from (f"{run.name}: {name} is missing." for name in run.missing_files)
-
-
-def _input(accounts: Accounting) -> Iterator[str]:
-    """What was odd in the input: file by file where staging has said it, else in sum."""
-    facts = (
-        (accounts.skipped_records, "broken records that were skipped (skipped.tsv)"),
-        (accounts.ignored_files, "files left out because they are neither FASTA nor FASTQ"),
-        (accounts.flags.get("duplicate_of"), "reads with the id of an earlier read (told apart by a number)"),
-        (accounts.fates.get("empty"), "empty reads"),
-    )
-    summed = [f"{words}: {number:,}" for number, words in facts if number]
-    yield from (f"Input: {warning}." for warning in accounts.input_warnings or summed)

@@ -6,9 +6,10 @@ The series stand in the report's data; the same data gives the same bytes of SVG
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -24,33 +25,11 @@ from virnuc_core.telemetry.statistics import QueueShares, device_busy, embedding
 from virnuc_core.telemetry.tables import ENCODERS, STAGES
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.axes import Axes
 
-POINTS: Final = 240
-SCORE_BINS: Final = 20
-LENGTH_BINS: Final = 30
-WIDTH_IN: Final = 4.8  # narrow, so that letters stay readable on a phone
-INK: Final = "#24292f"
 FAINT: Final = "#8c959f"
-GRID: Final = "#d8dee4"
-RED: Final = "#cf222e"
 LINES: Final = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0550ae", "#6e7781")
 SECONDS: Final = "seconds since the start"
-STYLE: Final[dict[Any, Any]] = {
-    "svg.hashsalt": "virnuc",
-    "svg.fonttype": "none",  # text stays text: small files, sharp at any size
-    "savefig.transparent": True,  # the page's own ground, light or dark
-    "font.family": "sans-serif",
-    "font.size": 9.5,
-    "text.parse_math": False,  # names come from users: a dollar sign is a dollar sign
-    "axes.edgecolor": FAINT,
-    **{"axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False},
-    "grid.color": GRID,
-    **dict.fromkeys(("axes.labelcolor", "axes.titlecolor", "text.color", "xtick.color", "ytick.color"), INK),
-    **{"legend.frameon": False, "legend.fontsize": 8.5, "legend.handlelength": 1.4, "legend.columnspacing": 1.2},
-}
 
 
 # --- the series ------------------------------------------------------------------------------------------------------
@@ -62,89 +41,72 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         return Charts()
     folder = RunDir(raw.root / run.name)
     lengths, scores = _column(raw, folder.reads_table, "length"), _column(raw, folder.predictions, "score2")
-    seconds = run.stage_seconds
-    found = Charts(
-        gantt=tuple(_one_after_another(seconds, seconds, 0.0)),
-        read_lengths=None if lengths is None else length_histogram(lengths),
-        scores=None if scores is None else _histogram(*np.histogram(scores, SCORE_BINS, (0.0, 1.0))),
-    )
-    if measured is None:
-        return found
-    host, samples, origin_s = measured.host, measured.samples, measured.origin_s
-    used = samples.groupby("device", observed=True)
-    series = {
-        "utilisation": tuple(thin(str(name), own.time_s - origin_s, own.utilisation) for name, own in used),
-        "cpu": thin("CPU", host.time_s - origin_s, host.cpu_percent) if len(host) else None,
-        "gantt": _gantt(seconds, measured),
-        "throughput": _throughput(measured, profile.window_s),
-    }
-    return found.model_copy(update=series)
+    found: dict[str, Any] = {"gantt": _gantt(run, measured)}
+    if lengths is not None:  # in bins of whole bases, over their range
+        low, high = int(lengths.min()), int(lengths.max())
+        width = max(1, -(-(high - low + 1) // 30))
+        found["read_lengths"] = _histogram(lengths, np.arange(low, high + width + 1, width))
+    if scores is not None:
+        found["scores"] = _histogram(scores, np.linspace(0.0, 1.0, 21))
+    if measured is not None:
+        host, samples, origin_s = measured.host, measured.samples, measured.origin_s
+        used = samples.groupby("device", observed=True)
+        found |= {
+            "utilisation": tuple(_thin(str(name), own.time_s - origin_s, own.utilisation) for name, own in used),
+            "cpu": _thin("CPU", host.time_s - origin_s, host.cpu_percent) if len(host) else None,
+        }
+    if measured is not None and (span := embedding_span(measured.batches)) is not None:
+        length_s = min(profile.window_s, max((span[1] - span[0]) / 20, 0.05))
+        cut = windows(measured.batches, length_s, measured.origin_s)
+        middles = pd.Series([(w.start_s + w.end_s) / 2 for w in cut])
+        found["throughput"] = _thin("tokens/s", middles, pd.Series([w.tokens_per_s for w in cut]))
+    return Charts(**found)
 
 
-def thin(label: str, x: pd.Series[float], y: pd.Series[float]) -> Line:
-    """Means over at most `POINTS` stretches of equal count; a stretch with nothing known is `None`."""
-    points = min(POINTS, len(x))
-    stretch = np.repeat(
-        np.arange(points), [len(part) for part in np.array_split(np.arange(len(x)), points or 1)][:points]
-    )
-    means = pd.DataFrame({"x": x, "y": y}).groupby(stretch).mean().round(3)
+def _thin(label: str, x: pd.Series[float], y: pd.Series[float]) -> Line:
+    """Means over at most 240 stretches of equal count; a stretch with nothing known is `None`."""
+    points = min(240, len(x))
+    sizes = [len(part) for part in np.array_split(np.arange(len(x)), points)]
+    means = pd.DataFrame({"x": x, "y": y}).groupby(np.repeat(np.arange(points), sizes)).mean().round(3)
     return Line(label=label, x=tuple(means["x"]), y=tuple(None if np.isnan(mean) else mean for mean in means["y"]))
 
 
-def _throughput(measured: Telemetry, window_s: float) -> Line | None:
-    span = embedding_span(measured.batches)
-    if span is None:
-        return None
-    length = min(window_s, max((span[1] - span[0]) / 20, 0.05))
-    cut = windows(measured.batches, length, measured.origin_s)
-    middles = pd.Series([(w.start_s + w.end_s) / 2 for w in cut])
-    return thin("tokens/s", middles, pd.Series([w.tokens_per_s for w in cut]))
-
-
-def _gantt(seconds: dict[str, float], measured: Telemetry) -> tuple[Bar, ...]:
+def _gantt(run: RunMetrics, measured: Telemetry | None) -> tuple[Bar, ...]:
     """Every stage with seconds, encoders by device, in seconds since the run's start; staging was before it.
 
     A stage whose start was not measured stands where it must have been: staging ends as the run starts, results begin
-    after the last shard.
+    after the last shard. Without telemetry the stages stand one after another.
     """
-    known = {
+    seconds = run.stage_seconds
+    known: dict[str, Bar] = {}
+
+    def placed(names: Iterable[str], start_s: float) -> Iterator[Bar]:
+        for name in names:
+            if name in known:
+                yield known[name]
+            elif name in seconds:
+                yield Bar(label=name, start_s=start_s, end_s=start_s + seconds[name], measured=False)
+                start_s += seconds[name]
+
+    if measured is None:
+        return tuple(placed(seconds, 0.0))
+    known |= {
         s.name: Bar(label=s.name, start_s=s.started_s - measured.origin_s, end_s=s.finished_s - measured.origin_s)
         for s in measured.stages
         if s.started_s is not None and s.finished_s is not None and s.finished_s >= s.started_s
     }
-    encoders = _encoder_bars(measured) or tuple(known[name] for name in STAGES[4:6] if name in known)
-    staging, results = (
-        [name for name in part if name in seconds and name not in known] for part in (STAGES[:4], STAGES[6:])
-    )
-    last_s = max((bar.end_s for bar in (*encoders, *known.values())), default=0.0)
-    placed = (
-        *_one_after_another(staging, seconds, -sum(seconds[name] for name in staging)),
-        *(known[name] for name in (*STAGES[:4], *STAGES[6:]) if name in known),
-        *encoders,
-        *_one_after_another(results, seconds, last_s),
-    )
-    return tuple(sorted(placed, key=lambda bar: bar.start_s))
-
-
-def _one_after_another(names: Iterable[str], seconds: dict[str, float], start_s: float) -> list[Bar]:
-    found = []
-    for name in names:
-        found.append(Bar(label=name, start_s=start_s, end_s=start_s + seconds[name], measured=False))
-        start_s = found[-1].end_s
-    return found
-
-
-def _encoder_bars(measured: Telemetry) -> tuple[Bar, ...]:
-    """Each encoder on each device, from its first batch launched to its last finished."""
-    bars = []
+    encoders = []  # each on each device, from its first batch launched to its last finished
     for place, busy in enumerate(device_busy(measured.shards), start=1):
         own = measured.batches[measured.batches.device == busy.device]
         for encoder, title in zip(ENCODERS, STAGES[4:6], strict=True):
-            span = embedding_span(own[own.encoder == encoder])
-            if span is not None:
+            if (span := embedding_span(own[own.encoder == encoder])) is not None:
                 start_s, end_s = (moment - measured.origin_s for moment in span)
-                bars.append(Bar(label=f"{title} on device {place}", start_s=start_s, end_s=end_s))
-    return tuple(bars)
+                encoders.append(Bar(label=f"{title} on device {place}", start_s=start_s, end_s=end_s))
+    encoders = encoders or [known[name] for name in STAGES[4:6] if name in known]
+    staging_s = sum(seconds[name] for name in STAGES[:4] if name in seconds and name not in known)
+    last_s = max((bar.end_s for bar in (*encoders, *known.values())), default=0.0)
+    bars = (*placed(STAGES[:4], -staging_s), *encoders, *placed(STAGES[6:], last_s))
+    return tuple(sorted(bars, key=lambda bar: bar.start_s))
 
 
 def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
@@ -160,14 +122,8 @@ def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | No
     return values if len(values) and np.issubdtype(values.dtype, np.number) else None
 
 
-def length_histogram(values: NDArray[np.float64]) -> Histogram:
-    """Lengths in bins of whole bases, over their range."""
-    low, high = int(values.min()), int(values.max())
-    width = max(1, -(-(high - low + 1) // LENGTH_BINS))
-    return _histogram(*np.histogram(values, bins=np.arange(low, high + width + 1, width)))
-
-
-def _histogram(counts: NDArray[np.intp], edges: NDArray[np.float64]) -> Histogram:
+def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
+    counts, _ = np.histogram(values, edges)
     return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(counts.tolist()))
 
 
@@ -185,7 +141,9 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
     used += () if series.cpu is None else (series.cpu,)
     tokens = series.throughput and ((series.throughput,), "tokens/s")
-    scaled = (report.scaling, _bands(report)) if report.scaling else None
+    most = max((found.num_gpus for found in report.scaling), default=0)
+    bands = ((int(n), *band) for n, band in report.profile.scaling_bands.items() if n.isdigit())
+    scaled = report.scaling and (report.scaling, tuple(sorted(band for band in bands if band[0] <= most)))
     lengths = series.read_lengths and (series.read_lengths, "read length (bases)", "reads")
     scores = series.scores and (series.scores, "score of virus", "rows")
     found = (
@@ -216,8 +174,9 @@ def _svg(draw: Callable[[Axes, Any], float], data: object) -> str | None:
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(WIDTH_IN, WIDTH_IN), layout="constrained")
+    with mpl.rc_context(fname=Path(__file__).parent / "templates" / "charts.mplstyle"):
+        # narrow, so that letters stay readable on a phone
+        figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
         figure.set_figheight(draw(axes, data))
@@ -265,13 +224,6 @@ def _draw_gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
     return 0.9 + 0.26 * len(labels)
 
 
-def _bands(report: Report) -> tuple[tuple[int, float, float], ...]:
-    """Devices, lowest and highest speed-up expected, up to the devices that ran."""
-    most = max(found.num_gpus for found in report.scaling)
-    bands = ((int(n), low, high) for n, (low, high) in report.profile.scaling_bands.items() if n.isdigit())
-    return tuple(sorted(band for band in bands if band[0] <= most))
-
-
 def _draw_scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tuple[int, float, float], ...]]) -> float:
     """Measured speed-up by number of devices, with the ideal and what people expect."""
     found, bands = data
@@ -290,7 +242,7 @@ def _draw_scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tupl
 
 def _draw_queue(axes: Axes, found: QueueShares) -> float:
     left = 0.0
-    for name, colour in (("full", LINES[2]), ("normal", LINES[5]), ("starved", RED)):
+    for name, colour in (("full", LINES[2]), ("normal", LINES[5]), ("starved", "#cf222e")):
         percent = 100 * getattr(found, name)
         axes.barh(0, percent, left=left, color=colour, label=f"{name} {percent:.1f} %", height=0.5)
         left += percent

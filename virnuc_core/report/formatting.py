@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import Final
 
 from virnuc_core.profiles import Target
+from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, StageMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
-
-if TYPE_CHECKING:
-    from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, StageMetrics, Verdict
 
 UNKNOWN: Final = "n/a"
 NOT_RUN: Final = "not run"
-MAX_DECIMALS: Final = 6
-R = TypeVar("R")
 
 
 class Number(str):
@@ -64,9 +60,10 @@ class Section:
     lead: Mark | str = ""  # what the prose begins with, set off
 
 
-def table(records: Iterable[R], columns: Mapping[str, Callable[[R], object]], title: str = "") -> Table:
-    """One row a record; each column has its name and what it shows of a record."""
-    return Table(tuple(columns), tuple(tuple(show(r) for show in columns.values()) for r in records), title)
+def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:
+    """A table of rows that name their cells alike."""
+    found = list(rows)
+    return Table(tuple(found[0]) if found else (), tuple(tuple(row.values()) for row in found), title)
 
 
 def cell(value: object) -> str:
@@ -88,8 +85,8 @@ def number(
     """A figure with its unit, on its own side of `target` (which is in the unit shown); `None` stays `None`."""
     if value is None:
         return None
-    shown = value * scale
-    return Number((f"{shown:,.{digits}f}" if target is None else near(shown, digits, target)) + unit)
+    value *= scale
+    return Number((f"{value:,.{digits}f}" if target is None else near(value, digits, target)) + unit)
 
 
 def percent(share: float | None, digits: int = 1) -> Number | None:
@@ -108,18 +105,14 @@ def near(value: float, decimals: int, target: Target | None) -> str:
     >>> near(89.96, 1, Target(op=">", value=90)), near(89.96, 1, None), near(1.9, 2, Target(op=">=", value=1.9))
     ('89.96', '90.0', '1.90')
     """
-    for places in range(decimals, MAX_DECIMALS + 1):
+    for places in range(decimals, 7):
         digits = f"{value:.{places}f}"
-        if target is None or _same_side(value, float(digits), target):
+        if target is None or value == float(digits):
+            return digits
+        misses = not target.met(value)  # then it must not seem to sit on the target either
+        if target.met(float(digits)) != misses and not (misses and float(digits) == target.value):
             return digits
     return repr(value)
-
-
-def _same_side(exact: float, rounded: float, target: Target) -> bool:
-    """Whether both meet the target or both miss it; a value that misses it is not shown as sitting on it."""
-    if rounded == target.value != exact and not target.met(exact):
-        return False
-    return target.met(exact) == target.met(rounded)
 
 
 def shown(found: Criterion) -> str:
@@ -153,11 +146,10 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
 
 def duration(seconds: float) -> str:
     """`30 min`, `1 hour`, `10 hours`, `45 s`: a target as people say it."""
-    if seconds >= 3600 and seconds % 3600 == 0:
-        hours = int(seconds // 3600)
-        return f"{hours} hour{'s' if hours > 1 else ''}"
-    if seconds >= 60 and seconds % 60 == 0:
-        return f"{int(seconds // 60)} min"
+    for length_s, name in ((3600, "hour"), (60, "min")):
+        if seconds >= length_s and seconds % length_s == 0:
+            plural = "s" if name == "hour" and seconds > length_s else ""
+            return f"{seconds / length_s:.0f} {name}{plural}"
     return f"{seconds:g} s"
 
 
@@ -176,11 +168,6 @@ def overhead_text(found: OverheadMetrics | None) -> str:
     spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
     why = f"; {found.problem}" if found.problem else ""
     return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
-
-
-def approval_text(found: ApprovalState | None) -> str:
-    """`approved by R. Reviewer, 2026-03-01 12:00:00 UTC`."""
-    return "not asked for" if found is None else one_line(found.verdict + answered_text(found))
 
 
 def answered_text(found: ApprovalState) -> str:

@@ -157,17 +157,17 @@ def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Histor
 def trend(history: Sequence[HistoryEntry]) -> Table:
     """The runs, each with what became of it against the one before that is like it."""
     return table(
-        [(entry, check(history, entry)) for entry in history],
         {
-            "when": lambda row: row[0].created,
-            "commit": lambda row: row[0].commit[:12],
-            "profile": lambda row: row[0].profile,
-            "devices": lambda row: f"{row[0].devices} {row[0].precision}",
-            "reads": lambda row: row[0].n_reads,
-            "total s": lambda row: number(row[0].total_s),
-            "tokens/s": lambda row: number(row[0].tokens_per_s, 0),
-            "change": lambda row: percent(next((m.change for m in row[1].metrics if m.name == "tokens_per_s"), None)),
-            "met": lambda row: row[0].criteria_met,
-            "regression": lambda row: ": ".join(filter(None, (row[1].verdict, row[1].reason))),
-        },
+            "when": entry.created,
+            "commit": entry.commit[:12],
+            "profile": entry.profile,
+            "devices": f"{entry.devices} {entry.precision}",
+            "reads": entry.n_reads,
+            "total s": number(entry.total_s),
+            "tokens/s": number(entry.tokens_per_s, 0),
+            "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
+            "met": entry.criteria_met,
+            "regression": ": ".join(filter(None, (found.verdict, found.reason))),
+        }
+        for entry, found in ((entry, check(history, entry)) for entry in history)
     )

@@ -21,19 +21,8 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report import views
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import all_charts, generator
-from virnuc_core.report.files import BASELINE
-from virnuc_core.report.formatting import (
-    NOT_RUN,
-    Mark,
-    approval_text,
-    cell,
-    number,
-    one_line,
-    shown,
-    stage_text,
-    target_text,
-)
-from virnuc_core.report.model import Accounting, BaselineMetrics, Report
+from virnuc_core.report.formatting import Mark, answered_text, cell, number, one_line, shown, stage_text, target_text
+from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.live import clock_text
@@ -117,7 +106,10 @@ def fill(template: str, report: Report, only: str | None = None) -> str:
 
     In HTML every value is escaped. A name that is not there is an error.
     """
-    return _templates().get_template(template).render(report=report, only=only)
+    criteria = {criterion.id: criterion for criterion in report.criteria}
+    telemetry = report.run.telemetry if report.run else None
+    found = _templates().get_template(template)
+    return found.render(report=report, criteria=criteria, telemetry=telemetry, only=only)
 
 
 @cache
@@ -138,9 +130,8 @@ def _templates() -> Environment:
         "quoted": lambda value: json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e"),  # no markup
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, stage_text, one_line, approval_text, how_known, reads_text, fill)
-    figures = (frames_agreement, scaling_results, stage_results, all_charts, generator)
-    found.globals |= {"views": views, **{function.__name__: function for function in (*texts, *figures)}}
+    texts = (shown, target_text, stage_text, one_line, answered_text, fill, stage_results, all_charts, generator)
+    found.globals |= {"views": views, **{function.__name__: function for function in texts}}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 
@@ -151,65 +142,30 @@ def markdown_cell(value: object) -> str:
     return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
 
 
-# --- what the printed page asks for ---------------------------------------------------------------------------------
-
-
-def how_known(baseline: BaselineMetrics | None) -> str:
-    """Whether a baseline's time was measured, scaled or written down elsewhere."""
-    if baseline is None:
-        return NOT_RUN
-    if baseline.source == "scaled":
-        return f"scaled by tokens from {cell(baseline.subset_reads)} reads"
-    known = "known" if baseline.problem is None else "known elsewhere, not used"
-    return known if baseline.source == "recorded" else "measured"
-
-
-def frames_agreement(report: Report) -> float | None:
-    """The lowest agreement of a run's frames with the baseline's, 0 to 1."""
-    found = [c.frames.agreement for c in report.comparisons if c.a == BASELINE and c.frames is not None]
-    return min((value for value in found if value is not None), default=None)
-
-
-def reads_text(found: Accounting | None) -> str:
-    """`300 = 120 viral + 180 others`: what became of the reads, in one line."""
-    if found is None:
-        return NOT_RUN
-    parts = " + ".join(f"{n:,} {name}" for name, n in found.fates.items())
-    return f"{found.reads:,} = {parts}{'' if found.adds_up else ' (does NOT add up with the run)'}"
-
-
 # --- the benchmark, for other tools ----------------------------------------------------------------------------------
-
-
-def scaling_results(report: Report) -> list[dict[str, float]]:
-    """One entry a number of devices: `num_gpus`, `time_seconds`, `speedup`, `efficiency`."""
-    found = [one.model_dump(include=SCALING) for one in report.scaling]
-    if (alone := views.alone_s(report)) is not None:
-        found.insert(0, {"num_gpus": 1, "time_seconds": alone, "speedup": 1.0, "efficiency": 1.0})
-    return found
 
 
 def stage_results(report: Report) -> list[dict[str, Any]]:
     """Throughput of each measured stage: reads for chunking and translation, rows after that."""
-    found, run = [], report.run
-    for place, stage in enumerate(run.stages if run else ()):
-        sequences = None if run is None else run.n_reads if place < 2 else run.n_rows
-        if stage.seconds is not None and sequences:
-            found.append(
-                {
-                    "stage": stage.name,
-                    "total_sequences": sequences,
-                    "total_time_seconds": stage.seconds,
-                    "throughput_seq_per_sec": sequences / stage.seconds if stage.seconds else None,
-                    "avg_time_per_sequence_ms": 1000.0 * stage.seconds / sequences,
-                }
-            )
-    return found
+    stages = report.run.stages if report.run else ()
+    counted = [report.run.n_reads] * 2 + [report.run.n_rows] * len(stages[2:]) if report.run else []
+    return [
+        {
+            "stage": stage.name,
+            "total_sequences": sequences,
+            "total_time_seconds": stage.seconds,
+            "throughput_seq_per_sec": sequences / stage.seconds if stage.seconds else None,
+            "avg_time_per_sequence_ms": 1000.0 * stage.seconds / sequences,
+        }
+        for stage, sequences in zip(stages, counted, strict=True)
+        if stage.seconds is not None and sequences
+    ]
 
 
 def benchmark_json(report: Report) -> str:
     """The results for machines, with metadata; null where something was not measured."""
-    telemetry, run, made = views.telemetry_of(report), report.run, report.provenance
+    run, made = report.run, report.provenance
+    telemetry = run.telemetry if run else None
     mfu = {
         e.encoder: {
             "tokens_per_sec": e.tokens_per_s,
@@ -220,7 +176,7 @@ def benchmark_json(report: Report) -> str:
         for e in (telemetry.encoders if telemetry else ())
     }
     results = {
-        "scaling": scaling_results(report),
+        "scaling": [one.model_dump(include=SCALING) for one in views.curve(report)],
         "gpu_stats": {d.device: d.model_dump(include=GPU_STATS) for d in (telemetry.devices if telemetry else ())},
         "throughput": {r["stage"]: r for r in stage_results(report)},
         "efficiency": {

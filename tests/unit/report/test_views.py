@@ -37,9 +37,7 @@ def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: R
 
 
 def test_a_column_of_figures_is_set_to_the_right() -> None:
-    found = table(
-        [(1, "a", None), (2, "b", Number("1.0"))], {"n": lambda r: r[0], "t": lambda r: r[1], "x": lambda r: r[2]}
-    )
+    found = table([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}])
     assert found.figures == (True, False, True)
 
 
