@@ -11,7 +11,7 @@ from flows.predict import staged_run
 from tasks.predict import stage_rows
 from tasks.step import Rows, done, markdown_table, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, trace
-from virnuc_core.engine.messages import TraceSpec
+from virnuc_core.config import TraceSpec
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.trace import Traces, counted
 from virnuc_core.rundir import write_text_whole

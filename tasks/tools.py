@@ -9,9 +9,8 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.step import Markdown, Rows, device_slots, done, first_attempt, progress_artifact, publish_table, step
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.messages import TraceSpec
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread
 from virnuc_core.measure.trace import WAIT, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record

@@ -54,6 +54,18 @@ class EngineSpec(Spec):
 RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens", "dedup")
 
 
+class TraceSpec(Spec):
+    """What a worker records with torch's profiler, once: whole shards, so that every encoder and the head are in it."""
+
+    folder: str  # `<device>.json.gz` and `<device>.operations.json` are written there
+    skip: int = 1  # shards left out first: they warm caches and allocators
+    shards: int = 1
+    operations: int = 50  # rows of the table of operations
+    max_bytes: int = 200 << 20  # a larger trace is removed, its table stays
+    shapes: bool = False
+    memory: bool = False
+
+
 class Devices(Spec):
     """The devices of a run: CUDA devices by index or UUID, or a number of CPU cores.
 

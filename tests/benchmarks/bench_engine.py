@@ -29,9 +29,9 @@ from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Job, Watch, measure_embedding
+from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.loader import Batch, Loader
-from virnuc_core.engine.messages import ShardTask
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
@@ -264,10 +264,14 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
         if alone is None and options.bare_seconds > 0:
             alone = bare(job, options.bare_seconds)
             print(f"bare {alone}", flush=True)
-        done = measure_embedding(job, watch)
-        rows.append(row_of(devices, job, watch, done.wall_s, read_telemetry(done.telemetry.with_suffix(".h5")), alone))
+        started_s = time.monotonic()
+        embedding = Embedding(job, watch, started_s)
+        pool = embedding.run()
+        wall_s = time.monotonic() - started_s
+        measured = read_telemetry(embedding.write((), wall_s).with_suffix(".h5"))
+        rows.append(row_of(devices, job, watch, wall_s, measured, alone))
         print(json.dumps(asdict(rows[-1])), flush=True)
-        print(json.dumps(done.pool.workers), flush=True)
+        print(json.dumps([*pool.records.values()]), flush=True)
         names = sorted({d.name for d in resolve(found)})
     facts = {
         "command": shlex.join([Path(sys.executable).name, *sys.argv]),

@@ -55,8 +55,7 @@ from prefect import flow
 from tasks.step import device_slots, no_orphans
 from virnuc_core.config import EngineSpec
 from virnuc_core.runfiles import Device
-from virnuc_core.engine.messages import Closed, WorkerSpec
-from virnuc_core.engine.process import LocalWorkers
+from virnuc_core.engine.process import Closed, LocalWorkers, WorkerSpec
 
 run, log, work_s = sys.argv[1:]
 os.environ |= {"GUARD_LOG": log, "GUARD_WORK_S": work_s}

@@ -11,14 +11,40 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from virnuc_core.config import BaselineName
+from virnuc_core.engine.process import Message
 from virnuc_core.errors import InputError
 
 FILE_ROWS: Final = 10_000
 TOKENS_PER_BATCH: Final = 2_048
 HEAD_BATCH_ROWS: Final = 256
 
-
+Operation = Literal["dnabert_s", "esm2", "merge", "predict"]
 Kind = Literal["nucleotide.fa", "protein.fa", "dnabert_s.npy", "esm2.npy", "merged.npy", "scores.npy"]
+
+
+class FileTask(Message):
+    """A file for the baseline's worker."""
+
+    op: Operation
+    algorithm: BaselineName
+    folder: str
+    file: int  # its number in the folder
+
+
+class RowsDone(Message):
+    """Rows the baseline's worker embedded since it last said so."""
+
+    rows: int
+
+
+class FileDone(Message):
+    """One operation on one file."""
+
+    file: int
+    rows: int
+    load_s: float  # getting the model ready
+    compute_s: float  # the rest
 
 
 @dataclass(frozen=True, slots=True)

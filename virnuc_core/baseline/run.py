@@ -17,12 +17,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core import runfiles
-from virnuc_core.baseline.files import FILE_ROWS, Folder, assign, choose_reads, cut, write_fasta
+from virnuc_core.baseline.files import (
+    FILE_ROWS,
+    FileDone,
+    FileTask,
+    Folder,
+    Operation,
+    RowsDone,
+    assign,
+    choose_reads,
+    cut,
+    write_fasta,
+)
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.messages import FileDone, FileTask, Operation, Ready, RowsDone, WorkerSpec
-from virnuc_core.engine.process import Child, LocalWorkers
+from virnuc_core.engine.process import Child, LocalWorkers, Ready, WorkerSpec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore

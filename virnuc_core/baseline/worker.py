@@ -18,7 +18,10 @@ from torch import Tensor
 
 from virnuc_core.baseline.files import (
     HEAD_BATCH_ROWS,
+    FileDone,
+    FileTask,
     Folder,
+    RowsDone,
     dna_token_estimate,
     filled_batches,
     merge_file,
@@ -29,8 +32,7 @@ from virnuc_core.baseline.networks import Padded, PaddedDnabertS, PaddedEsm2, Pl
 from virnuc_core.config import BaselineName
 from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
-from virnuc_core.engine.messages import FileDone, FileTask, Ready, RowsDone, WorkerSpec
-from virnuc_core.engine.process import Parent
+from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 
 SAY_ROWS_EVERY_S: Final = 1.0
 

@@ -1,4 +1,4 @@
-"""Which devices a run uses, and what `auto` settings mean there."""
+"""Which devices a run uses, how a worker is tied to exactly one of them, and what `auto` settings mean there."""
 
 from __future__ import annotations
 
@@ -62,6 +62,14 @@ def _cores(count: int) -> tuple[Device, ...]:
         raise DeviceError(f"cpu:{count} asked for, but this process may use {len(cores)} cores; use cpu:{len(cores)}")
     name = cpu_name()
     return tuple(Device(id=f"cpu-core-{core}", kind="cpu", name=name, core=core) for core in cores[:count])
+
+
+def environment(device: Device) -> dict[str, str]:
+    """What a worker's environment sets so that it sees its device and no other."""
+    if device.kind == "cuda":
+        return {"CUDA_VISIBLE_DEVICES": device.id}
+    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    return {"CUDA_VISIBLE_DEVICES": "", **threads}
 
 
 def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:

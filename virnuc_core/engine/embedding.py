@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,11 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
-from virnuc_core.config import EngineSpec
-from virnuc_core.engine.messages import JobSpec, TraceSpec, WorkerSpec
-from virnuc_core.engine.pool import Pool, PoolSummary
-from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.engine.shards import ShardPlan
+from virnuc_core.config import EngineSpec, TraceSpec
+from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.process import LocalWorkers, WorkerSpec
+from virnuc_core.engine.shards import JobSpec, ShardPlan, ShardTask
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -77,10 +75,12 @@ class Embedding:
         self._origin_s, self._started = started_s, datetime.now(UTC)
         self._monitor = RunMonitor(self._sampler)
 
-    def run(self, prewarmed: LocalWorkers | None = None) -> PoolSummary:
-        """Compute the shards that are left."""
-        job = self._job
-        done = job.store.n_uniques - sum(hi - lo for lo, hi in map(job.plan.range, job.todo))
+    def run(self, prewarmed: LocalWorkers | None = None) -> Pool:
+        """Compute the shards that are left; the pool says what happened."""
+        job, root, store = self._job, self._job.run.root.resolve(), self._job.store
+        ranges = {shard: job.plan.range(shard) for shard in job.todo}
+        tasks = [ShardTask(shard=shard, lo=lo, hi=hi) for shard, (lo, hi) in ranges.items()]
+        done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
 
         def on_done(shard: ShardDone) -> None:
             nonlocal done
@@ -91,19 +91,20 @@ class Embedding:
                 live.update(done)
 
         reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
-        if job.todo and (self._watch.show or self._watch.on_progress):
+        if tasks and (self._watch.show or self._watch.on_progress):
             reporter = InferenceProgressReporter(
-                job.store.n_uniques,
+                store.n_uniques,
                 self._monitor,
                 already_done=done,
                 plain=None if self._watch.show else lambda line: log.info("%s", line),
                 on_progress=self._watch.on_progress or (lambda _: None),
             )
+        specs = worker_specs(job.models, job.devices, job.engine, job.trace)
+        told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)
         with self._sampler, reporter as live:
-            workers = worker_specs(job.models, job.devices, job.engine, job.trace)
-            root, store = str(job.run.root.resolve()), job.store
-            told = JobSpec(run=root, store=str(store.path.resolve()), reads=store.fingerprint, logs=f"{root}/logs")
-            return Pool(job.plan, workers, told, on_done, prewarmed or LocalWorkers(job.worker)).run(job.todo)
+            pool = Pool(specs, told, root / "logs", prewarmed or LocalWorkers(job.worker), on_done)
+            pool.run(tasks)
+        return pool
 
     def tell(self, clock: StageClock) -> None:
         """Put the embedding's stages on the run's clock: seconds of the busiest device, and when they passed."""
@@ -124,21 +125,3 @@ class Embedding:
     def _measured(self, stages: Sequence[StageTime]) -> Telemetry:
         samples, host = self._sampler.samples(), self._sampler.host_samples()
         return Telemetry.of(self._shards, samples, host, stages, origin_s=self._origin_s, started=self._started)
-
-
-@dataclass(frozen=True, slots=True)
-class EmbeddingMeasured:
-    """What embedding alone took."""
-
-    wall_s: float
-    pool: PoolSummary
-    telemetry: Path  # the JSON file
-
-
-def measure_embedding(job: Job, watch: Watch) -> EmbeddingMeasured:
-    """Embed what is left of a job and write its telemetry, but no results: for benchmarks, with commits on or off."""
-    started_s = time.monotonic()
-    embedding = Embedding(job, watch, started_s)
-    pool = embedding.run()
-    wall_s = time.monotonic() - started_s
-    return EmbeddingMeasured(wall_s, pool, embedding.write((), wall_s))

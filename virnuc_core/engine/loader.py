@@ -2,6 +2,11 @@
 
 Tokenising runs in `num_workers` loader processes (or in the feeder thread itself); packing runs in the feeder thread;
 the launch loop only takes finished batches from a bounded queue. CUDA is never touched in a loader process.
+
+Three rules of packing make a row's numbers independent of its neighbours while the device sees only a handful of
+shapes: rows are grouped by the power of two above their length (the kernel's block is chosen by the row itself), a
+group is filled into the largest shape it can fill, longest rows first, and the rest goes into shapes of a quarter and a
+sixteenth.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,14 +28,16 @@ from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
-from virnuc_core.engine.messages import ShardTask
-from virnuc_core.engine.packing import BatchPlan, pack, row_capacity
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
 from virnuc_core.telemetry.tables import Encoder
 
 SLICE_ROWS = 1024  # uniques tokenised in one call
+SMALLEST_GROUP = 64
+NEARLY = 16  # a shape is worth launching when less than one part in this many stays empty
+MIN_TOKENS_PER_ROW = 8  # row capacity of a batch = slots / this; only rows shorter than 6 residues could ask for more
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +63,10 @@ class ShardEnd:
 Item = ShardTask | Batch | ShardEnd | None
 Take = Callable[[], tuple[Item, float]]  # the next item, and how long it took to come, in milliseconds
 Slice = tuple[int, int]
-Tokens = tuple[Tensor, Tensor]  # int64: all tokens end to end, row offsets
+Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, row offsets
+
+
+# --- tokenising -------------------------------------------------------------------------------------------------------
 
 
 def open_store(path: Path, fingerprint: str) -> OrfStore:
@@ -76,7 +86,9 @@ class Tokeniser:
 
     def __call__(self, span: Slice) -> tuple[Tokens, Tokens]:
         """Protein and DNA tokens of the uniques `[lo, hi)`."""
-        return self.protein.encode(self._store.protein(*span)), self.dna.encode(self._store.dna(*span))
+        protein = self.protein.encode(self._store.protein(*span))
+        dna = self.dna.encode(self._store.dna(*span))
+        return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
 
 
 _tokeniser: Tokeniser  # of a loader process
@@ -90,9 +102,118 @@ def _begin_loading(store: Path, fingerprint: str, models: Path) -> None:
     _tokeniser = Tokeniser(store, fingerprint, models)
 
 
-def _tokenise(span: Slice) -> list[NDArray[np.int64]]:
-    """In a loader process. Arrays: tensors would travel through shared memory that dies with the process."""
-    return [tensor.numpy() for tokens in _tokeniser(span) for tensor in tokens]
+def _tokenise(span: Slice) -> tuple[Tokens, Tokens]:
+    return _tokeniser(span)
+
+
+def slices(kept: NDArray[np.int64]) -> list[Slice]:
+    """Runs of consecutive uniques, none longer than `SLICE_ROWS`."""
+    spans = []
+    for run in np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1):
+        if len(run):
+            first, end = int(run[0]), int(run[-1]) + 1
+            spans += [(at, min(at + SLICE_ROWS, end)) for at in range(first, end, SLICE_ROWS)]
+    return spans
+
+
+def join(parts: Sequence[Tokens]) -> Tokens:
+    """Token runs of consecutive slices as one."""
+    lengths = [np.diff(starts) for _, starts in parts]
+    starts = np.concatenate([np.zeros(1, dtype=np.int64), *lengths]).cumsum()
+    return np.concatenate([np.zeros(0, dtype=np.int64), *(tokens for tokens, _ in parts)]), starts
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One batch: which rows, in order, in how many slots."""
+
+    rows: NDArray[np.int64]
+    slots: int
+    max_seqlen: int  # the group's bound
+    tokens: int
+
+
+def shapes(budget: int) -> tuple[int, ...]:
+    """The batch shapes of a token budget, largest first."""
+    return tuple(dict.fromkeys(max(1, budget // part) for part in (1, 4, 16)))
+
+
+def row_capacity(slots: int) -> int:
+    """Rows a batch of `slots` can hold."""
+    return max(1, slots // MIN_TOKENS_PER_ROW)
+
+
+def group_bound(length: int) -> int:
+    """The power of two a row of `length` tokens is grouped under, at least `SMALLEST_GROUP`."""
+    return max(SMALLEST_GROUP, 1 << (max(length, 1) - 1).bit_length())
+
+
+def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[BatchPlan]:
+    """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch.
+
+    Deterministic: the same lengths give the same batches. A row longer than the budget gets a batch of its own whose
+    slots are the smallest multiple of the budget that holds it.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    distinct, place = np.unique(sizes, return_inverse=True)
+    bounds = np.array([group_bound(n) for n in distinct.tolist()], dtype=np.int64)
+    batches: list[BatchPlan] = []
+    for bound in sorted(set(bounds.tolist()), reverse=True):
+        batches += _pack_group(np.flatnonzero(bounds[place] == bound), sizes, bound, budget)
+    return batches
+
+
+def _pack_group(members: NDArray[np.int64], sizes: NDArray[np.int64], bound: int, budget: int) -> list[BatchPlan]:
+    """Batches of one group: first-fit decreasing, bin by bin, over counts of equal lengths."""
+    distinct, counts = np.unique(sizes[members], return_counts=True)
+    by_size = members[np.argsort(sizes[members], kind="stable")]
+    left = dict(zip(distinct.tolist(), np.split(by_size, np.cumsum(counts)[:-1]), strict=True))
+    remaining = int((distinct * counts).sum())
+    batches = []
+    while remaining:
+        longest = max(length for length, rows in left.items() if len(rows))
+        slots = _slots(remaining, longest, budget)
+        room, places, chosen = slots, row_capacity(slots), []
+        for length in sorted(left, reverse=True):
+            rows = left[length][: min(room // length, places)]
+            left[length] = left[length][len(rows) :]
+            chosen.append(rows)
+            room -= length * len(rows)
+            places -= len(rows)
+        remaining -= slots - room
+        batches.append(BatchPlan(np.concatenate(chosen), slots, bound, slots - room))
+    return batches
+
+
+def _slots(remaining: int, longest: int, budget: int) -> int:
+    """The largest shape the remaining tokens nearly fill, or the smallest; never too small for the longest row."""
+    fitting = [size for size in shapes(budget) if longest <= size]
+    if not fitting:
+        return -(-longest // budget) * budget
+    filled = [size for size in fitting if remaining >= size - size // NEARLY]
+    return filled[0] if filled else fitting[-1]
+
+
+def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, PackedBatch]]:
+    """Rows of tokens in batches of fixed shapes: each batch's rows end to end in its slots, then `pad`."""
+    flat, starts = tokens
+    for plan in pack(np.diff(starts), budget):
+        lengths = starts[plan.rows + 1] - starts[plan.rows]
+        ends = np.cumsum(lengths)
+        source = np.repeat(starts[plan.rows] - (ends - lengths), lengths) + np.arange(plan.tokens)
+        slots = np.full(plan.slots, pad, dtype=np.int64)
+        slots[: plan.tokens] = flat[source]
+        cu_seqlens = np.full(row_capacity(plan.slots) + 1, plan.tokens, dtype=np.int32)
+        cu_seqlens[0] = 0
+        cu_seqlens[1 : len(ends) + 1] = ends
+        arrays = torch.from_numpy(slots), torch.from_numpy(cu_seqlens)
+        yield plan, PackedBatch(*arrays, len(plan.rows), plan.max_seqlen, plan.tokens)
+
+
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 class Loader:
@@ -100,30 +221,22 @@ class Loader:
 
     def __init__(self, store: Path, fingerprint: str, models: Path, engine: EngineSpec, *, pin: bool) -> None:
         self.engine, self.pin = engine, pin
-        self._tokeniser = Tokeniser(store, fingerprint, models)
+        made_of = store, fingerprint, models
+        self._tokeniser = Tokeniser(*made_of)
         self._processes: ProcessPoolExecutor | None = None
         if engine.num_workers:
-            self._processes = ProcessPoolExecutor(
-                engine.num_workers,
-                multiprocessing.get_context("spawn"),
-                _begin_loading,
-                (store, fingerprint, models),
-            )
-
-    def _tokens(self, spans: list[Slice]) -> tuple[Tokens, Tokens]:
-        """Protein and DNA tokens of all spans."""
-        if self._processes is None:
-            parts = [self._tokeniser(span) for span in spans]
-        else:
-            arrays = (map(torch.from_numpy, part) for part in self._processes.map(_tokenise, spans))
-            parts = [((p, p_starts), (d, d_starts)) for p, p_starts, d, d_starts in arrays]
-        return join([protein for protein, _ in parts]), join([dna for _, dna in parts])
+            context = multiprocessing.get_context("spawn")
+            self._processes = ProcessPoolExecutor(engine.num_workers, context, _begin_loading, made_of)
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and its end."""
         yield task
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
-        protein, dna = self._tokens(slices(kept))
+        if self._processes is None:
+            parts = [self._tokeniser(span) for span in slices(kept)]
+        else:
+            parts = list(self._processes.map(_tokenise, slices(kept)))
+        protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
         encoders: tuple[tuple[Encoder, Tokens, int, int], ...] = (
             ("dnabert_s", dna, self.engine.dna_token_budget, self._tokeniser.dna.pad_id),
             ("esm2", protein, self.engine.token_budget, self._tokeniser.protein.pad_id),
@@ -133,53 +246,7 @@ class Loader:
                 ready = batch.pin() if self.pin else batch
                 rows = torch.from_numpy(kept[plan.rows] - task.lo)
                 yield Batch(name, index, ready, rows, time.monotonic())
-        yield ShardEnd(int(protein[1][-1]), int(dna[1][-1]))
-
-
-def slices(kept: NDArray[np.int64]) -> list[Slice]:
-    """Runs of consecutive uniques, none longer than `SLICE_ROWS`."""
-    if len(kept) == 0:
-        return []
-    breaks = np.flatnonzero(np.diff(kept) != 1) + 1
-    spans = []
-    for run in np.split(kept, breaks):
-        first, end = int(run[0]), int(run[-1]) + 1
-        spans += [(at, min(at + SLICE_ROWS, end)) for at in range(first, end, SLICE_ROWS)]
-    return spans
-
-
-def join(parts: list[Tokens]) -> Tokens:
-    """Token runs of consecutive slices as one."""
-    offsets = [torch.zeros(1, dtype=torch.int64)]
-    total = 0
-    for _, starts in parts:
-        offsets.append(starts[1:] + total)
-        total += int(starts[-1])
-    tokens = [tokens for tokens, _ in parts] or [torch.zeros(0, dtype=torch.int64)]
-    return torch.cat(tokens), torch.cat(offsets)
-
-
-def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, PackedBatch]]:
-    """Pack rows of tokens into batches of fixed shapes."""
-    flat, starts = tokens[0].numpy(), tokens[1].numpy()
-    lengths = np.diff(starts)
-    for plan in pack(lengths, budget):
-        yield plan, fill(plan, flat, starts, pad)
-
-
-def fill(plan: BatchPlan, flat: NDArray[np.int64], starts: NDArray[np.int64], pad: int) -> PackedBatch:
-    """Lay the plan's rows end to end in its slots."""
-    lengths = (starts[plan.rows + 1] - starts[plan.rows]).astype(np.int64)
-    ends = np.cumsum(lengths)
-    source = np.repeat(starts[plan.rows] - (ends - lengths), lengths) + np.arange(plan.tokens)
-    slots = np.full(plan.slots, pad, dtype=np.int64)
-    slots[: plan.tokens] = flat[source]
-    cu_seqlens = np.full(row_capacity(plan.slots) + 1, plan.tokens, dtype=np.int32)
-    cu_seqlens[0] = 0
-    cu_seqlens[1 : len(ends) + 1] = ends
-    return PackedBatch(
-        torch.from_numpy(slots), torch.from_numpy(cu_seqlens), len(plan.rows), plan.max_seqlen, plan.tokens
-    )
+        yield ShardEnd(len(protein[0]), len(dna[0]))
 
 
 class Feeder:

@@ -2,7 +2,7 @@
 
 The parent's side: `LocalWorkers` starts pinned workers on this machine, `Child` is one of them. The worker's side:
 `serve` is the program of each, `Parent` its line to the process that started it, and `work(parent, spec)` of a module
-what it does. Messages are JSON lines on standard input and output.
+what it does. They tell each other messages, one a line, on standard input and output.
 
 A worker is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which then ends the
 worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input.
@@ -14,36 +14,25 @@ import contextlib
 import importlib
 import os
 import queue
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO, Final, NoReturn, Self
+from typing import Any, Final, NoReturn, Self
 
-from virnuc_core.config import Spec
-from virnuc_core.engine.messages import (
-    EVENTS,
-    REQUESTS,
-    Alive,
-    Closed,
-    Event,
-    Failed,
-    Request,
-    WorkerSpec,
-)
-from virnuc_core.errors import VirnucError, WorkerError
+from pydantic import Field
+
+from virnuc_core.config import EngineSpec, Spec, TraceSpec
+from virnuc_core.engine.devices import environment
+from virnuc_core.errors import ConfigError, DeviceError, InputError, ShardError, VirnucError, WeightsError, WorkerError
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
 GRACE_S: Final = 6.0  # for a worker to finish what it is at
-STDERR_TAIL_BYTES: Final = 8_192
 # a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
 PROGRAM: Final = """
 import sys
@@ -53,6 +42,66 @@ from virnuc_core.engine.process import serve
 serve(sys.argv[1])
 """
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
+OWN_ERRORS: Final = {e.__name__: e for e in (InputError, ConfigError, WeightsError, DeviceError, ShardError)}
+SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
+
+
+class Message(Spec):
+    """What parent and worker tell each other: a line with the name of its class and its fields as JSON."""
+
+    def line(self) -> str:
+        """As it is sent."""
+        return f"{type(self).__name__} {self.model_dump_json()}\n"
+
+    @staticmethod
+    def of(line: str) -> Message:
+        """The message of a line, whose class has been imported by now."""
+        name, body = line.split(" ", 1)
+        kinds = {kind.__name__: kind for kind in Message.__subclasses__()}
+        return kinds[name].model_validate_json(body)
+
+
+class WorkerSpec(Message):
+    """The first message to a worker: all it needs to load, while the reads may still be staged."""
+
+    models: str
+    device: Device
+    engine: EngineSpec
+    divisor: int = 1  # of the token budgets, after the device was found too small for them
+    trace: TraceSpec | None = None
+
+
+class Alive(Message):
+    """A worker's heartbeat."""
+
+    progress_s: float  # `time.monotonic()` of the last progress
+
+
+class Ready(Message):
+    """A worker takes tasks."""
+
+    record: dict[str, Any] = Field(default_factory=dict)  # what it says of itself in summary.json
+
+
+class Failed(Message):
+    """A worker's last message: what it ends of."""
+
+    kind: str  # name of the exception's class
+    message: str
+    traceback: str
+
+    def own_error(self) -> VirnucError | None:
+        """The error as one of ours, where it is one or the system's: what another try cannot mend."""
+        if self.kind in OWN_ERRORS:
+            return OWN_ERRORS[self.kind](self.message)
+        return VirnucError(self.message) if self.kind in SYSTEM_ERRORS else None
+
+
+class Closed(Message):
+    """A worker's output has ended. Said for it, after its last message."""
+
+
+# --- the parent's side ------------------------------------------------------------------------------------------------
 
 _children: set[Child] = set()
 _children_lock = threading.Lock()
@@ -60,33 +109,42 @@ _token = threading.Event()  # set when all children are ended; then another take
 
 
 class Child:
-    """A running worker process: `send` a message to it; its messages arrive in the inbox as `(child, event)`.
+    """A running worker process: `send` a message to it; its messages arrive in the inbox as `(child, message)`.
 
-    Heartbeats only move `progress_s`. The last event is `Closed`, once its standard output has ended.
+    Heartbeats only move `progress_s`. The last message is `Closed`, once its standard output has ended.
     """
 
-    def __init__(
-        self, process: subprocess.Popen[str], spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Event]], log: Path
-    ) -> None:
-        self.process, self.spec, self.device, self.log = process, spec, spec.device.id, log
-        self.unread: BinaryIO | None = None  # where it wrote before it wrote to `log`
+    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message]]) -> None:
+        self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
+        self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
+        self.last_words = "nothing"  # its last line on standard error
+        self.failed: Failed | None = None  # what it said of its failure
         self.progress_s = time.monotonic()  # when it last did something, or was last told to
-        self._inbox, self._ending = inbox, threading.Lock()
-        self._reader = threading.Thread(target=self._read, name=f"read {self.device}", daemon=True)
-        self._reader.start()
+        self._unlogged, self._log_lock = list[str](), threading.Lock()
+        self.process = subprocess.Popen(
+            # -P: no module of the folder people stand in
+            [sys.executable, "-P", "-c", PROGRAM, module, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **environment(spec.device)},
+        )
+        self.pid = self.process.pid
+        self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
+        for reader in self._readers:
+            reader.start()
 
-    @property
-    def pid(self) -> int:
-        return self.process.pid
-
-    def send(self, message: Spec) -> bool:
+    def send(self, message: Message) -> bool:
         """Write one message; False when the child is no longer reading."""
         assert self.process.stdin is not None
         self.progress_s = time.monotonic()
         try:
-            self.process.stdin.write(message.model_dump_json() + "\n")
+            self.process.stdin.write(message.line())
             self.process.stdin.flush()
-        except (BrokenPipeError, ValueError, OSError):
+        except (ValueError, OSError):
             return False
         return True
 
@@ -96,33 +154,49 @@ class Child:
             with contextlib.suppress(ValueError, OSError), self.process.stdout:
                 for line in self.process.stdout:
                     if line.endswith("\n"):  # else it was cut off by a kill
-                        self._heard(EVENTS.validate_json(line))
+                        self._heard(Message.of(line))
         finally:
             self._inbox.put((self, Closed()))
 
-    def _heard(self, event: Event) -> None:
-        if isinstance(event, Alive):
-            self.progress_s = max(self.progress_s, event.progress_s)
+    def _heard(self, message: Message) -> None:
+        if isinstance(message, Alive):
+            self.progress_s = max(self.progress_s, message.progress_s)
             return
+        if isinstance(message, Failed):
+            self.failed = message
         self.progress_s = time.monotonic()
-        self._inbox.put((self, event))
+        self._inbox.put((self, message))
+
+    def _read_errors(self) -> None:
+        assert self.process.stderr is not None
+        with contextlib.suppress(ValueError, OSError), self.process.stderr:
+            for line in self.process.stderr:
+                self.last_words = line.strip() or self.last_words
+                self.write_log(line)
+
+    def write_log(self, *lines: str) -> None:
+        """Put lines to the end of its log; they are kept until it has one."""
+        with self._log_lock:
+            self._unlogged += lines
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                with self.log.open("a", encoding="utf-8") as file:
+                    file.writelines(self._unlogged)
+                self._unlogged.clear()
 
     def end(self, grace_s: float = GRACE_S) -> int:
         """SIGTERM, which lets a worker finish the shard at hand, then SIGKILL to the whole session; the exit status."""
         with self._ending:
             if self not in _children:
                 return self.process.wait()  # ended before: its number may be another's by now
-            for sig in (signal.SIGTERM, signal.SIGKILL):
-                if self.process.poll() is not None:
-                    break
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self.pid, sig)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(grace_s)
-            status = self.process.wait()
+            with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                os.killpg(self.pid, signal.SIGTERM)
+                self.process.wait(grace_s)
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)  # what the child itself had started
-            self._reader.join(grace_s)
+                os.killpg(self.pid, signal.SIGKILL)  # what the child itself had started, too
+            status = self.process.wait()
+            for reader in self._readers:
+                reader.join(grace_s)
             with contextlib.suppress(OSError, ValueError):
                 assert self.process.stdin is not None
                 self.process.stdin.close()
@@ -130,37 +204,15 @@ class Child:
                 _children.discard(self)
         return status
 
-    def last_words(self) -> str:
-        """The last line it wrote to standard error."""
-        lines = _tail(self.unread) if self.unread is not None else []
-        if self.log.is_file():
-            with self.log.open("rb") as handle:
-                lines += _tail(handle)
-        return lines[-1] if lines else "nothing"
-
-    def failure(self, event: Failed | Closed) -> VirnucError:
-        """What to raise for a worker that may not fail: its own error where it is one of ours."""
-        if isinstance(event, Failed):
-            problem = f"worker on {self.device}: {event.kind}: {event.message}; see {self.log}"
-            return event.own_error() or WorkerError(problem, worker_traceback=event.traceback)
+    def failure(self) -> VirnucError:
+        """What to raise for a worker that failed and may not: its own error where it is one of ours."""
+        if (failed := self.failed) is not None:
+            problem = f"worker on {self.device}: {failed.kind}: {failed.message}; see {self.log}"
+            return failed.own_error() or WorkerError(problem, worker_traceback=failed.traceback)
         status = self.end(0.5)
         return WorkerError(
-            f"worker on {self.device} ended (status {status}); last words: {self.last_words()}; see {self.log}"
+            f"worker on {self.device} ended (status {status}); last words: {self.last_words}; see {self.log}"
         )
-
-
-def environment(device: Device) -> dict[str, str]:
-    """What a worker's environment sets so that it sees its device and no other."""
-    if device.kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": device.id}
-    threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {"CUDA_VISIBLE_DEVICES": "", **threads}
-
-
-def _tail(handle: BinaryIO) -> list[str]:
-    """The last lines of a log."""
-    handle.seek(max(0, handle.seek(0, os.SEEK_END) - STDERR_TAIL_BYTES))
-    return handle.read().decode("utf-8", "replace").strip().splitlines()
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
@@ -190,8 +242,8 @@ class LocalWorkers:
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
     Those of `prewarm` are started at once, before there is a job: they import and load the weights meanwhile. Whoever
-    asks for a worker with the very same spec gets the one that waits. Until then it writes to a nameless file: the
-    run's directory may come to nothing, and is not touched.
+    asks for a worker with the very same spec gets the one that waits. Until then it writes to no file: the run's
+    directory may come to nothing, and is not touched.
 
     The thread that starts them must live as long as they do: the kernel sends the parent-death signal when the thread
     that started a process ends.
@@ -199,14 +251,10 @@ class LocalWorkers:
 
     def __init__(self, module: str, prewarm: Sequence[WorkerSpec] = ()) -> None:
         self._module, self._token = module, _token
-        self._inbox: queue.Queue[tuple[Child, Event]] = queue.Queue()
+        self._inbox: queue.Queue[tuple[Child, Message]] = queue.Queue()
         self._started: list[Child] = []
-        self._waiting: list[Child] = []
         try:
-            for spec in prewarm:
-                unread = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has gone
-                self._waiting.append(self._start(spec, unread, Path(os.devnull)))
-                self._waiting[-1].unread = unread
+            self._waiting = [self._start(spec) for spec in prewarm]
         except BaseException:
             self.close()
             raise
@@ -219,48 +267,37 @@ class LocalWorkers:
     def start(self, spec: WorkerSpec, log: Path) -> Child:
         """A worker pinned to its device and loading; what it writes to standard error goes to the file `log`.
 
-        One that waits with this very spec and lives writes there from its job on. Errors: `WorkerError` when all
-        children were ended meanwhile.
+        One that waits with this very spec, and lives, is taken. Errors: `WorkerError` when all children were ended
+        meanwhile.
         """
-        for child in self._waiting:
-            if child.spec == spec and child.process.poll() is None:
-                self._waiting.remove(child)
-                child.log = log
-                return child
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as errors:
-            return self._start(spec, errors, log)
+        waiting = (child for child in self._waiting if child.spec == spec and child.process.poll() is None)
+        if (child := next(waiting, None)) is not None:
+            self._waiting.remove(child)
+        else:
+            child = self._start(spec)
+        child.log = log
+        child.write_log()
+        return child
 
-    def _start(self, spec: WorkerSpec, errors: BinaryIO, log: Path) -> Child:
+    def _start(self, spec: WorkerSpec) -> Child:
         with _children_lock:
             if self.cancelled:
                 raise WorkerError(INTERRUPTED)
-            process = subprocess.Popen(
-                # -P: no module of the folder people stand in
-                [sys.executable, "-P", "-c", PROGRAM, self._module, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,
-                env={**os.environ, **environment(spec.device)},
-            )
-            child = Child(process, spec, self._inbox, log)
+            child = Child(self._module, spec, self._inbox)
             _children.add(child)
         self._started.append(child)
         child.send(spec)
         return child
 
-    def receive(self, timeout_s: float) -> tuple[Child, Event] | None:
-        """The next event of any worker; None when none comes in time."""
+    def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
+        """The next message of any worker; None when none comes in time."""
         try:
             return self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
 
-    def expect(self, busy: Iterable[Child], silence_s: float) -> tuple[Child, Event]:
-        """The next event of workers none of which may fail.
+    def expect(self, busy: Iterable[Child], silence_s: float) -> tuple[Child, Message]:
+        """The next message of workers none of which may fail.
 
         Errors: those of input, weights and devices as the worker raised them; `WorkerError` for one that failed
         otherwise, died, or is `busy` and has not moved for `silence_s`, and after `end_all_children`.
@@ -270,29 +307,21 @@ class LocalWorkers:
                 if time.monotonic() - child.progress_s > silence_s:
                     raise WorkerError(f"worker on {child.device} has not moved for {silence_s:.0f} s; see {child.log}")
             if (received := self.receive(1.0)) is not None:
-                child, event = received
-                if isinstance(event, Closed) and self.cancelled:
+                child, heard = received
+                if isinstance(heard, Closed) and self.cancelled:
                     raise WorkerError(INTERRUPTED)
-                if isinstance(event, Failed | Closed):
-                    raise child.failure(event)
+                if isinstance(heard, Failed | Closed):
+                    raise child.failure()
                 return received
 
     def close(self) -> None:
-        """End every worker. What those that waited wrote before their job is put to the end of their logs."""
+        """End every worker."""
         end_children(self._started)
-        for child in self._started:
-            if child.unread is not None:
-                if child.log.is_file():
-                    child.unread.seek(0)
-                    with child.log.open("ab") as log:
-                        shutil.copyfileobj(child.unread, log)
-                child.unread.close()
-                child.unread = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -307,7 +336,8 @@ def serve(module: str) -> NoReturn:
     parent = Parent()
     if not (first := sys.stdin.readline()):
         os._exit(0)
-    spec = WorkerSpec.model_validate_json(first)
+    spec = Message.of(first)
+    assert isinstance(spec, WorkerSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     if spec.device.core is not None:
         os.sched_setaffinity(0, {spec.device.core})  # this process, and every thread it starts
@@ -329,17 +359,17 @@ class Parent:
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
         os.dup2(2, 1)  # a library's print must not garble the messages
         self._lock = threading.Lock()
-        self._requests: queue.Queue[Request] = queue.Queue()
+        self._lines: queue.Queue[str] = queue.Queue()
         self.progress: Callable[[], float] = time.monotonic  # when the worker last did something
 
     def listen(self, heartbeat_s: float) -> None:
         """Read messages and send heartbeats, each in a thread; a closed input ends the process at once."""
-        threading.Thread(target=self._listen, name="parent's messages", daemon=True).start()
-        threading.Thread(target=self._beat, args=(heartbeat_s,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._beat, args=(heartbeat_s,), daemon=True).start()
 
     def _listen(self) -> None:
         for line in sys.stdin:
-            self._requests.put(REQUESTS.validate_json(line))
+            self._lines.put(line)
         os._exit(0)
 
     def _beat(self, every_s: float) -> None:
@@ -347,20 +377,20 @@ class Parent:
             time.sleep(every_s)
             self.send(Alive(progress_s=self.progress()))
 
-    def receive(self, timeout_s: float | None = None) -> Request | None:
+    def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message; None when none comes in time."""
         try:
-            return self._requests.get(timeout=timeout_s)
+            return Message.of(self._lines.get(timeout=timeout_s))
         except queue.Empty:
             return None
 
-    def send(self, message: Spec) -> None:
+    def send(self, message: Message) -> None:
         """Tell the parent; a parent that is gone ends this process."""
         try:
             with self._lock:
-                self._out.write(message.model_dump_json() + "\n")
+                self._out.write(message.line())
                 self._out.flush()
-        except (BrokenPipeError, OSError):
+        except OSError:
             os._exit(1)
 
     def give_up(self, error: Exception) -> NoReturn:

@@ -19,8 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import RESULT_FIELDS, EngineSpec, Spec
+from virnuc_core.engine.process import Message
 from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.telemetry.tables import ShardDone
 
 SCHEMA_VERSION: Final = 1
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
@@ -54,6 +56,35 @@ class ShardPlan(Spec):
     def range(self, shard: int) -> tuple[int, int]:
         """First unique and one past the last."""
         return self.bounds[shard], self.bounds[shard + 1]
+
+
+class JobSpec(Message):
+    """What a worker is told of the shards to come."""
+
+    run: str
+    store: str
+    reads: str  # fingerprint of the store the plan was made for
+
+
+class ShardTask(Message):
+    """A shard for a worker to compute, or, looking for a row that ends workers, a part of one."""
+
+    shard: int
+    lo: int  # first unique, and one past the last
+    hi: int
+    divisor: int = 1  # of the token budgets
+    skip: tuple[int, ...] = ()  # uniques left out
+    probe: bool = False  # compute and say so, commit nothing
+
+
+class Stop(Message):
+    """No more shards will come."""
+
+
+class Computed(Message):
+    """A worker's word that a shard is on disk; of a probe, that it was computed and the worker lives."""
+
+    done: ShardDone | None  # None for a probe
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,33 +151,23 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
     with whole_file(path) as aside:
-        _write_shard(aside, plan, shard, result)
-        _seal(aside)
+        with h5py.File(aside, "w", libver="latest", userblock_size=SEAL_BYTES) as shard_file:
+            for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
+                dataset = shard_file.create_dataset(name, data=array)
+                dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
+            shard_file.attrs["schema_version"] = SCHEMA_VERSION
+            shard_file.attrs["shard"] = shard
+            shard_file.attrs["range"] = [lo, hi]
+            shard_file.attrs["fingerprint"] = plan.fingerprint
+        with aside.open("rb+") as file:
+            seal = _seal(file)
+            file.seek(0)
+            file.write(seal)
     return path
 
 
-def _write_shard(aside: Path, plan: ShardPlan, shard: int, result: ShardResult) -> None:
-    lo, hi = plan.range(shard)
-    with h5py.File(aside, "w", libver="latest", userblock_size=SEAL_BYTES) as file:
-        for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
-            dataset = file.create_dataset(name, data=array)
-            dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
-        file.attrs["schema_version"] = SCHEMA_VERSION
-        file.attrs["shard"] = shard
-        file.attrs["range"] = [lo, hi]
-        file.attrs["fingerprint"] = plan.fingerprint
-
-
-def _seal(path: Path) -> None:
-    """Write the digest of everything behind the user block into it: any changed bit of the file is seen."""
-    with path.open("rb+") as file:
-        seal = _file_digest(file)
-        file.seek(0)
-        file.write(seal)
-
-
-def _file_digest(file: BinaryIO) -> bytes:
-    """The user block a sealed file has, from the bytes behind it."""
+def _seal(file: BinaryIO) -> bytes:
+    """The user block of a shard's file: a digest of everything behind it, so that any changed bit is seen."""
     digest = hashlib.blake2b(digest_size=32)
     file.seek(SEAL_BYTES)
     while piece := file.read(READ_BYTES):
@@ -159,7 +180,7 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     path = shard_path(run, shard)
     try:
         with path.open("rb") as file:
-            if file.read(SEAL_BYTES) != _file_digest(file):
+            if file.read(SEAL_BYTES) != _seal(file):
                 raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error

@@ -1,7 +1,7 @@
 """The engine's worker process: one device, pinned; shard tasks in, committed shards out.
 
 Messages in: a WorkerSpec, a JobSpec (which may come much later: the weights are loaded meanwhile), any number of
-ShardTasks, then Stop. Out: Ready, Computed, Failed.
+ShardTasks, then Stop. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
 """
 
 from __future__ import annotations
@@ -13,26 +13,174 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import load_all, open_head
-from virnuc_core.engine.loader import Feeder, Loader, Take, open_store
-from virnuc_core.engine.messages import Computed, JobSpec, Ready, ShardTask, WorkerSpec
-from virnuc_core.engine.process import Parent
-from virnuc_core.engine.runner import Pending, Runner, milliseconds, not_finite
-from virnuc_core.engine.shards import commit, read_plan
+from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.models import Head
+from virnuc_core.engine.loader import Batch, Feeder, Loader, ShardEnd, Take, open_store, packed
+from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
+from virnuc_core.engine.shards import Computed, JobSpec, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.tables import ShardDone
+from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 5.0
 SAMPLED_ROWS = 10_000  # of the store, to warm up with rows of its usual length
-BEGIN_SOON_S = 0.2  # a job that is there already comes within this; its first batches are then packed first
 POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
+
+Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
+Span = tuple[Mark, Mark]
+M = TypeVar("M", bound=Message)
+
+
+# --- the launch loop --------------------------------------------------------------------------------------------------
+
+
+def milliseconds(span: Span) -> float:
+    """Device time of a launch; valid once the device has passed its end."""
+    match span:
+        case torch.cuda.Event() as start, torch.cuda.Event() as end:
+            return float(start.elapsed_time(end))
+        case float(start), float(end):
+            return (end - start) * 1e3
+    raise TypeError(span)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """One batch on its way through the device."""
+
+    batch: Batch
+    wait_ms: float
+    launched_s: float
+    span: Span
+
+
+@dataclass(slots=True)
+class Pending:
+    """A shard whose batches have been launched; its results arrive on a side stream."""
+
+    task: ShardTask
+    started_s: float
+    embeddings: Tensor  # float32 [rows, dna + protein], on the device, then on the host
+    tokens: ShardEnd | None = None
+    launched: list[Launched] = field(default_factory=list)
+    head: Span = (0.0, 0.0)
+    scores: Tensor | None = None  # host, float32 [rows, 2]
+    arrived: torch.cuda.Event | None = None
+
+    def wait(self) -> ShardResult:
+        """Block until the results are on the host."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        assert self.scores is not None
+        return ShardResult(self.embeddings.numpy(), self.scores.numpy())
+
+
+class Runner:
+    """Both encoders and the head on one device."""
+
+    def __init__(self, esm2: Encoder, dnabert_s: Encoder, head: Head, device: torch.device) -> None:
+        self.esm2, self.dnabert_s, self.head, self.device = esm2, dnabert_s, head, device
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.progress_s = time.monotonic()
+
+    def warm_up(self, budgets: dict[str, int], length: int) -> None:
+        """Launch one full batch of rows of `length` tokens on each encoder: compiles, and proves that the budget fits.
+
+        Errors: `torch.OutOfMemoryError` when it does not.
+        """
+        for encoder, budget in ((self.dnabert_s, budgets["dnabert_s"]), (self.esm2, budgets["esm2"])):
+            rows = max(1, budget // length)
+            tokens = np.random.default_rng().integers(5, 9, rows * length)
+            _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, encoder.pad_id))
+            with torch.inference_mode():
+                encoder.embed(batch.to(self.device))
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.progress_s = time.monotonic()
+
+    def run(self, take: Take, hand_over: Callable[[Pending], None]) -> None:
+        """Launch everything that `take` gives; each finished shard goes to `hand_over`, which may block.
+
+        Errors: what `take` or a launch raised.
+        """
+        pending: Pending | None = None
+        while True:
+            item, wait_ms = take()
+            self.progress_s = time.monotonic()
+            if item is None:
+                return
+            if isinstance(item, ShardTask):
+                size = item.hi - item.lo, self.dnabert_s.width + self.esm2.width
+                pending = Pending(item, time.monotonic(), torch.zeros(size, dtype=torch.float32, device=self.device))
+                continue
+            assert pending is not None
+            if isinstance(item, Batch):
+                self._launch(pending, item, wait_ms)
+            else:
+                pending.tokens = item
+                self._finish(pending)
+                hand_over(pending)
+                pending = None
+
+    def _mark(self) -> Mark:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _launch(self, pending: Pending, batch: Batch, wait_ms: float) -> None:
+        launched_s = time.monotonic()
+        start = self._mark()
+        dna = batch.encoder == "dnabert_s"
+        encoder, first = (self.dnabert_s, 0) if dna else (self.esm2, self.dnabert_s.width)
+        with torch.inference_mode(), torch.profiler.record_function(batch.encoder):
+            pooled = encoder.embed(batch.packed.to(self.device))  # [row_capacity, width]
+            rows = batch.rows.to(self.device, non_blocking=True)
+            pending.embeddings[:, first : first + encoder.width].index_copy_(0, rows, pooled[: batch.packed.rows])
+        pending.launched.append(Launched(batch, wait_ms, launched_s, (start, self._mark())))
+
+    def _finish(self, pending: Pending) -> None:
+        """Score the shard, and send its results to the host."""
+        start, features = self._mark(), pending.embeddings
+        with torch.inference_mode(), torch.profiler.record_function("head"):
+            if pending.task.skip:
+                left_out = torch.tensor(pending.task.skip, device=self.device) - pending.task.lo
+                features[left_out] = torch.nan
+            scores = self.head.scores(features)  # [rows, 2]
+        pending.head = start, self._mark()
+        if self._side is None:
+            pending.scores = scores
+            return
+        done = torch.cuda.Event()
+        done.record()
+        self._side.wait_event(done)
+        with torch.cuda.stream(self._side):
+            pending.embeddings = _to_host(features)
+            pending.scores = _to_host(scores)
+            pending.arrived = torch.cuda.Event()
+            pending.arrived.record()
+        for tensor in (features, scores):
+            tensor.record_stream(self._side)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
+
+
+# --- the process ------------------------------------------------------------------------------------------------------
 
 
 class Worker:
@@ -45,8 +193,7 @@ class Worker:
         recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext,
     ) -> None:
         self.parent, self.spec, self._recording = parent, spec, recording
-        self._idle_s = time.monotonic()
-        self.waited_s = 0.0  # loaded, and without a job
+        self._heard_s = time.monotonic()
         self.runner: Runner | None = None
         self.stopping = threading.Event()
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=COMMITS_AHEAD)
@@ -58,47 +205,52 @@ class Worker:
         self.stopping.set()
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
 
+    def _progress_s(self) -> float:
+        """When the worker last did something; loading, and waiting for tasks, is doing something."""
+        return time.monotonic() if self.runner is None else max(self._heard_s, self.runner.progress_s)
+
+    def _receive(self, kind: type[M], *, once: bool = False) -> M | None:
+        """The next message, if it is of this kind and, for `once`, there already; None also when told to stop."""
+        while not self.stopping.is_set():
+            message = self.parent.receive(POLL_S)
+            self._heard_s = time.monotonic()
+            if isinstance(message, kind):
+                return message
+            if message is not None:
+                self.stopping.set()
+            if once:
+                break
+        return None
+
     def run(self) -> None:
         """Load, then compute shards until told to stop.
 
         With a job at hand the first batches are packed while the weights are read; without one they are read first.
         """
-        job = self._job(BEGIN_SOON_S)
-        runner = None
+        job, runner, waited_s = self._receive(JobSpec, once=True), None, 0.0
         if job is None and not self.stopping.is_set():
             runner = self._load()
-            self._warm_up(runner, self._usual_length())
+            # until the reads are known: rows of full chunks
+            self._warm_up(runner, open_head(Path(self.spec.models))[0].model_length // 3 + 2)
             loaded_s = time.monotonic()
-            job = self._job(None)
-            self.waited_s = time.monotonic() - loaded_s
+            job = self._receive(JobSpec)
+            waited_s = time.monotonic() - loaded_s
         if job is not None:
-            self._work(job, runner)
+            self._work(job, runner, waited_s)
 
-    def _job(self, timeout_s: float | None) -> JobSpec | None:
-        """The job, if it comes within `timeout_s` (None: whenever it comes); None also when told to stop."""
-        while not self.stopping.is_set():
-            message = self.parent.receive(timeout_s or POLL_S)
-            if isinstance(message, JobSpec):
-                return message
-            if message is not None:
-                self.stopping.set()
-            if timeout_s is not None:
-                break
-        return None
-
-    def _work(self, job: JobSpec, runner: Runner | None) -> None:
+    def _work(self, job: JobSpec, runner: Runner | None, waited_s: float) -> None:
         spec, engine = self.spec, self.spec.engine
-        write_errors_to(Path(job.logs) / f"worker-{spec.device.id}.log")
         self.run_dir = RunDir(Path(job.run))
         self.plan = read_plan(self.run_dir)
         self.store = open_store(Path(job.store), job.reads)
         pin = engine.pin_memory and spec.device.kind == "cuda"
         loader = Loader(Path(job.store), job.reads, Path(spec.models), engine, pin=pin)
-        feeder = Feeder(loader, self._next_task, engine.prefetch_factor * max(1, engine.num_workers))
+        depth = engine.prefetch_factor * max(1, engine.num_workers)
+        feeder = Feeder(loader, lambda: self._receive(ShardTask), depth)
         self.runner = runner or self._load()
-        self._warm_up(self.runner, self._typical_length())
-        self.said["ready_s"] = time.monotonic() - self.parent.started_s - self.waited_s
-        self.parent.send(Ready(record={**self.said, "waited_s": self.waited_s}))
+        self._warm_up(self.runner, int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2)
+        ready_s = time.monotonic() - self.parent.started_s - waited_s
+        self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
         with self._recording(feeder.take) as take:
@@ -112,7 +264,6 @@ class Worker:
         if device.type == "cpu":
             torch.set_num_threads(1)
         esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine)
-        runner = Runner(esm2, dnabert_s, head, device)
         self.said = {
             "device": self.spec.device.id,
             "pid": os.getpid(),
@@ -121,35 +272,13 @@ class Worker:
             "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
             "precision": {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
         }
-        return runner
+        return Runner(esm2, dnabert_s, head, device)
 
     def _warm_up(self, runner: Runner, length: int) -> None:
         """On a GPU: kernels compiled for rows of `length` tokens, and proof that the budgets fit."""
         if self.spec.device.kind == "cuda":
             budgets = {"dnabert_s": self.spec.engine.dna_token_budget, "esm2": self.spec.engine.token_budget}
             runner.warm_up({name: n // self.spec.divisor for name, n in budgets.items()}, length)
-
-    def _usual_length(self) -> int:
-        """Tokens of a full chunk's row, for as long as the reads are not known."""
-        return open_head(Path(self.spec.models))[0].model_length // 3 + 2
-
-    def _typical_length(self) -> int:
-        """Tokens of the store's middle row."""
-        return int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2
-
-    def _progress_s(self) -> float:
-        """When the worker last did something; loading, and waiting for tasks, is doing something."""
-        return time.monotonic() if self.runner is None else max(self._idle_s, self.runner.progress_s)
-
-    def _next_task(self) -> ShardTask | None:
-        while not self.stopping.is_set():
-            message = self.parent.receive(POLL_S)
-            if isinstance(message, ShardTask):
-                return message
-            if message is not None:
-                return None
-            self._idle_s = time.monotonic()
-        return None
 
     def _write(self) -> None:
         try:
@@ -159,12 +288,14 @@ class Worker:
             self.parent.give_up(error)
 
     def _commit(self, pending: Pending) -> None:
-        result, task = pending.wait(), pending.task
+        """Put a shard on disk and say so; of a probe, only that it was computed. Errors: `ShardError`, `OSError`."""
+        result, task, device = pending.wait(), pending.task, self.spec.device.id
         finished_s = time.monotonic()
         if task.probe:
             self.parent.send(Computed(done=None))
             return
-        if bad := not_finite(result, task):
+        fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
+        if bad := sorted(set((np.flatnonzero(~fine) + task.lo).tolist()) - set(task.skip)):
             rows = self.store.unique_row[bad[:5]].tolist()
             names = ", ".join(self.store.row_ids(row, row + 1)[0] for row in rows)
             raise ShardError(
@@ -174,18 +305,14 @@ class Worker:
         if self.spec.engine.commit:
             commit(self.run_dir, self.plan, task.shard, result)
         commit_s = time.monotonic() - finished_s
-        self.parent.send(Computed(done=self._done(pending, finished_s, commit_s)))
-
-    def _done(self, pending: Pending, finished_s: float, commit_s: float) -> ShardDone:
-        """What the parent is told of a shard on disk."""
-        batches, task = pending.batches(self.spec.device.id), pending.task
-        assert pending.head is not None
-        return ShardDone(
-            device=self.spec.device.id,
+        batches = tuple(_record(one, task.shard, device) for one in pending.launched)
+        assert pending.tokens is not None
+        done = ShardDone(
+            device=device,
             shard=task.shard,
-            rows=pending.rows,
-            protein_tokens=pending.protein_tokens,
-            dna_tokens=pending.dna_tokens,
+            rows=task.hi - task.lo,
+            protein_tokens=pending.tokens.protein_tokens,
+            dna_tokens=pending.tokens.dna_tokens,
             started_s=pending.started_s,
             finished_s=finished_s,
             dnabert_s=sum(b.device_ms or 0.0 for b in batches if b.encoder == "dnabert_s") / 1e3,
@@ -197,14 +324,24 @@ class Worker:
             budget_divisor=task.divisor,
             skipped=len(task.skip),
         )
+        self.parent.send(Computed(done=done))
 
 
-def write_errors_to(log: Path) -> None:
-    """From now on standard error, this process's and its children's, goes to the end of `log`."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    os.dup2(handle, 2)
-    os.close(handle)
+def _record(one: Launched, shard: int, device: str) -> BatchRecord:
+    """What the launch loop saw of a batch."""
+    return BatchRecord(
+        device=device,
+        encoder=one.batch.encoder,
+        shard=shard,
+        index=one.batch.index,
+        rows=one.batch.packed.rows,
+        tokens=one.batch.packed.real_tokens,
+        slots=one.batch.packed.slots,
+        wait_ms=one.wait_ms,
+        arrived_s=one.batch.arrived_s,
+        launched_s=one.launched_s,
+        device_ms=milliseconds(one.span),
+    )
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

@@ -23,10 +23,9 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Job, Watch, measure_embedding, worker_specs
-from virnuc_core.engine.messages import Measured, WorkerSpec
-from virnuc_core.engine.process import LocalWorkers, Parent
-from virnuc_core.engine.runner import Runner
+from virnuc_core.engine.embedding import Embedding, Job, Watch, worker_specs
+from virnuc_core.engine.process import LocalWorkers, Message, Parent, WorkerSpec
+from virnuc_core.engine.worker import Runner
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.pipeline import model_flops, prepare
 from virnuc_core.profiles import Profile
@@ -72,6 +71,12 @@ class Bench:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
+class Measured(Message):
+    """A worker's word of what the linear layers of each encoder sustain."""
+
+    tokens_per_s: dict[str, float]
+
+
 class Measurement(RunFile):
     """What one embedding run came to. Rates count both encoders' real tokens."""
 
@@ -94,8 +99,11 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
 
     Nothing launched is a rate of 0. Errors: those of the pool.
     """
-    timed = measure_embedding(replace(job, todo=job.todo[:shards]), Watch(sample_s=sample_s))
-    found = read_telemetry(timed.telemetry.with_suffix(".h5"))
+    job, started_s = replace(job, todo=job.todo[:shards]), time.monotonic()
+    embedding = Embedding(job, Watch(sample_s=sample_s), started_s)
+    pool = embedding.run()
+    wall_s = time.monotonic() - started_s
+    found = read_telemetry(embedding.write((), wall_s).with_suffix(".h5"))
     whole, window = batch_metrics(found.batches), embedding_span(found.batches)
     stats = [device_usage(found.samples, device.id, window) for device in job.devices]
     committed = committed_tokens_per_s(found.batches, found.shards) or 0.0
@@ -104,14 +112,14 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
         committed_tokens_per_s=committed,
         window_s=whole.span_s,
         committed_s=whole.tokens / committed if committed else 0.0,
-        wall_s=timed.wall_s,
+        wall_s=wall_s,
         packing=whole.packing_efficiency,
         starved=None if whole.queue is None else whole.queue.starved,
         utilisation=min((s.gpu_util_avg for s in stats if s.gpu_util_avg is not None), default=None),
         peak_bytes=max((s.mem_used_peak for s in stats if s.mem_used_peak is not None), default=None),
-        shards=timed.pool.computed,
-        restarts=timed.pool.restarts,
-        reduced=timed.pool.reduced,
+        shards=len(job.todo),
+        restarts=len(pool.deaths),
+        reduced=tuple(pool.reduced.items()),
     )
 
 

@@ -17,10 +17,10 @@ from typing import Any, Final, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from virnuc_core.config import EngineSpec
+from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.engine.loader import Batch, Item, ShardEnd, Take
-from virnuc_core.engine.messages import ShardTask, TraceSpec, WorkerSpec
-from virnuc_core.engine.process import Parent
+from virnuc_core.engine.process import Parent, WorkerSpec
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import Bench, measure
@@ -98,7 +98,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
     folder.mkdir(parents=True)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     if len(job.plan) < (spec.skip + spec.shards) * len(job.devices):
-        spec = replace(spec, skip=0)  # so few reads that there is nothing to warm up with
+        spec = spec.model_copy(update={"skip": 0})  # so few reads that there is nothing to warm up with
     job = replace(job, trace=spec, worker=__name__)
     measure(job, shards=(spec.skip + spec.shards) * len(job.devices))
     shutil.rmtree(scratch.root)

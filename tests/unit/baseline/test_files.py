@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.baseline.files import (
+    FileDone,
     Folder,
     assign,
     choose_reads,
@@ -24,7 +25,6 @@ from virnuc_core.baseline.files import (
     write_fasta,
 )
 from virnuc_core.baseline.run import Phase, scale_phase
-from virnuc_core.engine.messages import FileDone
 from virnuc_core.errors import InputError
 
 lengths = st.lists(st.integers(1, 166), max_size=200)

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from virnuc_core.config import Devices
-from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.process import environment
+from virnuc_core.engine.devices import environment, resolve
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.engine.messages import ShardTask
 from virnuc_core.engine.pool import Search
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ShardError
 
 
@@ -21,9 +21,9 @@ def settle(search: Search, dies_at: set[int], *, outside_kills: random.Random | 
         killed = bool(touched & dies_at) or (outside_kills is not None and outside_kills.random() < 0.05)
         if killed:
             deaths += 1
-            task = search.ended(task) if task.probe else search.begin("boom")
+            task = search.answer(survived=False) if task.probe else search.begin("boom")
         elif task.probe:
-            task = search.survived(task)
+            task = search.answer(survived=True)
         else:
             return task, deaths
     raise AssertionError("the search does not end")
@@ -53,7 +53,7 @@ def test_a_fault_that_no_single_row_shows_is_given_up_by_name() -> None:
         for _ in range(10):
             task = search.begin("boom")
             while task.probe:
-                task = search.survived(task)
+                task = search.answer(survived=True)
 
     with pytest.raises(ShardError, match=r"shard 00007: ends workers, and no single row .* boom"):
         try_it_ten_times()

@@ -14,9 +14,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from virnuc_core.baseline.files import FileTask, RowsDone
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import process
-from virnuc_core.engine.messages import Event, FileTask, RowsDone, WorkerSpec
+from virnuc_core.engine.process import Message, WorkerSpec
 from virnuc_core.errors import InputError, WorkerError
 from virnuc_core.runfiles import Device
 
@@ -25,7 +26,7 @@ CORE = Device(id=f"cpu-core-{FIRST}", kind="cpu", name="a core", core=FIRST)
 # answers a file's number with as many rows, and starts a process that only a kill of its group can end
 WORKER = """
 import signal, subprocess, sys
-from virnuc_core.engine.messages import RowsDone
+from virnuc_core.baseline.files import RowsDone
 from virnuc_core.errors import InputError
 
 def work(parent, spec):
@@ -43,9 +44,9 @@ def work(parent, spec):
 PARENT = """
 import sys, time
 from pathlib import Path
+import virnuc_core.baseline.files
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.messages import WorkerSpec
-from virnuc_core.engine.process import LocalWorkers
+from virnuc_core.engine.process import LocalWorkers, WorkerSpec
 from virnuc_core.runfiles import Device
 spec = WorkerSpec(models="stubborn", device=Device.model_validate_json('{device}'), engine=EngineSpec())
 workers = LocalWorkers("echo_worker")
@@ -73,7 +74,7 @@ def start(workers: process.LocalWorkers, tmp_path: Path, models: str = "") -> tu
     return child, said.rows
 
 
-def heard(workers: process.LocalWorkers) -> Event:
+def heard(workers: process.LocalWorkers) -> Message:
     received = workers.receive(120)
     assert received is not None
     return received[1]
@@ -92,8 +93,10 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.Lo
     child, _ = start(workers, tmp_path)
     child.send(FileTask(op="merge", algorithm="v1", folder="", file=7))
     assert heard(workers) == RowsDone(rows=7)
-    assert child.last_words() == "noise from a library"
     assert psutil.Process(child.pid).cpu_affinity() == [CORE.core]
+    child.end(grace_s=1)
+    assert child.last_words == "noise from a library"
+    assert (tmp_path / "log" / "echo.log").read_text() == "noise from a library\n"
 
 
 def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers, tmp_path: Path) -> None:

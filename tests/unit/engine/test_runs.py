@@ -102,8 +102,8 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
         for unique in np.random.default_rng(0).integers(0, store.n_uniques, 25).tolist():
             alone = []
             for encoder, tokenizer, sequence in pairs:
-                tokens = tokenizer.encode(sequence(unique, unique + 1))
-                ((_, batch),) = packed(tokens, 2048, tokenizer.pad_id)
+                tokens, starts = tokenizer.encode(sequence(unique, unique + 1))
+                ((_, batch),) = packed((tokens.numpy(), starts.numpy()), 2048, tokenizer.pad_id)
                 with torch.inference_mode():
                     alone.append(encoder.embed(batch)[0])
             assert torch.allclose(torch.cat(alone), torch.from_numpy(file["embeddings"][unique]), atol=2e-5)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from virnuc_core.config import EngineSpec
-from virnuc_core.engine.messages import TraceSpec
+from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.trace import TABLE, TraceTable, trace
 from virnuc_core.runfiles import read
