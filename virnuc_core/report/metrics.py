@@ -129,14 +129,29 @@ def telemetry_metrics(
     batches, samples, names = measured.batches, measured.samples, {device.id: device.name for device in devices}
     cut = statistics.windows(batches, profile.window_s, measured.origin_s)
     busy = statistics.device_busy(measured.shards)
-    used = tuple(device_metrics(measured, device) for device in names)
+    used = []
+    for device in names:  # while it embedded, and while each encoder ran on it
+        own = batches[batches.device == device]
+        whole, esm2, dnabert_s = (
+            statistics.device_usage(samples, device, statistics.embedding_span(table) or NEVER)
+            for table in (own, own[own.encoder == "esm2"], own[own.encoder == "dnabert_s"])
+        )
+        used.append(
+            DeviceMetrics(
+                **dict(whole),
+                esm2_percent=esm2.gpu_util_avg,
+                esm2_samples=esm2.sample_count,
+                dnabert_s_percent=dnabert_s.gpu_util_avg,
+                dnabert_s_samples=dnabert_s.sample_count,
+            )
+        )
     energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
     parts = [(encoder, batches[batches.encoder == encoder]) for encoder in ENCODERS]
     return TelemetryMetrics(
         **dict(statistics.batch_metrics(batches)),
         file=file,
         encoders=tuple(encoder_metrics(e, own, names, flops, precision or "") for e, own in parts if len(own)),
-        devices=used,
+        devices=tuple(used),
         busy=busy,
         device_time_spread=statistics.device_time_spread(busy),
         host=statistics.host_usage(measured.host),
@@ -144,22 +159,6 @@ def telemetry_metrics(
         windows=len(cut),
         windows_without_batch=sum(window.batches == 0 for window in cut),
         alarms=tuple(alarm.detail for alarm in statistics.alarms(samples, statistics.embedding_span(batches))),
-    )
-
-
-def device_metrics(measured: Telemetry, device: str) -> DeviceMetrics:
-    """One device's samples, cut to the time it embedded, and to the time each encoder ran on it."""
-    own = measured.batches[measured.batches.device == device]
-    whole, esm2, dnabert_s = (
-        statistics.device_usage(measured.samples, device, statistics.embedding_span(table) or NEVER)
-        for table in (own, own[own.encoder == "esm2"], own[own.encoder == "dnabert_s"])
-    )
-    return DeviceMetrics(
-        **dict(whole),
-        esm2_percent=esm2.gpu_util_avg,
-        esm2_samples=esm2.sample_count,
-        dnabert_s_percent=dnabert_s.gpu_util_avg,
-        dnabert_s_samples=dnabert_s.sample_count,
     )
 
 
@@ -261,9 +260,8 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
     """One device against N; `None` when a time is missing, a run was resumed, or the work was not the same."""
     if single is None or many is None or single.name == many.name or len(many.devices) < 2:
         return None
-    if single.resumed or many.resumed or not single.total_s or not many.total_s:
-        return None
-    if (single.n_reads, single.n_rows) != (many.n_reads, many.n_rows):
+    same_work = (single.n_reads, single.n_rows) == (many.n_reads, many.n_rows)
+    if not same_work or single.resumed or many.resumed or not single.total_s or not many.total_s:
         return None
     speedup = single.total_s / many.total_s
     one, other = single.stage_seconds, many.stage_seconds

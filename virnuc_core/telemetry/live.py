@@ -6,11 +6,12 @@ and utilisation stays unknown: whoever asks for it gets `None`, never zero.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any, Final, Self
 
 import pandas as pd
@@ -29,7 +30,6 @@ CALLBACK_EVERY_S: Final = 5.0
 TITLE: Final = "Embedding"
 UNIT: Final = "sequences"
 RULE: Final = "=" * 80
-NAME_WIDTH: Final = 34
 
 Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
 
@@ -59,12 +59,12 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
 
     def read(device: str, time_s: float) -> DeviceSample:
         gpu = opened[device]
-        power_mw, memory = told(gpu.power_usage()), told(gpu.memory_used())
+        power_mw = told(gpu.power_usage())
         return DeviceSample(
             time_s,
             device,
             utilisation=told(gpu.gpu_utilization()),
-            memory_used_bytes=None if memory is None else int(memory),
+            memory_used_bytes=told(gpu.memory_used()),
             power_w=None if power_mw is None else power_mw / 1000.0,
             temperature_c=told(gpu.temperature()),
         )
@@ -72,26 +72,19 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
     return read
 
 
-class HostProbe:
-    """Reads CPU, memory and disk of this process's machine."""
+def host_reader() -> Callable[[float], HostSample]:
+    """What reads CPU, memory and disk of this process's machine."""
+    here, children = psutil.Process(), list[psutil.Process]()
+    looks = itertools.count()
+    psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
 
-    def __init__(self) -> None:
-        self._process = psutil.Process()
-        self._children: list[psutil.Process] = []
-        self._reads = 0
-        psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
-
-    def read(self, time_s: float) -> HostSample:
-        """One sample, stamped `time_s`."""
-        if self._reads % CHILDREN_EVERY == 0:
-            self._children = self._process.children(recursive=True)
-        self._reads += 1
+    def read(time_s: float) -> HostSample:
+        if next(looks) % CHILDREN_EVERY == 0:
+            children[:] = here.children(recursive=True)
         rss_bytes = 0
-        for process in (self._process, *self._children):
-            try:
+        for process in (here, *children):
+            with suppress(psutil.Error):  # it has ended
                 rss_bytes += process.memory_info().rss
-            except psutil.Error:
-                continue  # it has ended
         disk = psutil.disk_io_counters()
         return HostSample(
             time_s=time_s,
@@ -100,6 +93,8 @@ class HostProbe:
             disk_read_bytes=None if disk is None else disk.read_bytes,
             disk_write_bytes=None if disk is None else disk.write_bytes,
         )
+
+    return read
 
 
 class Sampler:
@@ -119,9 +114,9 @@ class Sampler:
         """`read` reads a device: NVML, when not given."""
         self.devices = tuple(devices)
         self._interval_s = interval_s
-        self._read, self._host = read or nvml_reader(devices), host or HostProbe().read
+        self._read, self._host = read or nvml_reader(devices), host or host_reader()
         self._failed = False
-        self._latest: dict[str, DeviceSample] = {}
+        self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
         self._device_samples: list[DeviceSample] = []
         self._host_samples: list[HostSample] = []
         self._stop = threading.Event()
@@ -131,8 +126,8 @@ class Sampler:
         """Take one reading of everything now."""
         now = time.monotonic()
         if self._read is not None:
-            self._latest = {device: self._sample(self._read, device, now) for device in self.devices}
-            self._device_samples += self._latest.values()
+            self.latest = {device: self._sample(self._read, device, now) for device in self.devices}
+            self._device_samples += self.latest.values()
         self._host_samples.append(self._host(now))
 
     def _sample(self, read: Reader, device: str, time_s: float) -> DeviceSample:
@@ -168,33 +163,8 @@ class Sampler:
         """Host readings so far: the table of `HostSample`."""
         return frame(HostSample, list(self._host_samples))
 
-    def latest(self, device: str) -> DeviceSample | None:
-        """The newest reading of a device; `None` before the first."""
-        return self._latest.get(device)
-
 
 # --- progress ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceProgress:
-    """What one device, or all of them, have done so far. `None` where nothing tells."""
-
-    rows: int
-    tokens: int
-    tokens_per_s: float | None
-    gpu_util: float | None  # percent, newest samples
-    packing_efficiency: float | None  # 0 to 1
-
-    @property
-    def words(self) -> dict[str, Any]:
-        """Speed, utilisation and packing as people read them."""
-        rate, used, packing = self.tokens_per_s, self.gpu_util, self.packing_efficiency
-        return {
-            "tokens": "- tok/s" if rate is None else f"{rate:,.0f} tok/s",
-            "gpu": "n/a" if used is None else f"{used:.0f} %",
-            "pack": "n/a" if packing is None else f"{100 * packing:.1f} %",
-        }
 
 
 class RunMonitor:
@@ -211,20 +181,19 @@ class RunMonitor:
         tokens, slots = tokens + sum(b.tokens for b in done.batches), slots + sum(b.slots for b in done.batches)
         self._totals[done.device] = rows + done.rows, tokens, slots
 
-    def progress(self, *devices: str) -> DeviceProgress:
-        """What `devices` have done so far, or all of them; their utilisation is the mean."""
+    def progress(self, *devices: str) -> tuple[int, dict[str, str]]:
+        """Rows that `devices`, or all of them, have done so far; and in words their speed, the mean of their newest
+        utilisation and their packing."""
         names = devices or self.devices
         rows, tokens, slots = (sum(self._totals[name][i] for name in names) for i in range(3))
         elapsed = self._now() - self._started_s
-        newest = [sample.utilisation for name in names if (sample := self._sampler.latest(name)) is not None]
+        newest = [sample.utilisation for name in names if (sample := self._sampler.latest.get(name)) is not None]
         told = [used for used in newest if used is not None]
-        return DeviceProgress(
-            rows,
-            tokens,
-            tokens / elapsed if elapsed > 0 else None,
-            sum(told) / len(told) if told else None,
-            tokens / slots if slots else None,
-        )
+        return rows, {
+            "tokens": f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "- tok/s",
+            "gpu": f"{sum(told) / len(told):.0f} %" if told else "n/a",
+            "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
+        }
 
 
 class InferenceProgressReporter:
@@ -314,14 +283,14 @@ class InferenceProgressReporter:
 
     def _shown(self, *devices: str) -> dict[str, Any]:
         """What a bar shows of one device, or of all."""
-        progress = self._monitor.progress(*devices)
-        done = progress.rows if devices else self._done
-        count = f"{done:,}" if devices else f"{done:,}/{self._total:,} {UNIT}"
-        return {"completed": done, "count": count, **progress.words}
+        rows, words = self._monitor.progress(*devices)
+        if devices:
+            return {"completed": rows, "count": f"{rows:,}", **words}
+        return {"completed": self._done, "count": f"{self._done:,}/{self._total:,} {UNIT}", **words}
 
     def _line(self) -> str:
-        words, eta_s, elapsed = self._monitor.progress().words, self.eta_s, clock_text(self._now() - self._started_s)
-        eta = "--:--" if eta_s is None else clock_text(eta_s)
+        (_, words), eta_s = self._monitor.progress(), self.eta_s
+        elapsed, eta = clock_text(self._now() - self._started_s), "--:--" if eta_s is None else clock_text(eta_s)
         return (
             f"{TITLE}: {self._done:,} of {self._total:,} {UNIT} ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
@@ -353,6 +322,6 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
             text = f"0.0 s (fused into {stage.fused_into})"
         elif stage is not None and stage.seconds is not None:
             text = f"{stage.seconds:.1f} s" + (f" ({100 * stage.seconds / total_s:.1f} %)" if total_s > 0 else "")
-        lines.append(f"Stage {number}: {name} ".ljust(NAME_WIDTH, ".") + "  " + text)
+        lines.append(f"Stage {number}: {name} ".ljust(34, ".") + "  " + text)
     lines += [f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)", RULE]
     return "\n".join(lines)

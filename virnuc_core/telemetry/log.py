@@ -39,7 +39,6 @@ log = logging.getLogger(__name__)
 SCHEMA_VERSION: Final = 1
 JSON_BATCHES: Final = 20_000
 
-TableName = Literal["batches", "samples", "host", "shards", "stages"]
 Numbers = dict[str, float | None]
 
 
@@ -264,7 +263,9 @@ def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     return pd.DataFrame(columns)
 
 
-def open_frame(path: Path, table: TableName = "batches") -> pd.DataFrame:
+def open_frame(
+    path: Path, table: Literal["batches", "samples", "host", "shards", "stages"] = "batches"
+) -> pd.DataFrame:
     """A table of a telemetry file as a pandas DataFrame, with devices, encoders and states by name.
 
     `path` is the `.h5` file, or a run directory, whose newest telemetry is taken. Raises `InputError`.

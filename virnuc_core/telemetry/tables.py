@@ -70,7 +70,7 @@ class DeviceSample:
     time_s: float  # time.monotonic()
     device: str
     utilisation: float | None = None  # percent
-    memory_used_bytes: int | None = None
+    memory_used_bytes: float | None = None
     power_w: float | None = None
     temperature_c: float | None = None
 

@@ -57,18 +57,13 @@ def test_totals_by_device_and_together(monitor: RunMonitor, clock: Clock) -> Non
     monitor.add_shard(shard(0, [batch(0), batch(1, tokens=500)]))
     monitor.add_shard(shard(1, [batch(0, device="GPU-b")], device="GPU-b"))
     clock.now = 10.0
-    assert monitor.progress("GPU-a").tokens_per_s == pytest.approx(140)
-    assert monitor.progress("GPU-a").packing_efficiency == pytest.approx(0.7)
-    total = monitor.progress()
-    assert (total.rows, total.tokens) == (30, 2300)
-    assert total.gpu_util == 80.0
-    assert total.packing_efficiency == pytest.approx(2300 / 3000)
+    assert monitor.progress("GPU-a") == (20, {"tokens": "140 tok/s", "gpu": "90 %", "pack": "70.0 %"})
+    assert monitor.progress() == (30, {"tokens": "230 tok/s", "gpu": "80 %", "pack": "76.7 %"})
 
 
 def test_before_anything_is_done_nothing_is_known() -> None:
     monitor = RunMonitor(Sampler(("cpu-core-0",)), now=Clock())
-    assert monitor.progress().tokens_per_s is None
-    assert monitor.progress().packing_efficiency is None
+    assert monitor.progress() == (0, {"tokens": "- tok/s", "gpu": "n/a", "pack": "n/a"})
 
 
 def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonitor, clock: Clock) -> None:

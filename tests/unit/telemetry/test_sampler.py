@@ -10,7 +10,7 @@ import time
 import pytest
 
 from virnuc_core.runfiles import versions
-from virnuc_core.telemetry.live import HostProbe, Sampler, nvml_reader
+from virnuc_core.telemetry.live import Sampler, host_reader, nvml_reader
 from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")
@@ -66,8 +66,8 @@ def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         sampler.sample_once()
         sampler.sample_once()
-    assert sampler.latest("GPU-aaaa").utilisation == 80.0
-    assert sampler.latest("GPU-bbbb").utilisation is None
+    assert sampler.latest["GPU-aaaa"].utilisation == 80.0
+    assert sampler.latest["GPU-bbbb"].utilisation is None
     assert ["GPU-bbbb" in record.message for record in caplog.records] == [True], "said once, not each time"
 
 
@@ -78,7 +78,7 @@ def test_without_nvml_the_host_is_sampled_and_utilisation_is_not_there() -> None
     host = sampler.host_samples()
     assert host.rss_bytes[0] > 1_000_000
     assert 0 <= host.cpu_percent[0] <= 100
-    assert sampler.latest("cpu-core-0") is None
+    assert not sampler.latest
 
 
 def test_a_gpu_asked_for_where_there_is_no_driver_is_said_in_the_log(
@@ -148,7 +148,7 @@ def test_memory_of_children_is_counted() -> None:
     import subprocess
     import sys
 
-    alone = HostProbe().read(0.0).rss_bytes
+    alone = host_reader()(0.0).rss_bytes
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; data = bytearray(60_000_000); print(len(data), flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -157,7 +157,7 @@ def test_memory_of_children_is_counted() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        both = HostProbe().read(0.0).rss_bytes
+        both = host_reader()(0.0).rss_bytes
     finally:
         child.communicate(b"\n")
     assert alone is not None
