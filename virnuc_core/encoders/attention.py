@@ -34,9 +34,7 @@ class Rows(NamedTuple):
     rows: int  # the real ones: the first so many
     max_seqlen: int
     heads: int
-    cos_table: Tensor | None = None  # float32 [positions, head_dim / 2], with rotary positions
-    sin_table: Tensor | None = None
-    cos: Tensor | None = None  # the same at each token's position, float32 [slots, head_dim / 2]
+    cos: Tensor | None = None  # of each position, float32 [positions, head_dim / 2], with rotary positions
     sin: Tensor | None = None
     slopes: Tensor | None = None  # float32 [heads], with ALiBi
 
@@ -98,7 +96,8 @@ def reference(qkv: Tensor, rows: Rows) -> Tensor:
     q, k, v = qkv.unflatten(1, (3, rows.heads, -1)).unbind(1)
     q = q * (1 / math.sqrt(q.shape[-1]))  # scaled, then rotated, as the model was trained
     if rows.cos is not None and rows.sin is not None:
-        q, k = rotate(q, rows.cos, rows.sin).to(qkv.dtype), rotate(k, rows.cos, rows.sin).to(qkv.dtype)
+        place = positions(rows.cu_seqlens, len(qkv))
+        q, k = (rotate(x, rows.cos[place], rows.sin[place]).to(qkv.dtype) for x in (q, k))
     return (_by_runs if qkv.device.type == "cpu" else _by_padding)(q, k, v, rows).flatten(1)
 
 

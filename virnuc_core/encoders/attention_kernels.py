@@ -245,7 +245,7 @@ def fused_attention(qkv: Tensor, rows: Rows) -> Tensor:
     slots, width = qkv.shape[0], qkv.shape[1] // 3
     wide = qkv.dtype == torch.float32
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
-    given = (qkv, out, rows.cu_seqlens, rows.cos_table, rows.sin_table, rows.slopes, slots)
+    given = (qkv, out, rows.cu_seqlens, rows.cos, rows.sin, rows.slopes, slots)
     sizes = {"width": width, "head_dim": width // rows.heads, "factor": 1 / math.sqrt(width // rows.heads)}
     kind = {"rotary": rows.slopes is None, "product": "ieee" if wide else "tf32"}  # the second is for float32 only
     grid = (rows.heads, max(1, rows.rows))

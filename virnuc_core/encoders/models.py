@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes, positions, rotary_tables
+from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes, rotary_tables
 from virnuc_core.encoders.layers import Affine, Dense, Encoder, Layer, Read, Resolved, WeightReader, dense, product
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
@@ -57,13 +57,9 @@ class Esm2(Encoder):
         """Output of the last layer, after the final norm: [slots, width]."""
         if batch.max_seqlen > self._angles[0].shape[0]:
             self._angles = rotary_tables(self.inv_freq, 1 << (batch.max_seqlen - 1).bit_length())
-        cos, sin = self._angles
         x = F.embedding(batch.tokens, self.table)
-        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, cos_table=cos, sin_table=sin)
-        if self.attention == "fused":  # looks the angles up by itself
-            return self._by_kernels(x, rows)
-        place = positions(batch.cu_seqlens, batch.slots)
-        return self._by_torch(x, rows._replace(cos=cos[place], sin=sin[place]))
+        rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, *self._angles)
+        return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """The residues, as far as they are averaged; a row without any has an empty span."""

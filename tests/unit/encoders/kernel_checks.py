@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders import kernels
-from virnuc_core.encoders.attention import Rows, alibi_slopes, inv_freq, positions, reference, rotary_tables
+from virnuc_core.encoders.attention import Rows, alibi_slopes, inv_freq, reference, rotary_tables
 from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import FP8, Resolved, quantise_rows, segment_mean
@@ -63,10 +63,9 @@ def attention_case(
     qkv[live:] = torch.nan
     cu = bounds(device, lengths)
     cos, sin = rotary_tables(inv_freq(head_dim).to(device), 512)
-    place = positions(cu, live + 70)
     rows = Rows(cu, len(cu) - 1, max(lengths), heads)
     if rotary:
-        rows = rows._replace(cos_table=cos, sin_table=sin, cos=cos[place], sin=sin[place])
+        rows = rows._replace(cos=cos, sin=sin)
     else:
         rows = rows._replace(slopes=torch.tensor(alibi_slopes(heads), device=device))
     return AttentionCase(qkv, rows, reference(qkv, rows))
