@@ -33,7 +33,7 @@ def steps(devices: int) -> list[int]:
 
 def describe(judged: Report) -> str:
     """The curve in a sentence."""
-    parts = [
-        f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)})" for row in judged.scaling
-    ]
+    parts = []
+    for row in judged.scaling:
+        parts.append(f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)})")
     return "; ".join(parts) or "one device only: there is no curve"

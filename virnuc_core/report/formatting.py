@@ -27,13 +27,8 @@ class Mark:
     verdict: Verdict
     word: str = ""
 
-    @property
-    def text(self) -> str:
-        """`PASS`, `NOT RUN`, …"""
-        return (self.word or self.verdict).upper()
-
     def __str__(self) -> str:
-        return f"[{self.text}]"
+        return f"[{(self.word or self.verdict).upper()}]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +87,6 @@ def number(
 def percent(share: float | None, digits: int = 1) -> Number | None:
     """A share of one, in percent."""
     return number(share, digits, " %", 100)
-
-
-def measured(value: float | None, digits: int = 1, unit: str = "", scale: float = 1.0) -> str:
-    """A figure with its unit; `not run` where it was not measured."""
-    return number(value, digits, unit, scale) or NOT_RUN
 
 
 def near(value: float, decimals: int, target: Target | None) -> str:

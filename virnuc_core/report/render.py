@@ -29,8 +29,6 @@ from virnuc_core.telemetry.live import clock_text
 from virnuc_core.validation import ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
-KEPT_HISTORY: Final = 100  # entries of a series that a report carries
-BENCHMARK_SCHEMA: Final = 1
 GPU_STATS: Final = {"gpu_util_avg", "gpu_util_min", "gpu_util_max", "mem_used_avg", "mem_used_peak", "sample_count"}
 SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
 
@@ -55,7 +53,8 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
     """
     report = build_report(out, profile)
     if history is not None and (entry := entry_of(report)) is not None:
-        compared = RegressionFile(entry=entry, history=tuple(earlier(read_history(history), entry)[-KEPT_HISTORY:]))
+        last = tuple(earlier(read_history(history), entry)[-100:])
+        compared = RegressionFile(entry=entry, history=last)
         write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
         append_history(history, entry)
         report = build_report(out, profile)
@@ -127,7 +126,6 @@ def _templates() -> Environment:
         "number": number,
         "clock": lambda seconds: None if seconds is None else clock_text(seconds),
         "markdown": markdown_cell,
-        "quoted": lambda value: json.dumps(value).replace("<", "\\u003c").replace(">", "\\u003e"),  # no markup
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
     texts = (shown, target_text, stage_text, one_line, answered_text, fill, stage_results, all_charts, generator)
@@ -201,5 +199,5 @@ def benchmark_json(report: Report) -> str:
         "profile": report.profile.name,
         "seeds": made.seeds,
     }
-    body = {"schema_version": BENCHMARK_SCHEMA, "timestamp": made.created, "results": results, "metadata": metadata}
+    body = {"schema_version": 1, "timestamp": made.created, "results": results, "metadata": metadata}
     return json.dumps(body, indent=1, allow_nan=False) + "\n"

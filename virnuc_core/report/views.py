@@ -14,7 +14,6 @@ from virnuc_core.report.formatting import (
     Table,
     answered_text,
     cell,
-    measured,
     number,
     one_line,
     overhead_text,
@@ -196,9 +195,9 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
             "Slots": e.slots,
             "Packing": percent(e.packing_efficiency),
             "Tokens/s": number(e.tokens_per_s, 0),
-            "Ceiling (tokens/s)": measured(e.ceiling_tokens_per_s, 0),
-            "MFU of ceiling": measured(e.mfu_of_ceiling, 1, " %", 100),
-            "MFU of datasheet": measured(e.mfu_of_datasheet, 1, " %", 100),
+            "Ceiling (tokens/s)": number(e.ceiling_tokens_per_s, 0) or NOT_RUN,
+            "MFU of ceiling": percent(e.mfu_of_ceiling) or NOT_RUN,
+            "MFU of datasheet": percent(e.mfu_of_datasheet) or NOT_RUN,
         }
         for e in telemetry.encoders
     )
@@ -225,12 +224,12 @@ def economy(report: Report) -> Table:
     shares = {e.encoder: (e.mfu_of_ceiling, e.mfu_of_datasheet) for e in encoders}
     rows = []
     for name, title in ENCODER_TITLES.items():
-        ceiling, sheet = (measured(share, 1, "%", 100) for share in shares.get(name, (None, None)))
+        ceiling, sheet = (number(share, 1, "%", 100) or NOT_RUN for share in shares.get(name, (None, None)))
         both = NOT_RUN if ceiling == sheet == NOT_RUN else f"measured ceiling {ceiling}, datasheet {sheet}"
         rows.append((f"MFU of {title}", both))
     unit = "Core" if run is not None and run.devices and run.devices[0].kind == "cpu" else "GPU"
     hours, kwh, price = (
-        measured(getattr(run, f"{what}_per_million", None), digits)
+        number(getattr(run, f"{what}_per_million", None), digits) or NOT_RUN
         for what, digits in (("device_hours", 3), ("kwh", 3), ("price", 2))
     )
     unpriced = f"{NOT_RUN} (the profile gives no price)"
