@@ -10,16 +10,8 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import (
-    Tensors,
-    fingerprint,
-    load_dnabert_s,
-    load_esm2,
-    load_head,
-    open_dnabert,
-    open_esm2,
-    open_head,
-)
+from virnuc_core.config import EngineSpec
+from virnuc_core.encoders.checkpoint import Tensors, fingerprint, load_all, open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, RANDOM_ORIGIN, Shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
@@ -132,12 +124,10 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
         reason = f"the head is for {head_shape.model_length} bases, not 500"
     if reason is not None:
         return [Check("anchors", "not run", reason)]
-    esm2 = load_esm2(models, device, "fp32")
+    esm2, dnabert_s, head = load_all(models, device, EngineSpec(precision="fp32"))
     protein = _embed(esm2, Esm2Tokenizer(), [anchor.protein for anchor in ANCHORS], device)
-    del esm2
-    dnabert = load_dnabert_s(models, device, "fp32")
-    dna = _embed(dnabert, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
-    scores = load_head(models, device).scores(torch.cat((dna, protein), dim=1))
+    dna = _embed(dnabert_s, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
+    scores = head.scores(torch.cat((dna, protein), dim=1))
     return [judge(anchor, *row) for anchor, row in zip(ANCHORS, zip(dna, protein, scores, strict=True), strict=True)]
 
 
