@@ -87,7 +87,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:  # noqa: BLE001 - whatever it is, it is one line
         if debug:
             traceback.print_exc()
-        return _complain(*_problem(error))
+        if isinstance(error, VirnucError):
+            return _complain(str(error), error.exit_code)
+        if isinstance(error, OSError):
+            reason = error.strerror or str(error)
+            return _complain(f"{error.filename}: {reason}" if error.filename else reason, FAILURE)
+        return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
     return code
 
 
@@ -123,18 +128,6 @@ def _with_dashes(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_with_dashes(part) for part in value)
     return type(value)("-") if str(value) == STDIN else value
-
-
-def _problem(error: Exception) -> tuple[str, int]:
-    """What to say of an error, and its exit code."""
-    match error:
-        case VirnucError():
-            return str(error), error.exit_code
-        case OSError():
-            reason = error.strerror or str(error)
-            return f"{error.filename}: {reason}" if error.filename else reason, FAILURE
-        case _:
-            return f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE
 
 
 def _complain(problem: str, code: int) -> int:

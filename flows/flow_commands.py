@@ -95,7 +95,7 @@ class ScaleSettings(MeasureSettings):
 @command(ScaleSettings)
 def scale(settings: ScaleSettings, debug: bool) -> int:
     """Run the same reads on one, two, four, … devices and measure how the time falls."""
-    state = by_hand("flows.scale:scale", settings, debug)
+    state = by_hand("flows.validate:scale", settings, debug)
     say(state.message, f"Report: {settings.out / 'report' / 'report.html'}")
     return 0
 
@@ -142,7 +142,7 @@ class TuneSettings(RunSettings):
 @command(TuneSettings, "reads")
 def tune(settings: TuneSettings, debug: bool) -> int:
     """Measure engine settings on this machine and these reads, and write the fastest that leave results alone."""
-    state = by_hand("flows.tune:tune", settings, debug)
+    state = by_hand("flows.tools:tune", settings, debug)
     out = settings.out
     say(state.message, f"Use it: --settings {out / 'settings.toml'}", f"All figures: {out / 'tune.json'}")
     return 0
@@ -162,7 +162,7 @@ class ProfileSettings(RunSettings):
 @command(ProfileSettings, "reads")
 def profile(settings: ProfileSettings, debug: bool) -> int:
     """Run the reads, then record a few shards with torch's profiler: traces, and tables of stages and kernels."""
-    state = by_hand("flows.profile:profile", settings, debug)
+    state = by_hand("flows.tools:profile", settings, debug)
     tables = Path(settings.out, "telemetry", "traces", "profile.md").read_text(encoding="utf-8")
     say(tables, state.message)
     return 0
@@ -188,7 +188,7 @@ class TrainSettings(RunSettings):
 @command(TrainSettings, "reads")
 def train(settings: TrainSettings, debug: bool) -> int:
     """Fit the head on labelled reads."""
-    state = by_hand("flows.train:train", settings, debug)
+    state = by_hand("flows.tools:train", settings, debug)
     head = f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"
     say(state.message, f"Head: {head}")
     return 0

@@ -201,7 +201,7 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool
     keep_server_ours()
     for handler in () if debug else logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
-            handler.addFilter(_said_on_the_console)
+            handler.addFilter(lambda one: one.name.startswith("virnuc_core") or one.levelno == logging.WARNING)
             handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     cancelled: list[UUID] = []
     by_hand = _cancelled.set(cancelled)
@@ -220,10 +220,6 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
     return state
-
-
-def _said_on_the_console(record: logging.LogRecord) -> bool:
-    return record.name.startswith("virnuc_core") or record.levelno == logging.WARNING
 
 
 def keep_server_ours() -> None:

@@ -22,7 +22,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import Devices, EngineSpec, Spec, explain
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Spec, explain
 from virnuc_core.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -213,6 +213,10 @@ class RunSettings(FlowSettings):
         description="FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
     )
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+
+    def spec(self, devices: Devices, base: EngineSpec) -> ClassifySpec:
+        """A run on these devices; `base` has the engine's settings where none were given."""
+        return ClassifySpec(models=self.models, devices=devices, engine=self.engine(base), force=self.force)
 
 
 class VerdictSettings(Spec):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 from prefect import flow
@@ -35,21 +34,12 @@ class StagedRun:
     run: RunDir
     staging: StageSummary
     label: str  # of the sample, for names in the UI
-    devices: Devices
-    engine: EngineSpec
-    models: Path
-    force: bool  # results of an earlier run are dropped
+    spec: ClassifySpec
     prewarmed: LocalWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
 
     def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
         """Result files of the staged reads. Errors: those of the embed task."""
-        spec = ClassifySpec(
-            models=self.models,
-            devices=self.devices,
-            engine=self.engine,
-            force=self.force,
-            threshold=threshold,
-        )
+        spec = self.spec.model_copy(update={"threshold": threshold})
         return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed).result()
 
 
@@ -60,18 +50,17 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     The devices stay this run's until the body ends. Errors: those of `start.check` and of the stage task.
     """
     start.check(settings, EngineSpec())
-    label, devices, run = sample_of(settings.reads), Devices.parse(settings.devices), RunDir(settings.out)
-    engine = settings.engine(EngineSpec())
-    announce(label, devices.kind)
+    label, run = sample_of(settings.reads), RunDir(settings.out)
+    spec = settings.spec(Devices.parse(settings.devices), EngineSpec())
+    announce(label, spec.devices.kind)
     with ExitStack() as held:
         prewarmed: LocalWorkers | None = None
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
-                held.enter_context(device_slots(resolve(devices), wait_s=FREE_NOW_S))
-                prewarmed = prewarm(settings.models, devices, engine)
+                held.enter_context(device_slots(resolve(spec.devices), wait_s=FREE_NOW_S))
+                prewarmed = prewarm(spec.models, spec.devices, spec.engine)
                 held.callback(prewarmed.close)
-        staging = stage_input(settings, label)
-        yield StagedRun(run, staging, label, devices, engine, settings.models, settings.force, prewarmed)
+        yield StagedRun(run, stage_input(settings, label), label, spec, prewarmed)
 
 
 @flow(name="predict", flow_run_name=named("reads", "devices"))

@@ -130,9 +130,7 @@ def writable(out: Path) -> None:
 
     A file is really made, and gone at once: permission bits know nothing of full, frozen or read-only disks.
     """
-    nearest = out.absolute()
-    while not nearest.exists() and nearest != nearest.parent:
-        nearest = nearest.parent
+    nearest = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
     if not nearest.is_dir():
         raise ConfigError(f"{out}: {nearest} is a file; choose another directory")
     try:

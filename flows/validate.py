@@ -1,4 +1,7 @@
-"""The proof: stage, baseline, one device, all devices, comparison, report, and if wanted a reviewer's word."""
+"""The proof: stage, baseline, one device, all devices, comparison, report, and if wanted a reviewer's word.
+
+And the scaling curve: the same without a baseline, on one, two, four, … devices.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from prefect.exceptions import PrefectException
 from prefect.flow_runs import pause_flow_run
 
 from flows import start
-from flows.flow_commands import MeasureSettings, ValidateSettings
+from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from tasks.predict import embed
 from tasks.step import REJECTED, TimeLimitError, done, not_met, publish_markdown
@@ -38,7 +41,7 @@ from tasks.validate import (
     record_answer,
     report,
 )
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
@@ -46,10 +49,10 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
+from virnuc_core.report.formatting import number, percent
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, rerender
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops
 from virnuc_core.validation import ApprovalRecord, record_validation
 
 HISTORY: Final = "virnuc-history.jsonl"
@@ -89,6 +92,28 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     return done(result, message)
 
 
+@flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
+@with_parameters(ScaleSettings)
+def scale(settings: ScaleSettings) -> State[Judged]:
+    """Measures time against number of devices; results must be equal bit for bit on all of them."""
+    judged, message = measure(settings, steps, with_baseline=False)
+    curve = [
+        f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)})" for row in judged.scaling
+    ]
+    told = "; ".join(curve) or "one device only: there is no curve"
+    return done(in_short(settings.out, judged), told + message)
+
+
+def steps(devices: int) -> list[int]:
+    """Numbers of devices to run on: doubled from one, and all of them.
+
+    >>> steps(1), steps(2), steps(6), steps(8)
+    ([1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8])
+    """
+    doubled = [1 << power for power in range(devices.bit_length()) if 1 << power <= devices]
+    return sorted({*doubled, devices})
+
+
 def in_short(out: Path, judged: Report, approval: ApprovalRecord | None = None) -> Judged:
     """What a flow's state keeps of a report."""
     failed = tuple(criterion.title for criterion in judged.failed)
@@ -102,26 +127,28 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
     where that is so, that nobody takes old for new, and else nothing.
     """
     profile = load_profile(settings.profile)
-    devices = start.check(settings, profile.engine)
-    counts, before = steps(len(devices)), _finished_runs(settings.out)
-    common = SharedSettings(settings, profile, sample_of(settings.reads), devices)
-    announce(common.label, profile.name, common.devices.kind)
-    staging = stage_input(settings, common.label)
+    spec = settings.spec(start.check(settings, profile.engine), profile.engine)
+    out, label, devices, force = settings.out, sample_of(settings.reads), spec.devices, spec.force
+    store, before = RunDir(out).store, _finished_runs(out)
+    announce(label, profile.name, devices.kind)
+    staging = stage_input(settings, label)
     record_validation(
-        settings.out,
-        spec=settings.model_dump(mode="json") | {"engine": common.engine.model_dump(mode="json")},
+        out,
+        spec=settings.model_dump(mode="json") | {"engine": spec.engine.model_dump(mode="json")},
         profile=profile,
-        models=settings.models,
+        models=spec.models,
         staging=staging,
         devices=resolve(devices),
-        force=settings.force,
+        force=force,
     )
-    out, label = settings.out, common.label
-    subset = with_baseline and _baseline(common)
-    names = _runs(common, staging, counts, _ceiling(common, counts))
+    subset = False
+    if with_baseline:
+        beside, asked = RunDir(out / BASELINE), profile.baseline
+        slow = baseline(beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force)
+        subset = slow.result().subset is not None
+    names = _runs(out, staging, spec, profile, steps(len(devices)), label)
     if profile.targets.checkpoint_overhead is not None:
-        bench = Bench(RunDir(out).store, settings.models, common.devices)
-        overhead(out, bench, common.engine, label=label, force=settings.force).result()
+        overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     history = settings.history or out.absolute().parent / HISTORY
     judged = report(out, profile, history=history, label=label).result()
@@ -130,75 +157,31 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
     return judged, "; nothing had to be computed" if nothing else ""
 
 
-@dataclass(frozen=True, slots=True)
-class SharedSettings:
-    """What all measured runs have in common."""
-
-    settings: MeasureSettings
-    profile: Profile
-    label: str  # of the sample, for names in the UI
-    devices: Devices
-
-    @property
-    def engine(self) -> EngineSpec:
-        """The profile's settings with what was set here."""
-        return self.settings.engine(self.profile.engine)
-
-    def spec(self, devices: Devices) -> ClassifySpec:
-        """One run over the common store."""
-        settings = self.settings
-        return ClassifySpec(
-            models=settings.models,
-            devices=devices,
-            engine=self.engine,
-            force=settings.force,
-        )
-
-
 def _finished_runs(out: Path) -> dict[str, int]:
     """When each complete run in `out` ended; a run that is used as it is keeps its time."""
     found = {folder.name: RunDir(folder).summary for folder in sorted(out.glob(f"{RUN_PREFIX}*"))}
     return {name: summary.stat().st_mtime_ns for name, summary in found.items() if summary.is_file()}
 
 
-def _baseline(common: SharedSettings) -> bool:
-    """Run the baseline; whether it covers a part of the reads only."""
-    settings = common.settings
-    summary = baseline(
-        RunDir(settings.out / BASELINE),
-        store=RunDir(settings.out).store,
-        models=settings.models,
-        devices=common.devices,
-        spec=common.profile.baseline,
-        label=common.label,
-        force=settings.force,
-    ).result()
-    return summary.subset is not None
-
-
-def _ceiling(common: SharedSettings, counts: Sequence[int]) -> ModelFlops | None:
-    """The GPUs' ceilings; None without a GPU, or when every run is there already and nothing is to be computed."""
-    settings = common.settings
-    complete = all(read_summary(RunDir(settings.out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
-    if common.devices.kind != "cuda" or (complete and not settings.force):
-        return None
-    return ceiling(settings.out, models=settings.models, devices=common.devices, engine=common.engine).result()
-
-
 def _runs(
-    common: SharedSettings, staging: StageSummary, counts: Sequence[int], flops: ModelFlops | None
+    out: Path, staging: StageSummary, spec: ClassifySpec, profile: Profile, counts: Sequence[int], label: str
 ) -> tuple[str, ...]:
-    """Names of the runs that came to an end."""
-    names = []
-    profile = common.profile
+    """Names of the runs that came to an end, one for each number of devices.
+
+    The GPUs' ceilings are measured first, unless every run is there already and nothing is to be computed.
+    """
+    flops, names = None, []
+    complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
+    if spec.devices.kind == "cuda" and (spec.force or not complete):
+        flops = ceiling(out, models=spec.models, devices=spec.devices, engine=spec.engine).result()
     for count in counts:
         name = f"{RUN_PREFIX}{count}"
         with suppress(TimeLimitError):  # the run's summary says so, and the report calls it a failure
             embed(
-                RunDir(common.settings.out / name),
+                RunDir(out / name),
                 staging,
-                common.spec(common.devices.first(count)),
-                label=common.label,
+                spec.model_copy(update={"devices": spec.devices.first(count)}),
+                label=label,
                 watch=Watch(sample_s=profile.sample_s, window_s=profile.window_s),
                 time_limit_s=profile.time_limit_s,
                 flops=flops,

@@ -16,7 +16,7 @@ from prefect.client.schemas.objects import State, TaskRun
 
 from flows.predict import predict
 from flows.predict_inbox import predict_inbox
-from flows.train import train
+from flows.tools import train
 from flows.validate import validate
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.measure.inbox import Ledger

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prefect.artifacts import Artifact
 
-from flows.profile import profile
+from flows.tools import profile
 from virnuc_core.measure.trace import TABLE, TraceTable
 from virnuc_core.runfiles import read
 

@@ -15,7 +15,7 @@ from flows.cli import main
 from flows.flow_commands import TuneSettings
 from flows.parameters import ComputeSettings, RunSettings, read_settings
 from flows.predict import predict
-from flows.tune import tune
+from flows.tools import tune
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
 
