@@ -41,7 +41,7 @@ from tasks.validate import (
     record_answer,
     report,
 )
-from virnuc_core.config import ClassifySpec
+from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
@@ -146,7 +146,7 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
         beside, asked = RunDir(out / BASELINE), profile.baseline
         slow = baseline(beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force)
         subset = slow.result().subset is not None
-    names = _runs(out, staging, spec, profile, steps(len(devices)), label)
+    names = _runs(out, staging, spec, profile, steps(len(devices.ids)), label)
     if profile.targets.checkpoint_overhead is not None:
         overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
@@ -180,7 +180,7 @@ def _runs(
             embed(
                 RunDir(out / name),
                 staging,
-                spec.model_copy(update={"devices": spec.devices.first(count)}),
+                spec.model_copy(update={"devices": Devices(kind=spec.devices.kind, ids=spec.devices.ids[:count])}),
                 label=label,
                 watch=Watch(sample_s=profile.sample_s, window_s=profile.window_s),
                 time_limit_s=profile.time_limit_s,

@@ -97,13 +97,6 @@ class Devices(Spec):
             raise ConfigError(f"devices '{text}': a device is named twice; name each once")
         return cls(kind="cuda", ids=tuple(ids))
 
-    def first(self, count: int) -> Devices:
-        """The first `count` devices."""
-        return Devices(kind=self.kind, ids=self.ids[:count])
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def __str__(self) -> str:
         if self.kind == "cuda":
             return ",".join(f"cuda:{i}" for i in self.ids)
@@ -122,7 +115,7 @@ class ClassifySpec(Spec):
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     devices: DeviceList = Field(Devices(kind="auto"), description="cuda:0,cuda:1 or cpu:2 or auto")
-    engine: EngineSpec = Field(default_factory=EngineSpec)
+    engine: EngineSpec = EngineSpec()
     threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 

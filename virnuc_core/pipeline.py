@@ -25,7 +25,7 @@ from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import ResultSummary, write_results, write_viral
+from virnuc_core.results import write_results, write_viral
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.live import pipeline_summary
@@ -120,7 +120,7 @@ def classify(
             log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
             same = before.threshold == spec.threshold and all(path.is_file() for path in run.results)
             if not same:  # the result files once more
-                before = before.model_copy(update=_verdicts(_write_results(job, StageClock())))
+                before = before.model_copy(update=_write_results(job, StageClock()))
                 write(run.summary, before)
             return before
         run.summary.unlink(missing_ok=True)
@@ -155,12 +155,8 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
         for file in (run.record, run.summary, run.failed_rows, *run.results, run.viral("fasta"), run.viral("fastq")):
             file.unlink(missing_ok=True)
     record = runfiles.resume_or_refuse(run, fresh)
-    plan = shards.make_plan(
-        orfs.protein_offsets,
-        resolved.shard_tokens,
-        resolved.token_budget,
-        shards.job_fingerprint(fingerprints, resolved, found[0].kind),
-    )
+    job = shards.job_fingerprint(fingerprints, resolved, found[0].kind)
+    plan = shards.make_plan(orfs.protein_offsets, resolved.shard_tokens, resolved.token_budget, job)
     shards.write_plan(run, plan)
     write(run.record, record)
     done, damaged = shards.committed(run, plan)
@@ -182,7 +178,7 @@ def _compute(
     embedding = Embedding(job, watch, started_s)
     pool = embedding.run(prewarmed)
     embedding.tell(clock)
-    results = _write_results(job, clock)
+    verdicts = _write_results(job, clock)
     wall_s = time.monotonic() - started_s
     telemetry = embedding.write(clock.times(), wall_s) if job.todo else None
     orfs = job.store
@@ -196,7 +192,7 @@ def _compute(
         n_rows=orfs.n_rows,
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
-        **_verdicts(results),
+        **verdicts,
         telemetry=telemetry.name if telemetry else None,
         devices=job.devices,
         workers=tuple(pool.records.values()),
@@ -217,13 +213,8 @@ def _compute(
     return summary
 
 
-def _verdicts(results: ResultSummary) -> dict[str, Any]:
-    """What a summary says of the reads; another threshold changes nothing else."""
-    names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
-    return {name: getattr(results, name) for name in names}
-
-
-def _write_results(job: Job, clock: StageClock) -> ResultSummary:
+def _write_results(job: Job, clock: StageClock) -> dict[str, Any]:
+    """Write the result files; returns what a summary says of the reads: another threshold changes nothing else."""
     if not job.engine.commit:
         raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
     scores, failed = shards.read_scores(job.run)
@@ -233,4 +224,5 @@ def _write_results(job: Job, clock: StageClock) -> ResultSummary:
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
-    return results
+    names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
+    return {name: getattr(results, name) for name in names}

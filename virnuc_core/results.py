@@ -82,9 +82,7 @@ class _Block:
         """
         read = np.asarray(store.row_read[rows])
         if len(read) and (read[0] < reads.start or read[-1] >= reads.stop):
-            raise VirnucError(
-                f"{store.path}: rows {rows.start}…{rows.stop} are not of reads {reads.start}…{reads.stop}"
-            )
+            raise VirnucError(f"{store.path}: rows from {rows.start} on are not of reads {reads.start}…{reads.stop}")
         self.store, self.reads, self.rows, self.n_reads = store, reads, rows, reads.stop - reads.start
         self.scored = np.flatnonzero(scored)  # places within the block's rows; what follows speaks of these rows only
         self.read, self.scores = read[self.scored] - reads.start, scores[self.scored]
@@ -134,16 +132,14 @@ class _Block:
         """Lines of `reads.tsv`, and one index into `FATES` for every read; `lost` [rows] marks the failed rows."""
         store, low, high = self.store, self.reads.start, self.reads.stop
         score = self.read_scores()
-        lengths, chunks, frames = (
-            column[low:high] for column in (store.read_length, store.read_chunks, store.read_rows)
-        )
         fate = np.where(score >= threshold, VIRAL, OTHERS)
-        fate[frames == 0] = NO_OPEN_FRAME
-        fate[chunks == 0] = EMPTY
+        fate[store.read_rows[low:high] == 0] = NO_OPEN_FRAME
+        fate[store.read_chunks[low:high] == 0] = EMPTY
         fate[np.asarray(store.row_read[self.rows])[lost] - low] = FAILED
         shown = np.full(self.n_reads, "", dtype=object)
         shown[fate <= OTHERS] = _texts(score[fate <= OTHERS])
-        counts = (_texts(column.tolist()) for column in (lengths, chunks, frames))
+        columns = store.read_length, store.read_chunks, store.read_rows
+        counts = (_texts(column[low:high].tolist()) for column in columns)
         bits = np.asarray(store.read_flags[low:high])
         remarks = [_REMARKS[flags] for flags in (bits & (SHORT_FOR_MODEL | AMBIGUOUS)).tolist()]
         for i in np.flatnonzero(bits & DUPLICATE_ID).tolist():  # the id stands last
@@ -167,31 +163,29 @@ def write_results(
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
     fates = np.zeros(len(FATES), np.int64)
     counts = Counter(rows=store.n_rows, rows_virus=0, rows_failed=0, chunks_scored=0, chunks_virus=0)
-    predict_s = consensus_s = 0.0
+    began_s, predict_s = time.perf_counter(), 0.0
     with ExitStack() as stack:
         originals = _open_originals(stack, run)
         reads = _open_whole(stack, run.reads_table, READS_HEADER)
         failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
         for read_span, rows in _spans(store):
-            began = time.perf_counter()
             unique = np.asarray(store.row_unique[rows])
             lost = failed[unique]
             block = _Block(store, read_span, rows, scores[unique], ~lost)
-            judged = time.perf_counter()
+            judged_s = time.perf_counter()
             for file, lines in zip(originals, block.original_lines(), strict=True):
                 file.write(lines)
             if lost.any():
                 names = store.row_ids(rows.start, rows.stop)
                 failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
-            written = time.perf_counter()
+            predict_s += time.perf_counter() - judged_s
             table, fate = block.read_lines(lost, threshold)
             reads.write(table)
             fates += np.bincount(fate, minlength=len(FATES))
             counts.update(rows_virus=int(block.row_is_virus.sum()), rows_failed=int(lost.sum()))
             counts.update(chunks_scored=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
-            predict_s += written - judged
-            consensus_s += time.perf_counter() - written + judged - began
     told = dict(zip(FATES, fates.tolist(), strict=True))
+    consensus_s = time.perf_counter() - began_s - predict_s
     return ResultSummary(fates=told, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, **counts)
 
 
@@ -254,8 +248,8 @@ def readable_twice(reads: Sequence[str]) -> tuple[str, ...]:
     files = find_inputs(tuple(reads)).files
     for name in files:
         if not can_be_read_twice(name):
-            what = "standard input" if name == STDIN else name
-            raise InputError(f"{what} cannot be read twice", hint="put the reads into a file to get the viral ones")
+            what = f"{'standard input' if name == STDIN else name} cannot be read twice"
+            raise InputError(what, hint="put the reads into a file to get the viral ones")
     return files
 
 

@@ -187,7 +187,6 @@ def die_with_parent(parent: int | None = None) -> None:
 
     The initializer of every process we start. The kernel counts the thread that started a process as its parent.
     """
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if parent is not None and os.getppid() != parent:
         os._exit(1)

@@ -169,10 +169,8 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
     if not run.record.exists():
         return fresh
     before = read_record(run)
-    old, new = (
-        made_from(one) | {name: str(one.resolved[name]) for name in sorted(one.resolved)} for one in (before, fresh)
-    )
-    if others := differing(old, new, strict=True):
+    told = (made_from(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)} for one in (before, fresh))
+    if others := differing(*told, strict=True):
         short = {name: [text if len(text) <= 20 else text[:12] + "…" for text in pair] for name, pair in others.items()}
         said = "; ".join(f"{name} {a} → {b}" for name, (a, b) in short.items())
         raise RunMismatchError(f"{run.root} holds another run ({said}); choose another directory or --force")

@@ -65,9 +65,9 @@ def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
     )
     base = RunDir(out / "baseline")
     summary = run_baseline(base, store, models, devices, profile.baseline)
-    names = tuple(f"devices-{count}" for count in sorted({1, len(devices)}))
+    names = tuple(f"devices-{count}" for count in sorted({1, len(devices.ids)}))
     for name in names:
-        few = devices.first(int(name.rpartition("-")[2]))
+        few = Devices(kind=devices.kind, ids=devices.ids[: int(name.rpartition("-")[2])])
         run = RunDir(out / name)
         classify(run, staging, ClassifySpec(models=models, devices=few, engine=profile.engine))
     subset = summary.subset is not None

@@ -39,7 +39,7 @@ def visible_gpus() -> list[Device]:
 def resolve(devices: Devices) -> tuple[Device, ...]:
     """The devices asked for; `DeviceError` names the first that is not here."""
     if devices.kind == "cpu":
-        return _cores(len(devices))
+        return _cores(len(devices.ids))
     gpus = visible_gpus()
     if devices.kind == "auto":
         return tuple(gpus) if gpus else _cores(1)

@@ -62,9 +62,7 @@ class Profile(Spec):
     title: str
     device_names: tuple[str, ...] = Field((), description="substrings of device names the thresholds are meant for")
     min_reads: int = Field(1, ge=1, description="fewer reads than this: no evidence")
-    target_reads: int | None = Field(
-        None, ge=1, description="reads the time targets speak of; a time from fewer is projected, which never passes"
-    )
+    target_reads: int | None = Field(None, ge=1, description="what time targets speak of; fewer are projected, no pass")
     min_compared_chunks: int = Field(1, ge=1, description="agreement over fewer chunks than this: no evidence")
     price_per_device_hour: float | None = Field(None, gt=0, description="for the cost line; in any currency")
     time_limit_s: float | None = Field(None, gt=0, description="a run over this is ended and reported as failed")
@@ -72,12 +70,10 @@ class Profile(Spec):
     window_s: float = Field(30.0, gt=0, description="length of a telemetry window")
     sample_s: float = Field(0.5, gt=0, description="interval of GPU and CPU samples")
     projection_reads: int = Field(6_000_000, ge=1)
-    baseline: BaselineSpec = Field(default_factory=BaselineSpec)
-    engine: EngineSpec = Field(default_factory=EngineSpec)
-    targets: ProfileTargets = Field(default_factory=ProfileTargets)
-    scaling_bands: dict[str, tuple[float, float]] = Field(
-        default_factory=dict, description="devices -> expected low, high"
-    )
+    baseline: BaselineSpec = BaselineSpec()
+    engine: EngineSpec = EngineSpec()
+    targets: ProfileTargets = ProfileTargets()
+    scaling_bands: dict[str, tuple[float, float]] = Field({}, description="devices -> expected low, high")
 
 
 def profile_names() -> list[str]:

@@ -26,6 +26,8 @@ from virnuc_core.rundir import write_text_whole
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 _TIMEOUT_S: Final = 60.0
+_ATTEMPTS: Final = 4
+_PAUSE_S: Final = 1.0  # after the first attempt
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -53,7 +55,7 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
     return tuple(local)
 
 
-def fetch(url: str, folder: Path, *, attempts: int = 4, pause_s: float = 1.0) -> Path:
+def fetch(url: str, folder: Path) -> Path:
     """Download `url` into `folder` and give the file; one that is there and still current is not downloaded again.
 
     A broken-off download goes on where it stopped if the server's file is still the same. Errors: `InputError` when
@@ -64,12 +66,12 @@ def fetch(url: str, folder: Path, *, attempts: int = 4, pause_s: float = 1.0) ->
     name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
     target = folder / (re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "download")
     folder.mkdir(parents=True, exist_ok=True)
-    _patiently(url, lambda: _download(url, target), attempts, pause_s)
+    _patiently(url, lambda: _download(url, target))
     return target
 
 
-def _patiently(name: str, work: Callable[[], T], attempts: int, pause_s: float) -> T:
-    """What `work` gives in one of several attempts, each pause twice as long. Errors: `InputError`, in words."""
+def _patiently(name: str, work: Callable[[], T]) -> T:
+    """What `work` gives in one of some attempts, each pause twice as long. Errors: `InputError`, in words."""
     attempt = 1
     while True:
         try:
@@ -80,12 +82,12 @@ def _patiently(name: str, work: Callable[[], T], attempts: int, pause_s: float) 
                 if error.code < 500 and error.code not in (408, 416, 425, 429):
                     problem = f"the server says {error.code} {error.reason}"
                     raise InputError(problem, file=name, hint="check it") from error
-            _log.warning("%s: attempt %d of %d: %s", name, attempt, attempts, error)
-            if attempt >= attempts:
+            _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, error)
+            if attempt >= _ATTEMPTS:
                 hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
                 problem = f"cannot be fetched: {getattr(error, 'reason', None) or error}"
                 raise InputError(problem, file=name, hint=hint) from error
-        time.sleep(pause_s * 2 ** (attempt - 1))
+        time.sleep(_PAUSE_S * 2 ** (attempt - 1))
         attempt += 1
 
 
@@ -135,9 +137,7 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def fetch_accessions(
-    accessions: Sequence[str], folder: Path, *, email: str | None, attempts: int = 3, pause_s: float = 2.0
-) -> Path:
+def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | None) -> Path:
     """Sequences of NCBI nucleotide accessions as one FASTA file in `folder`; a file of the same accessions is kept.
 
     Errors: `ConfigError` without a mail address (NCBI asks for one) or for words that are no accessions; `InputError`
@@ -160,7 +160,7 @@ def fetch_accessions(
         with urllib.request.urlopen(NCBI_ADDRESS, sent, timeout=_TIMEOUT_S) as answer:
             return cast(bytes, answer.read()).decode()
 
-    text = _patiently(f"{NCBI_PREFIX}{','.join(wanted)}", ask, attempts, pause_s)
+    text = _patiently(f"{NCBI_PREFIX}{','.join(wanted)}", ask)
     given = {line[1:].split()[0] for line in text.splitlines() if line.startswith(">") and line[1:].strip()}
     missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
     if missing:

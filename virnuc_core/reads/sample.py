@@ -11,7 +11,6 @@ from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +18,6 @@ from numpy.typing import NDArray
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import ParseLog, parse
 from virnuc_core.reads.sources import STDIN, Source, find_inputs, reads_file
-
-_MOST_BINS: Final = 50
-_COPY_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +64,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
             out.parent.mkdir(parents=True, exist_ok=True)
             kept = held.enter_context(tempfile.NamedTemporaryFile(dir=out.parent, prefix=".sample."))
             with Source.open(STDIN) as stream:
-                while piece := stream.read(_COPY_BYTES):
+                while piece := stream.read(1 << 20):
                     kept.write(piece)
                 if stream.damage is not None:
                     raise stream.damage
@@ -107,7 +103,7 @@ def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
 
 def _bins(lengths: Counter[int]) -> list[LengthBin]:
     """Bins of about equally many reads; a length that occurs often is a bin of its own."""
-    enough = lengths.total() / _MOST_BINS
+    enough = lengths.total() / 50
     bins: list[LengthBin] = []
     for length, count in sorted(lengths.items()):
         last = bins[-1] if bins else None

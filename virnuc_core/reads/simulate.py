@@ -23,15 +23,7 @@ from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.sources import reads_file
 from virnuc_core.rundir import whole_file
 
-PRESETS: Final = {
-    "tiny": 10,
-    "small": 100,
-    "medium": 1_000,
-    "large": 10_000,
-    "100k": 100_000,
-    "1m": 1_000_000,
-    "6m": 6_000_000,
-}
+PRESETS: Final = {"tiny": 10, "small": 100, "medium": 1000, "large": 10000, "100k": 10**5, "1m": 10**6, "6m": 6 * 10**6}
 LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
@@ -40,8 +32,6 @@ _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
 _CODING: Final = (0.35, 0.95)  # share of the genome within genes
-_STOPS: Final = CodonTable.unambiguous_dna_by_id[1].stop_codons
-_SPREAD: Final = 0.02  # standard deviation of G+C between genomes of a kind
 
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -181,9 +171,10 @@ def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generato
 
 def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Genes of a codon usage of the genome's own, on either strand, with random bases between. Codes 0..3."""
-    gc = float(np.clip(rng.normal(_GC[kind], _SPREAD), 0.1, 0.9))
+    gc = float(np.clip(rng.normal(_GC[kind], 0.02), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
-    stops = ["ACGT".index(a) * 16 + "ACGT".index(b) * 4 + "ACGT".index(c) for a, b, c in _STOPS]
+    table = CodonTable.unambiguous_dna_by_id[1].stop_codons
+    stops = ["ACGT".index(a) * 16 + "ACGT".index(b) * 4 + "ACGT".index(c) for a, b, c in table]
     codons = np.delete(np.indices((4, 4, 4)).reshape(3, 64).T, stops, axis=0).astype(np.uint8)  # the 61
     usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     usage /= usage.sum()

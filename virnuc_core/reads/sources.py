@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final
 
 from xopen import xopen
 
@@ -65,9 +65,7 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
     ignored: list[str] = []
     for name in reads:
         path = Path(name)
-        if name == STDIN:
-            files.append(name)
-        elif path.is_dir():
+        if name != STDIN and path.is_dir():
             try:
                 inside = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
             except OSError as error:
@@ -77,7 +75,7 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
                 raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files themselves")
             files += [entry for entry, holds in found.items() if holds]
             ignored += [entry for entry, holds in found.items() if not holds]
-        elif path.exists():
+        elif name == STDIN or path.exists():
             files.append(name)
         else:
             raise InputError("no such file or folder", file=path, hint="check the path")
@@ -120,9 +118,7 @@ class Source:
         """A path, or standard input for `-`, which stays open. Errors: `InputError` when it cannot be opened."""
         with ExitStack() as opened:
             try:
-                stdin = cast(BinaryIO, sys.stdin.buffer)
-                stream = stdin if name == STDIN else opened.enter_context(Path(name).open("rb"))
-                source = cls(name, stream)
+                source = cls(name, sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb")))
             except OSError as error:
                 raise _unreadable(name, error) from error
             yield source

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads import remote
 from virnuc_core.reads.remote import fetch, fetch_accessions, fetch_all
 from virnuc_core.reads.sources import is_remote
 
@@ -79,6 +80,19 @@ def server() -> Iterator[tuple[str, Behaviour]]:
 Server = tuple[str, Behaviour]
 
 
+@pytest.fixture(autouse=True)
+def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_PAUSE_S", 0)
+
+
+def broken_off(url: str, folder: Path) -> None:
+    """A download that has one attempt, which breaks off."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "_ATTEMPTS", 1)
+        with pytest.raises(InputError, match="try again"):
+            fetch(url, folder)
+
+
 def test_a_whole_download(server: Server, tmp_path: Path) -> None:
     url, _ = server
     path = fetch(url, tmp_path)
@@ -89,15 +103,14 @@ def test_a_whole_download(server: Server, tmp_path: Path) -> None:
 def test_it_goes_on_where_it_broke_off(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000, 50_000]
-    assert fetch(url, tmp_path, pause_s=0).read_bytes() == CONTENT
+    assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert [request.get("Range") for request in behaviour.requests] == [None, "bytes=100000-", "bytes=150000-"]
 
 
 def test_it_goes_on_in_a_later_call(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000]
-    with pytest.raises(InputError, match="try again"):
-        fetch(url, tmp_path, attempts=1)
+    broken_off(url, tmp_path)
     assert not (tmp_path / "reads_one.fa").exists()
     assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert behaviour.requests[-1]["Range"] == "bytes=100000-"
@@ -106,8 +119,7 @@ def test_it_goes_on_in_a_later_call(server: Server, tmp_path: Path) -> None:
 def test_it_begins_again_when_the_content_changed_meanwhile(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000]
-    with pytest.raises(InputError):
-        fetch(url, tmp_path, attempts=1)
+    broken_off(url, tmp_path)
     behaviour.content, behaviour.etag = CONTENT[::-1], '"two"'
     assert fetch(url, tmp_path).read_bytes() == CONTENT[::-1]
 
@@ -116,23 +128,22 @@ def test_it_begins_again_when_the_content_changed_meanwhile(server: Server, tmp_
 def test_it_begins_again_without_a_strong_tag(server: Server, tmp_path: Path, etag: str | None) -> None:
     url, behaviour = server
     behaviour.cuts, behaviour.etag = [100_000], etag
-    assert fetch(url, tmp_path, pause_s=0).read_bytes() == CONTENT
+    assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert [request.get("Range") for request in behaviour.requests] == [None, None]
 
 
 def test_a_server_without_ranges(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts, behaviour.ranges = [100_000], False
-    assert fetch(url, tmp_path, pause_s=0).read_bytes() == CONTENT
+    assert fetch(url, tmp_path).read_bytes() == CONTENT
 
 
 def test_a_part_longer_than_the_file_is_dropped(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000]
-    with pytest.raises(InputError):
-        fetch(url, tmp_path, attempts=1)
+    broken_off(url, tmp_path)
     (tmp_path / "reads_one.fa.part").write_bytes(bytes(10_000_000))
-    assert fetch(url, tmp_path, pause_s=0).read_bytes() == CONTENT
+    assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert [request.get("Range") for request in behaviour.requests] == [None, "bytes=10000000-", None]
 
 
@@ -156,7 +167,7 @@ def test_a_file_changed_on_disk_is_fetched_again(server: Server, tmp_path: Path)
 def test_server_errors_are_tried_again_and_refusals_are_not(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.codes = [503, 500]
-    assert fetch(url, tmp_path, pause_s=0).read_bytes() == CONTENT
+    assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert len(behaviour.requests) == 3
     behaviour.codes = [404]
     with pytest.raises(InputError, match="404"):
@@ -166,7 +177,7 @@ def test_server_errors_are_tried_again_and_refusals_are_not(server: Server, tmp_
 
 def test_nobody_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="offline") as caught:
-        fetch("http://127.0.0.1:9/reads.fa", tmp_path, attempts=2, pause_s=0)
+        fetch("http://127.0.0.1:9/reads.fa", tmp_path)
     assert "\n" not in str(caught.value)
 
 
@@ -250,6 +261,6 @@ def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
 
     monkeypatch.setattr(urllib.request, "urlopen", refuse)
     with pytest.raises(InputError, match=words) as caught:
-        fetch_accessions(["NC_045512.2"], tmp_path, email="lab@example.org", attempts=2, pause_s=0)
+        fetch_accessions(["NC_045512.2"], tmp_path, email="lab@example.org")
     assert "\n" not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
