@@ -8,10 +8,6 @@ from typing import Final
 from virnuc_core.report.measured import Measured, baseline_note
 from virnuc_core.report.model import Accounting, Charts, Regression, RunMetrics
 
-OVERHEAD_DOMINATED: Final = 1_000  # reads; below, several devices are slower than one
-SHORT_SHARE: Final = 0.6  # of the model's length
-PACKING_GAP: Final = 0.95
-MOST_MFU: Final = 1.02  # a little above 1 is the clock of the device; more is a wrong ceiling
 NOT_OF_SPEED: Final = {"consensus_agreement", "starved_share", "checkpoint_overhead", "device_time_spread"}
 
 
@@ -23,7 +19,7 @@ def notes(measured: Measured, charts: Charts, model_length: int | None) -> Itera
         if reads < profile.min_reads:
             asked = f"the {profile.min_reads:,} that profile {profile.name} asks for"
             yield f"Not evidence: {reads:,} reads are fewer than {asked}."
-        if reads < OVERHEAD_DOMINATED and len(run.devices) > 1:
+        if reads < 1_000 and len(run.devices) > 1:
             yield f"Overhead-dominated: {reads:,} reads are too few for {len(run.devices)} devices to help."
         if run.hours_projected is not None and reads < profile.projection_reads:
             yield (
@@ -53,7 +49,7 @@ def _lengths(run: RunMetrics, charts: Charts, model_length: int | None) -> Itera
     if histogram is None or not (total := sum(histogram.counts)):
         return
     if model_length:
-        limit = SHORT_SHARE * model_length
+        limit = 0.6 * model_length
         short = sum(n for n, edge in zip(histogram.counts, histogram.edges[1:], strict=True) if edge <= limit)
         if short:
             part = "all" if short == total else f"at least {100 * short / total:.0f} %"
@@ -62,7 +58,7 @@ def _lengths(run: RunMetrics, charts: Charts, model_length: int | None) -> Itera
                 "are little better than chance unless the head was trained on them."
             )
     packing = None if run.telemetry is None else run.telemetry.packing_efficiency
-    if len(histogram.counts) == 1 and packing is not None and packing > PACKING_GAP:
+    if len(histogram.counts) == 1 and packing is not None and packing > 0.95:
         yield "All reads have one length: packing and speed on reads of mixed lengths may be lower."
 
 
@@ -79,7 +75,8 @@ def warnings_of(
     if run is not None and run.telemetry is not None:
         yield from (f"Alarm: {alarm}." for alarm in run.telemetry.alarms)
         for encoder in run.telemetry.encoders:
-            if (share := encoder.mfu_of_ceiling) is not None and share > MOST_MFU:
+            if (share := encoder.mfu_of_ceiling) is not None and share > 1.02:
+                # a little above 1 is the clock of the device; more is a wrong ceiling
                 at = f"{encoder.encoder} ran at {100 * share:.0f} % of the ceiling measured just before"
                 yield f"{at}: the ceiling is too low."
     if measured.overhead is not None and measured.overhead.problem:

@@ -69,11 +69,6 @@ def cell(value: object) -> str:
     return "".join(c if c in "\t\n" or c.isprintable() else "�" for c in text)
 
 
-def one_line(text: str) -> str:
-    """Text from files on one line, with nothing a terminal would obey."""
-    return " ".join("".join(c if c.isprintable() else " " for c in text).split())
-
-
 def number(
     value: float | None, digits: int = 1, unit: str = "", scale: float = 1.0, target: Target | None = None
 ) -> Number | None:

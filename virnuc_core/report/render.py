@@ -21,7 +21,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report import views
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import all_charts, generator
-from virnuc_core.report.formatting import Mark, answered_text, cell, number, one_line, shown, stage_text, target_text
+from virnuc_core.report.formatting import Mark, answered_text, cell, number, shown, stage_text, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
@@ -124,11 +124,12 @@ def _templates() -> Environment:
     found.filters |= {
         "cell": cell,
         "number": number,
+        "one_line": lambda text: " ".join(cell(text).split()),
         "clock": lambda seconds: None if seconds is None else clock_text(seconds),
         "markdown": markdown_cell,
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, stage_text, one_line, answered_text, fill, stage_results, all_charts, generator)
+    texts = (shown, target_text, stage_text, answered_text, fill, stage_results, all_charts, generator)
     found.globals |= {"views": views, **{function.__name__: function for function in texts}}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found

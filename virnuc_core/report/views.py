@@ -15,7 +15,6 @@ from virnuc_core.report.formatting import (
     answered_text,
     cell,
     number,
-    one_line,
     overhead_text,
     percent,
     shown,
@@ -29,7 +28,6 @@ from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import Comparison, LabelAgreement
 
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
-APPROVAL_VERDICTS: Final[Mapping[str, Verdict]] = {"approved": "pass", "rejected": "fail", "pending": "not run"}
 
 
 def sections(report: Report) -> list[Section]:
@@ -100,8 +98,9 @@ def _approval(report: Report) -> Section:
     if (found := report.approval) is None:
         return Section("Approval")
     answers = table({"Question": a.question, "Answer": a.answer} for a in found.answers)
-    prose = (one_line(answered_text(found)).removeprefix(": "), *found.note.splitlines())
-    return Section("Approval", prose, (answers,), Mark(APPROVAL_VERDICTS[found.verdict], found.verdict))
+    prose = (cell(answered_text(found)).removeprefix(":").strip(), *found.note.splitlines())
+    verdicts: dict[str, Verdict] = {"approved": "pass", "rejected": "fail", "pending": "not run"}
+    return Section("Approval", prose, (answers,), Mark(verdicts[found.verdict], found.verdict))
 
 
 def criteria(report: Report) -> tuple[Table, Table]:
