@@ -23,16 +23,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import Positive, RunFile, write
 from virnuc_core.telemetry import statistics
-from virnuc_core.telemetry.tables import (
-    ENCODERS,
-    QUEUE_STATES,
-    BatchRecord,
-    DeviceSample,
-    Encoder,
-    HostSample,
-    ShardDone,
-    StageTime,
-)
+from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, StageTime
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +83,7 @@ class Telemetry:
             "avg_packing_efficiency": whole.packing_efficiency,
             "min_packing_efficiency": whole.min_packing_efficiency,
             "batches_below_threshold": whole.batches_below_threshold,
-            **{f"pct_{state}": 100.0 * shares[state] if shares else None for state in QUEUE_STATES},
+            **{f"pct_{state}": 100.0 * shares[state] if shares else None for state in statistics.QUEUE_STATES},
             "pct_waiting_over_1ms": None if whole.waiting_share is None else 100.0 * whole.waiting_share,
         }
 

@@ -16,18 +16,10 @@ import pandas as pd
 from pydantic import computed_field
 
 from virnuc_core.runfiles import RunFile
-from virnuc_core.telemetry.tables import (
-    ENCODERS,
-    QUEUE_STATES,
-    BatchRecord,
-    DeviceSample,
-    Encoder,
-    HostSample,
-    ShardDone,
-    Span,
-)
+from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, Span
 
 ORDER: Final = {BatchRecord: "launched_s", DeviceSample: "time_s", HostSample: "time_s", ShardDone: "finished_s"}
+QUEUE_STATES: Final = ("full", "normal", "starved")
 FULL_BELOW_MS: Final = 1.0
 STARVED_ABOVE_MS: Final = 50.0
 LOW_PACKING: Final = 0.80
@@ -175,31 +167,27 @@ def windows(
 
     Empty windows in a row become one, so that a stall is seen and a jump of the clock cannot make millions of them.
     """
-    spans: list[tuple[int, int, pd.DataFrame]] = []
+    parts: list[tuple[int, int, pd.DataFrame]] = []  # first and last window, and what was launched in them
     for number, launched in batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64")):
         first = int(number)
-        if spans and first > spans[-1][1]:
-            spans.append((spans[-1][1], first, batches[:0]))
-        spans.append((first, first + 1, launched))
-    return tuple(_window(own, first * window_s, end * window_s, origin_s, samples) for first, end, own in spans)
-
-
-def _window(
-    batches: pd.DataFrame, start_s: float, end_s: float, origin_s: float, samples: pd.DataFrame | None
-) -> Window:
-    means: dict[Any, float] = {}
-    if samples is not None:
-        inside = samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
-        means = inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
-    counts = _counts(batches)
-    return Window(
-        **dict(counts),
-        start_s=start_s,
-        end_s=end_s,
-        tokens_per_s=counts.tokens / (end_s - start_s),
-        starved=int((batches.wait_ms > STARVED_ABOVE_MS).sum()),
-        gpu_util=means,
-    )
+        if parts and first > parts[-1][1]:
+            parts.append((parts[-1][1], first, batches[:0]))
+        parts.append((first, first + 1, launched))
+    found = []
+    for first, end, own in parts:
+        start_s, end_s, counts = first * window_s, end * window_s, _counts(own)
+        inside = None if samples is None else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
+        used = {} if inside is None else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
+        window = Window(
+            **dict(counts),
+            start_s=start_s,
+            end_s=end_s,
+            tokens_per_s=counts.tokens / (end_s - start_s),
+            starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()),
+            gpu_util=used,
+        )
+        found.append(window)
+    return tuple(found)
 
 
 # --- shards -----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from typing import Final, Literal, get_args
 
 Span = tuple[float, float]  # seconds of `time.monotonic()`, both ends included
 Encoder = Literal["dnabert_s", "esm2"]
-QueueState = Literal["full", "normal", "starved"]
 Stage = Literal[
     "Sequence Chunking",
     "Six-Frame Translation",
@@ -20,7 +19,6 @@ Stage = Literal[
     "Consensus Scoring",
 ]
 ENCODERS: Final[tuple[Encoder, ...]] = get_args(Encoder)
-QUEUE_STATES: Final[tuple[QueueState, ...]] = get_args(QueueState)
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
 
 
