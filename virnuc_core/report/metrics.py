@@ -82,8 +82,8 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     summary, record = told or RunSummary(), made or RunRecord(fingerprints={})
     devices, flops = record.devices or summary.devices, summary.flops or ModelFlops()
     total_s = None if summary.wall_s is None or summary.staging_s is None else summary.wall_s + summary.staging_s
-    settings = {key: text for key, text in record.resolved.items() if isinstance(text, str) and text}
-    precision, measured = settings.get("precision"), raw.telemetry(name, summary.telemetry)
+    resolved, measured = record.resolved.get("precision"), raw.telemetry(name, summary.telemetry)
+    precision = resolved if isinstance(resolved, str) and resolved else None
     telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
     # speed and cost are of a run that did all its work
     resumed = summary.resumed or bool(summary.shards_reused)
@@ -106,7 +106,6 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
         precision=precision,
-        attention=settings.get("attention"),
         missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
         telemetry=telemetry,
         reads_per_s=reads_per_s,
@@ -142,7 +141,6 @@ def telemetry_metrics(
                 esm2_percent=esm2.gpu_util_avg,
                 esm2_samples=esm2.sample_count,
                 dnabert_s_percent=dnabert_s.gpu_util_avg,
-                dnabert_s_samples=dnabert_s.sample_count,
             )
         )
     energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
@@ -154,7 +152,6 @@ def telemetry_metrics(
         devices=tuple(used),
         busy=busy,
         device_time_spread=statistics.device_time_spread(busy),
-        host=statistics.host_usage(measured.host),
         energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
         windows=len(cut),
         windows_without_batch=sum(window.batches == 0 for window in cut),
@@ -202,7 +199,7 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
     """
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     if profile.baseline.source == "recorded":
-        return _recorded_baseline(profile, run, {} if summary is None else summary.stages)
+        return _recorded_baseline(profile, run)
     if summary is None:
         return None
     record = raw.read(RunRecord, BASELINE, RECORD)
@@ -218,20 +215,17 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
     return BaselineMetrics(
         name=summary.name,
         label=label(devices),
-        devices=len(devices) or None,
         models=tuple(dict.fromkeys(short_name(device) for device in devices)),
         source="measured" if subset is None else "scaled",
         seconds=spent,
-        measured_s=summary.measured_s,
         subset_reads=subset and subset.reads,
         subset_tokens=subset and subset.tokens,
         total_tokens=subset and subset.total_tokens,
-        stages=stage_metrics(summary.stages, spent),
         problem=problem,
     )
 
 
-def _recorded_baseline(profile: Profile, run: RunMetrics | None, stages: Mapping[str, float]) -> BaselineMetrics:
+def _recorded_baseline(profile: Profile, run: RunMetrics | None) -> BaselineMetrics:
     """The time a profile records, usable only where the devices are those it was recorded on."""
     spec = profile.baseline
     recorded = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
@@ -247,11 +241,9 @@ def _recorded_baseline(profile: Profile, run: RunMetrics | None, stages: Mapping
     return BaselineMetrics(
         name=spec.name,
         label=recorded,
-        devices=spec.recorded_devices,
         models=() if spec.recorded_device is None else (spec.recorded_device,),
         source="recorded",
         seconds=spec.recorded_seconds,
-        stages=stage_metrics(stages, None),
         problem=problem,
     )
 

@@ -11,11 +11,11 @@ from pydantic import ConfigDict
 
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, RunCounts, RunFile
-from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
+from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import Comparison
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 Verdict = Literal["pass", "fail", "projected", "not run"]
 
@@ -44,7 +44,6 @@ class DeviceMetrics(DeviceUsage):
     esm2_percent: float | None
     esm2_samples: int
     dnabert_s_percent: float | None
-    dnabert_s_samples: int
 
 
 class EncoderMetrics(BatchMetrics):
@@ -64,7 +63,6 @@ class TelemetryMetrics(BatchMetrics):
     devices: tuple[DeviceMetrics, ...]
     busy: tuple[DeviceBusy, ...]
     device_time_spread: float | None
-    host: HostUsage
     energy_kwh: float | None  # all devices
     windows: int
     windows_without_batch: int
@@ -87,7 +85,6 @@ class RunMetrics(RunCounts):
     shards_damaged: int  # found unreadable and computed again
     shards_on_less_memory: int  # computed with a part of the token budget
     precision: str | None
-    attention: str | None
     missing_files: tuple[str, ...]
     telemetry: TelemetryMetrics | None
     reads_per_s: float | None
@@ -117,15 +114,12 @@ class BaselineMetrics(Record):
 
     name: str
     label: str
-    devices: int | None
     models: tuple[str, ...]  # distinct names of its devices
     source: Literal["measured", "scaled", "recorded"]
     seconds: float | None
-    measured_s: float | None = None
     subset_reads: int | None = None
     subset_tokens: int | None = None
     total_tokens: int | None = None
-    stages: tuple[StageMetrics, ...]
     problem: str | None = None  # why it cannot be used
 
 
