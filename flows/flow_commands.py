@@ -180,7 +180,7 @@ class TrainSettings(RunSettings):
 
     def check_own_files(self) -> None:
         """Refuse a table of origins that is not fit. Errors: those of `read_truth`."""
-        from virnuc_core.measure.train import read_truth  # it brings torch along
+        from virnuc_core.measure.head import read_truth  # it brings torch along
 
         read_truth(self.truth)
 

@@ -304,7 +304,7 @@ def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Shar
         head: the new head: its folder, or a models directory it is in
         threshold: viral score from which a read is viral
     """
-    from virnuc_core.measure.rescore import rescore as score
+    from virnuc_core.measure.head import rescore as score
 
     results = score(RunDir(run), head, RunDir(out), threshold=threshold).results
     print(f"{results.fates['viral']:,} of {sum(results.fates.values()):,} reads are viral\nResults: {out}")

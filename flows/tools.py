@@ -23,8 +23,8 @@ from tasks.tools import train as fit
 from virnuc_core.config import TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
 from virnuc_core.measure.trace import Traces, counted
-from virnuc_core.measure.train import TrainSpec, TrainSummary, install_head
 from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
 from virnuc_core.rundir import RunDir, write_text_whole

@@ -12,9 +12,9 @@ from tasks.step import Markdown, Rows, device_slots, done, first_attempt, progre
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread
+from virnuc_core.measure.head import TrainSpec, TrainSummary, train_head
 from virnuc_core.measure.trace import WAIT, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record
-from virnuc_core.measure.train import TrainSpec, TrainSummary, train_head
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, Trial
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.formatting import number, percent

@@ -125,13 +125,13 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     if reason is not None:
         return [Check("anchors", "not run", reason)]
     esm2, dnabert_s, head = load_all(models, device, EngineSpec(precision="fp32"))
-    protein = _embed(esm2, Esm2Tokenizer(), [anchor.protein for anchor in ANCHORS], device)
-    dna = _embed(dnabert_s, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
+    protein = embed(esm2, Esm2Tokenizer(), [anchor.protein for anchor in ANCHORS], device)
+    dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
     scores = head.scores(torch.cat((dna, protein), dim=1))
     return [judge(anchor, *row) for anchor, row in zip(ANCHORS, zip(dna, protein, scores, strict=True), strict=True)]
 
 
-def _embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
+def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
     """Embeddings of a few rows in one batch."""
     tokens, offsets = tokenizer.encode(rows)
     longest = int(offsets.diff().max())

@@ -310,18 +310,13 @@ def _reference(models: Path, orfs: OrfStore) -> Scores:
     import torch
 
     from virnuc_core.encoders.checkpoint import load_all
-    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
+    from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+    from virnuc_core.encoders.verify import embed
 
-    engine = EngineSpec(precision="fp32", attention="reference")
-    esm2, dnabert_s, head = load_all(models, torch.device("cpu"), engine)
-    parts = []
-    for encoder, tokenizer, rows in (
-        (dnabert_s, DnabertTokenizer(models), orfs.dna(0, orfs.n_uniques)),
-        (esm2, Esm2Tokenizer(), orfs.protein(0, orfs.n_uniques)),
-    ):
-        batches = (tokenizer.encode([row]) for row in rows)
-        with torch.inference_mode():
-            vectors = [encoder.embed(PackedBatch(ids, at.int(), 1, len(ids), len(ids)))[:1] for ids, at in batches]
-        parts.append(torch.cat(vectors))
-    scores: Scores = head.scores(torch.cat(parts, dim=1)).numpy()
+    cpu = torch.device("cpu")
+    esm2, dnabert_s, head = load_all(models, cpu, EngineSpec(precision="fp32", attention="reference"))
+    as_dna, as_protein = DnabertTokenizer(models), Esm2Tokenizer()
+    dna = [embed(dnabert_s, as_dna, [row], cpu) for row in orfs.dna(0, orfs.n_uniques)]
+    protein = [embed(esm2, as_protein, [row], cpu) for row in orfs.protein(0, orfs.n_uniques)]
+    scores: Scores = head.scores(torch.cat((torch.cat(dna), torch.cat(protein)), dim=1)).numpy()
     return scores

@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Final, Literal
 
 import torch
@@ -121,91 +122,86 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
     """Compute shards as `engine.worker` does, and record some."""
     wanted = spec.trace
     assert wanted is not None
-    Worker(parent, spec, lambda take: Recorder(take, wanted, spec.device)).run()
+    Worker(parent, spec, lambda take: recorded(take, wanted, spec.device)).run()
 
 
-class Recorder:
-    """Stands before the loader and records what the launch loop does between the shards it is told.
+@contextmanager
+def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
+    """Stands before the loader, `take`, and records what the launch loop does between the shards it is told.
 
     Recording begins when a shard is taken and ends when the item after the last shard is asked for, in the launch
     loop's own thread: by then the head of that shard has been launched.
     """
+    profiler: profile | None = None
+    begun = ended = batches = tokens = 0
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.kind == "cuda" else [])]
 
-    def __init__(self, take: Take, spec: TraceSpec, device: Device) -> None:
-        self._take, self._spec, self._device = take, spec, device
-        self._profiler: profile | None = None
-        self._begun = self._ended = self._batches = self._tokens = 0
+    def finish() -> None:
+        nonlocal profiler
+        if profiler is not None:
+            _synchronize(device)
+            profiler.stop()
+            write_table(profiler, spec, device, shards=ended, batches=batches, tokens=tokens)
+            profiler = None
 
-    def take(self) -> tuple[Item, float]:
-        """The next item; the wait for it is a range of the trace."""
-        if self._profiler is not None and self._ended >= self._spec.shards:
-            self._finish()
-        with record_function(WAIT):
-            item, wait_ms = self._take()
+    def next_item() -> tuple[Item, float]:
+        nonlocal profiler, begun, ended, batches, tokens
+        if ended >= spec.shards:
+            finish()
+        with record_function(WAIT):  # the wait for it is a range of the trace
+            item, wait_ms = take()
         match item:
             case ShardTask():
-                self._begun += 1
-                if self._begun == self._spec.skip + 1:
-                    self._start()
-            case Batch() if self._profiler is not None:
-                self._batches += 1
-                self._tokens += item.packed.real_tokens
-            case ShardEnd() if self._profiler is not None:
-                self._ended += 1
+                begun += 1
+                if begun == spec.skip + 1:
+                    _synchronize(device)
+                    profiler = profile(
+                        activities=activities, record_shapes=spec.shapes, profile_memory=spec.memory, acc_events=True
+                    )
+                    profiler.start()
+            case Batch() if profiler is not None:
+                batches += 1
+                tokens += item.packed.real_tokens
+            case ShardEnd() if profiler is not None:
+                ended += 1
         return item, wait_ms
 
-    def __enter__(self) -> Take:
-        return self.take
+    yield next_item
+    finish()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if self._profiler is not None and kind is None:
-            self._finish()
 
-    def _start(self) -> None:
-        self._synchronize()
-        cuda = [ProfilerActivity.CUDA] if self._device.kind == "cuda" else []
-        self._profiler = profile(
-            activities=[ProfilerActivity.CPU, *cuda],
-            record_shapes=self._spec.shapes,
-            profile_memory=self._spec.memory,
-            acc_events=True,
-        )
-        self._profiler.start()
+def _synchronize(device: Device) -> None:
+    if device.kind == "cuda":
+        torch.cuda.synchronize()
 
-    def _synchronize(self) -> None:
-        if self._device.kind == "cuda":
-            torch.cuda.synchronize()
 
-    def _finish(self) -> None:
-        assert self._profiler is not None
-        self._synchronize()
-        self._profiler.stop()
-        recorded, self._profiler = self._profiler, None
-        trace = Path(self._spec.folder, f"{self._device.id}.json.gz")
-        with whole_file(trace) as aside:
-            gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
-            recorded.export_chrome_trace(str(gz))
-            gz.replace(aside)
-        size = trace.stat().st_size
-        kept = size <= self._spec.max_bytes
-        if not kept:
-            trace.unlink()
-        averages = recorded.key_averages(group_by_input_shape=self._spec.shapes)
-        spans = [event.time_range for event in recorded.events() or ()]
-        first, last = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
-        table = TraceTable(
-            device=self._device.id,
-            kind=self._device.kind,
-            shards=self._ended,
-            batches=self._batches,
-            tokens=self._tokens,
-            window_ms=(last - first) / 1e3,
-            marks=_marks(averages),
-            operations=_operations(averages, self._spec.operations),
-            trace=trace.name if kept else None,
-            trace_bytes=size,
-        )
-        write(trace.with_name(TABLE.format(self._device.id)), table)
+def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: int, batches: int, tokens: int) -> None:
+    """The trace, unless it is too large, and `<device>.operations.json`."""
+    trace = Path(spec.folder, f"{device.id}.json.gz")
+    with whole_file(trace) as aside:
+        gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
+        profiler.export_chrome_trace(str(gz))
+        gz.replace(aside)
+    size = trace.stat().st_size
+    kept = size <= spec.max_bytes
+    if not kept:
+        trace.unlink()
+    averages = profiler.key_averages(group_by_input_shape=spec.shapes)
+    spans = [event.time_range for event in profiler.events() or ()]
+    first, last = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+    table = TraceTable(
+        device=device.id,
+        kind=device.kind,
+        shards=shards,
+        batches=batches,
+        tokens=tokens,
+        window_ms=(last - first) / 1e3,
+        marks=_marks(averages),
+        operations=_operations(averages, spec.operations),
+        trace=trace.name if kept else None,
+        trace_bytes=size,
+    )
+    write(trace.with_name(TABLE.format(device.id)), table)
 
 
 def _marks(averages: Any) -> tuple[Operation, ...]:

@@ -17,7 +17,7 @@ from virnuc_core.encoders.convert import init_random, random_tensor, write_part
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError
-from virnuc_core.measure.rescore import rescore
+from virnuc_core.measure.head import rescore
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore

@@ -18,8 +18,8 @@ from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, HeadShape, read_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import InputError, ShardError
-from virnuc_core.measure import train as training
-from virnuc_core.measure.train import (
+from virnuc_core.measure import head as training
+from virnuc_core.measure.head import (
     TrainSpec,
     auc,
     choose_rows,

@@ -1,7 +1,7 @@
-"""Fit the head on labelled reads, from embeddings a run has stored. No genome is in two splits.
+"""The head: fitted on labelled reads from embeddings a run has stored, and such embeddings scored again by another.
 
-The reads' genomes are dealt to three splits, each class by itself: one to learn from, one to say when to stop, one that
-is looked at once, for the numbers in the summary. Each split holds as many viral rows as others.
+No genome is in two splits: the reads' genomes are dealt to three, each class by itself, one to learn from, one to say
+when to stop, one that is looked at once, for the numbers in the summary. Each split holds as many viral rows as others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -26,12 +26,16 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from virnuc_core.config import Spec
+from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
 from virnuc_core.encoders.convert import write_tensors
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
-from virnuc_core.errors import InputError, ShardError
+from virnuc_core.errors import ConfigError, InputError, ShardError
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.results import THRESHOLD, ResultSummary, write_results
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunFile, read_record, write
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +72,6 @@ class TrainSummary:
     validation_loss: float
     test_accuracy: float
     test_auc: float
-    elapsed_s: float
     head: Path
 
     def __str__(self) -> str:
@@ -191,8 +194,7 @@ def train_head(
     same run, truth, settings and seed give the same head on the same machine. Errors: `InputError` for truth that does
     not fit the reads or has too few genomes; `ShardError` for missing embeddings.
     """
-    started, spec = time.perf_counter(), spec or TrainSpec()
-    rng = np.random.default_rng(seed)
+    spec, rng = spec or TrainSpec(), np.random.default_rng(seed)
     splits, genomes = choose_rows(store, read_truth(truth), rng, limit=spec.max_rows_per_class)
     features = stored_embeddings(run, [uniques for uniques, _ in splits])
     labels = [label for _, label in splits]
@@ -222,7 +224,6 @@ def train_head(
         validation_loss=loss,
         test_accuracy=float(((virus > 0.5).long() == labels[2]).float().mean()),
         test_auc=auc(virus.numpy(), labels[2].numpy()),
-        elapsed_s=time.perf_counter() - started,
         head=out / "head",
     )
     summary.head.mkdir(parents=True, exist_ok=True)
@@ -300,3 +301,68 @@ def install_head(new: Path, models: Path) -> None:
             shutil.rmtree(before)
         os.replace(target, before)
     os.replace(aside, target)
+
+
+class RescoreSummary(RunFile):
+    """`rescore.json`: what the result files beside it stand on."""
+
+    schema_version: int = 2
+    run: str  # the run whose embeddings were scored
+    reads: str  # fingerprint of its reads
+    head: str  # fingerprint of the head that scored
+    model_length: int
+    results: ResultSummary
+    elapsed_s: float
+
+
+def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float = THRESHOLD) -> RescoreSummary:
+    """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
+
+    Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there;
+    `ConfigError` when the run is not finished, when `out` is the run itself, or when the head was trained for another
+    model length or other widths; `ShardError` for a damaged shard.
+    """
+    started = time.perf_counter()
+    if out.root.resolve() == run.root.resolve():
+        raise ConfigError(f"{out.root} is the run itself; give the new results a directory of their own")
+    record = read_record(run)
+    store = OrfStore.open(run.root / record.store)
+    if store.fingerprint != record.fingerprints["reads"]:
+        raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
+    plan = shards.read_plan(run)
+    missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
+    if missing:
+        raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
+    scores, failed = shards.read_scores(run)
+    digest = record.fingerprints["head"]
+    if new_head is not None:
+        folder = new_head / "head" if (new_head / "head").is_dir() else new_head
+        shape, tensors = open_head_folder(folder)
+        _check_fit(shape, store, record.widths, folder)
+        head, digest = Head(shape, tensors.read, torch.device("cpu")), part_digest(folder)
+        for shard, result in shards.results(run, plan):
+            scores[slice(*plan.range(shard))] = head.scores(torch.from_numpy(result.embeddings)).numpy()
+        failed = np.isnan(scores[:, 0])
+    summary = RescoreSummary(
+        run=str(run.root.resolve()),
+        reads=store.fingerprint,
+        head=digest,
+        model_length=store.model_length,
+        results=write_results(out, store, scores, failed, threshold=threshold),
+        elapsed_s=time.perf_counter() - started,
+    )
+    write(out.root / "rescore.json", summary)
+    return summary
+
+
+def _check_fit(shape: HeadShape, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
+    if shape.model_length != store.model_length:
+        raise ConfigError(
+            f"the head in {folder} is for length {shape.model_length}, the run's reads were cut at {store.model_length}"
+        )
+    made_for, has = (shape.dna_width, shape.protein_width), (widths.get("dna"), widths.get("protein"))
+    if widths and made_for != has:
+        raise ConfigError(
+            f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "
+            f"the run has {has[0]} + {has[1]}; it belongs to other encoders"
+        )
