@@ -214,8 +214,7 @@ def shares_of_time(judged: Report) -> str:
 
     What a stage that is fused takes is part of the stage it is fused with.
     """
-    stages = () if judged.run is None else judged.run.stages
-    shares = {stage.name: stage.share for stage in stages if stage.share is not None}
+    shares = {} if judged.run is None else judged.run.stage_shares
     if not shares:
         return "Stage times are not known."
     encoders = [(name, shares.get(name, 0.0)) for name in ("ESM-2", "DNABERT-S")]

@@ -46,7 +46,7 @@ def findings(run: RunMetrics | None) -> tuple[StageFinding, ...]:
     if run is None:
         return ()
     found = []
-    for name, share in [(stage.name, stage.share) for stage in run.stages if stage.share is not None]:
+    for name, share in run.stage_shares.items():
         used = _utilisation(run, name)
         idle = used is not None and used < BUSY_PERCENT
         if share > TIME_SHARE or idle:
@@ -60,7 +60,7 @@ def bottleneck(run: RunMetrics | None) -> Bottleneck:
     """The one class that costs most."""
     if run is None or not run.total_s:
         return Bottleneck(kind="unknown", detail="no run was timed", advice="run validate")
-    encoders = min(1.0, sum(run.stage_seconds.get(stage, 0.0) for stage in GPU_STAGES) / run.total_s)
+    encoders = min(1.0, sum(run.stage_shares.get(stage, 0.0) for stage in GPU_STAGES))
     losses = list(_losses(run, run.total_s, encoders))
     if losses:
         return max(losses, key=lambda loss: loss.share or 0.0)
@@ -106,7 +106,7 @@ def _losses(run: RunMetrics, total_s: float, encoders: float) -> Iterator[Bottle
             detail = f"a device stands still for {idle:.0f} s of the embedding, and its commits take {commit:.0f} s"
             advice = "put the run directory on a faster disk, or raise shard_tokens"
             yield Bottleneck(kind="commit I/O", share=share, detail=detail, advice=advice)
-    slow = {stage.name: stage.share for stage in run.stages if stage.name not in GPU_STAGES and stage.share}
+    slow = {stage: share for stage, share in run.stage_shares.items() if stage not in GPU_STAGES}
     if (share := sum(slow.values())) > TIME_SHARE:
         worst = max(slow, key=slow.__getitem__)
         detail = f"stages off the GPU take {100 * share:.0f} % of the time, {worst} most"

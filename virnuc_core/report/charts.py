@@ -77,7 +77,7 @@ def _gantt(run: RunMetrics, measured: Telemetry | None) -> tuple[Bar, ...]:
     A stage whose start was not measured stands where it must have been: staging ends as the run starts, results begin
     after the last shard. Without telemetry the stages stand one after another.
     """
-    seconds = run.stage_seconds
+    seconds = {name: spent for name, spent in run.stages.items() if spent is not None}
     known: dict[str, Bar] = {}
 
     def placed(names: Iterable[str], start_s: float) -> Iterator[Bar]:

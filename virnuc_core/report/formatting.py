@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from virnuc_core.profiles import Target
-from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, StageMetrics, Verdict
+from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, RunMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
 
 UNKNOWN: Final = "n/a"
@@ -138,12 +138,13 @@ def duration(seconds: float) -> str:
     return f"{seconds:g} s"
 
 
-def stage_text(stage: StageMetrics) -> str:
+def stage_text(run: RunMetrics, stage: str) -> str:
     """`502s (15.7%)`, `0s (fused)` or `n/a (not measured)`."""
-    if stage.seconds is None:
-        return "0s (fused)" if stage.status == "fused" else f"{UNKNOWN} (not measured)"
-    spent = f"{stage.seconds:.0f}s" if stage.seconds >= 10 else f"{stage.seconds:.1f}s"
-    return f"{spent} ({number(stage.share, 1, '%', 100) or UNKNOWN})"
+    seconds, share = run.stages.get(stage), run.stage_shares.get(stage)
+    if seconds is None:
+        return "0s (fused)" if stage in run.stages else f"{UNKNOWN} (not measured)"
+    spent = f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
+    return f"{spent} ({number(share, 1, '%', 100) or UNKNOWN})"
 
 
 def overhead_text(found: OverheadMetrics | None) -> str:

@@ -18,7 +18,6 @@ from virnuc_core.report.model import (
     OverheadMetrics,
     RunMetrics,
     ScalingMetrics,
-    StageMetrics,
     TelemetryMetrics,
 )
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
@@ -63,17 +62,6 @@ def label(devices: Sequence[Device]) -> str:
     return " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)) or "0x device"
 
 
-def stage_metrics(stages: Mapping[str, float | None], total_s: float | None) -> tuple[StageMetrics, ...]:
-    """All nine stages, in order: `None` in `stages` is fused, absent is not measured."""
-    found = []
-    for name in STAGES:
-        spent = stages.get(name)
-        share = spent / total_s if spent is not None and total_s else None
-        status = "measured" if spent is not None else "fused" if name in stages else "not measured"
-        found.append(StageMetrics(name=name, seconds=spent, share=share, status=status))
-    return tuple(found)
-
-
 def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
     """The metrics of the run in folder `name`; `None` when it has neither summary nor record."""
     told, made = raw.read(RunSummary, name, SUMMARY), raw.read(RunRecord, name, RECORD)
@@ -102,7 +90,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         name=name,
         devices=devices,
         label=label(devices),
-        stages=stage_metrics(summary.stages, total_s),
+        stages={stage: summary.stages[stage] for stage in STAGES if stage in summary.stages},
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
         precision=precision,
@@ -256,8 +244,8 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
     if not same_work or single.resumed or many.resumed or not single.total_s or not many.total_s:
         return None
     speedup = single.total_s / many.total_s
-    one, other = single.stage_seconds, many.stage_seconds
-    esm2, dnabert_s = (one[s] / other[s] if s in one and other.get(s) else None for s in ("ESM-2", "DNABERT-S"))
+    pairs = [(single.stages.get(stage), many.stages.get(stage)) for stage in ("ESM-2", "DNABERT-S")]
+    esm2, dnabert_s = (one / other if one is not None and other else None for one, other in pairs)
     return ScalingMetrics(
         num_gpus=len(many.devices),
         time_seconds=many.total_s,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import ConfigDict
-
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, RunCounts, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage
@@ -20,22 +18,11 @@ SCHEMA_VERSION = 3
 Verdict = Literal["pass", "fail", "projected", "not run"]
 
 
-class Record(RunFile):
+class Record(RunFile, extra="forbid"):
     """Base of the report's records: like those of the files it is made from, but without unknown keys."""
-
-    model_config = ConfigDict(extra="forbid")
 
 
 # --- metrics of a run ------------------------------------------------------------------------------------------------
-
-
-class StageMetrics(Record):
-    """One of the nine stages."""
-
-    name: str
-    seconds: float | None
-    share: float | None  # of the total, 0 to 1
-    status: Literal["measured", "fused", "not measured"]
 
 
 class DeviceMetrics(DeviceUsage):
@@ -81,7 +68,7 @@ class RunMetrics(RunCounts):
     name: str
     devices: tuple[Device, ...]
     label: str  # "2x RTX 4090"
-    stages: tuple[StageMetrics, ...]
+    stages: dict[str, float | None]  # seconds of the nine; None: fused; absent: not measured
     shards_damaged: int  # found unreadable and computed again
     shards_on_less_memory: int  # computed with a part of the token budget
     precision: str | None
@@ -94,9 +81,9 @@ class RunMetrics(RunCounts):
     price_per_million: float | None
 
     @property
-    def stage_seconds(self) -> dict[str, float]:
-        """Seconds by stage, of those measured."""
-        return {stage.name: stage.seconds for stage in self.stages if stage.seconds is not None}
+    def stage_shares(self) -> dict[str, float]:
+        """Share of the total time, 0 to 1, of each stage that was measured; empty without a total."""
+        return {name: spent / self.total_s for name, spent in self.stages.items() if spent is not None and self.total_s}
 
     @property
     def untimed(self) -> str:

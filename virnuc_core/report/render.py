@@ -26,6 +26,7 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.live import clock_text
+from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
@@ -130,7 +131,7 @@ def _templates() -> Environment:
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
     texts = (shown, target_text, stage_text, answered_text, fill, stage_results, all_charts, generator)
-    found.globals |= {"views": views, **{function.__name__: function for function in texts}}
+    found.globals |= {"views": views, "stages": STAGES, **{function.__name__: function for function in texts}}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 
@@ -146,18 +147,18 @@ def markdown_cell(value: object) -> str:
 
 def stage_results(report: Report) -> list[dict[str, Any]]:
     """Throughput of each measured stage: reads for chunking and translation, rows after that."""
-    stages = report.run.stages if report.run else ()
-    counted = [report.run.n_reads] * 2 + [report.run.n_rows] * len(stages[2:]) if report.run else []
+    run = report.run
+    counted = {} if run is None else dict.fromkeys(STAGES, run.n_rows) | dict.fromkeys(STAGES[:2], run.n_reads)
     return [
         {
-            "stage": stage.name,
+            "stage": stage,
             "total_sequences": sequences,
-            "total_time_seconds": stage.seconds,
-            "throughput_seq_per_sec": sequences / stage.seconds if stage.seconds else None,
-            "avg_time_per_sequence_ms": 1000.0 * stage.seconds / sequences,
+            "total_time_seconds": seconds,
+            "throughput_seq_per_sec": sequences / seconds if seconds else None,
+            "avg_time_per_sequence_ms": 1000.0 * seconds / sequences,
         }
-        for stage, sequences in zip(stages, counted, strict=True)
-        if stage.seconds is not None and sequences
+        for stage, seconds in (run.stages if run else {}).items()
+        if seconds is not None and (sequences := counted[stage])
     ]
 
 

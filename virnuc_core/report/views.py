@@ -24,7 +24,7 @@ from virnuc_core.report.formatting import (
 )
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
-from virnuc_core.telemetry.tables import Encoder
+from virnuc_core.telemetry.tables import STAGES, Encoder
 from virnuc_core.validation import Comparison, LabelAgreement
 
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
@@ -37,8 +37,7 @@ def sections(report: Report) -> list[Section]:
         files = ", ".join(c.raw)
         return {"Criterion": c.title, "Definition": c.definition, "Profile": c.profile_line, "Raw files": files}
 
-    of_stages = zip(*(run.stages for run in report.runs), strict=True)  # the same stage of all runs
-    stages = [(of_runs[0].name, *(Number(stage_text(stage)) for stage in of_runs)) for of_runs in of_stages]
+    stages = [(stage, *(Number(stage_text(run, stage)) for run in report.runs)) for stage in STAGES if report.runs]
     files = table({"File": f.path, "Bytes": f.bytes, "SHA-256": f.sha256} for f in report.evidence)
     said = "Every figure above is computed from these files; virnuc verify computes them again."
     found = (
