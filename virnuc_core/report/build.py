@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.profiles import Profile
-from virnuc_core.report.bottleneck import bottleneck, findings
-from virnuc_core.report.caveats import notes, warnings_of
+from virnuc_core.report.advice import bottleneck, findings, notes, warnings_of
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names

@@ -122,20 +122,15 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
     if target is None:
         return "none"
     if unit == "s":
-        return f"{target.op}{duration(target.value)}"
+        for length_s, name in ((3600, "hour"), (60, "min")):
+            count, rest = divmod(target.value, length_s)
+            if count and not rest:
+                return f"{target.op}{count:.0f} {name}{'s' if name == 'hour' and count > 1 else ''}"
+        return f"{target.op}{target.value:g} s"
     digits = f"{target.value:g}"
     if decimals and "." not in digits:
         digits = f"{target.value:.{decimals}f}"
     return f"{target.op}{digits}{unit}"
-
-
-def duration(seconds: float) -> str:
-    """`30 min`, `1 hour`, `10 hours`, `45 s`: a target as people say it."""
-    for length_s, name in ((3600, "hour"), (60, "min")):
-        if seconds >= length_s and seconds % length_s == 0:
-            plural = "s" if name == "hour" and seconds > length_s else ""
-            return f"{seconds / length_s:.0f} {name}{plural}"
-    return f"{seconds:g} s"
 
 
 def stage_text(run: RunMetrics, stage: str) -> str:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import COMPARISON
-from virnuc_core.report.formatting import duration, near
+from virnuc_core.report.formatting import near, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill
 from virnuc_core.runfiles import write
@@ -153,4 +153,5 @@ def test_what_is_printed_meets_the_target_exactly_when_the_value_does(value: flo
 
 
 def test_durations_are_said_as_people_say_them() -> None:
-    assert [duration(s) for s in (3600, 1800, 36000, 45, 90.5)] == ["1 hour", "30 min", "10 hours", "45 s", "90.5 s"]
+    said = [target_text(Target(op="<", value=seconds), "s") for seconds in (3600, 1800, 36000, 45, 90.5)]
+    assert said == ["<1 hour", "<30 min", "<10 hours", "<45 s", "<90.5 s"]

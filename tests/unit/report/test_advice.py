@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.report.bottleneck import GPU_ADVICE, bottleneck, findings
+from virnuc_core.report.advice import GPU_ADVICE, bottleneck, findings
 from virnuc_core.report.build import build_report
 
 from .validate_directory import Recipe, build, edit_json
