@@ -28,7 +28,7 @@ from tasks.step import (
     publish_table,
     step,
 )
-from virnuc_core.baseline.run import BaselineProgress, run_baseline
+from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec, Profile
@@ -61,12 +61,8 @@ def baseline(
     if force and first_attempt() and run.root.exists():
         shutil.rmtree(run.root)  # an error stops here: what cannot be removed must not be taken for the new one's
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
-
-    def show_share(so_far: BaselineProgress) -> None:
-        show(so_far.rows / so_far.total_rows if so_far.total_rows else 1.0)
-
     with device_slots(resolve(devices)), progress as show:
-        summary = run_baseline(run, store, models, devices, spec, on_progress=show_share)
+        summary = run_baseline(run, store, models, devices, spec, on_progress=show)
         show(1.0)
     if summary.source == "recorded":
         text = f"{summary.wall_s:,.1f} s, recorded in the profile"

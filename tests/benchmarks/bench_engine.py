@@ -101,7 +101,7 @@ def bare(job: Job, seconds: float) -> Bare:
     device = torch.device("cuda:0" if job.devices[0].kind == "cuda" else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    loader = Loader(job.store.path, job.store.fingerprint, job.models, engine, pin=False)
+    loader = Loader((job.store.path, job.store.fingerprint, job.models), engine, pin=False)
     lo, hi = job.plan.range(0)
     items = [i for i in loader.load(ShardTask(shard=0, lo=lo, hi=hi)) if isinstance(i, Batch)]
     rates = {}

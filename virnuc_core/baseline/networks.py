@@ -1,7 +1,7 @@
 """ESM-2, DNABERT-S and the head once more, in the plainest padded form: the packed encoders are held against it.
 
-Nothing here is shared with `virnuc_core.encoders` but the models' sizes and the names of their tensors. Rows of a batch
-are padded to the longest and masked; attention is written out as matrix products.
+Nothing here is shared with `virnuc_core.encoders` but tokens, the models' sizes and the names of their tensors. Rows of
+a batch are padded to the longest and masked; attention is written out as matrix products.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import ClassVar, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.tokenize import Tokenizer
 
 ESM2_PAD: Final = 1
 ESM2_MASK: Final = 32
@@ -27,10 +29,7 @@ Tensors = Mapping[str, Tensor]
 def pad(flat: Tensor, offsets: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
     """Token rows laid end to end, as a padded batch: int64 [rows, longest] and lengths int64 [rows]."""
     lengths = offsets.diff()
-    tokens = torch.full((len(lengths), int(lengths.max())), pad_id, dtype=torch.int64)
-    for row, (start, length) in enumerate(zip(offsets.tolist(), lengths.tolist(), strict=False)):
-        tokens[row, :length] = flat[start : start + length]
-    return tokens, lengths
+    return pad_sequence(flat.split(lengths.tolist()), batch_first=True, padding_value=pad_id), lengths
 
 
 def _real(lengths: Tensor, longest: int) -> Tensor:
@@ -50,19 +49,20 @@ class Padded:
     ENDS: ClassVar[int]  # tokens at either end of a row that do not enter its mean
     LIMIT: ClassVar[int]  # tokens that do, at most
 
-    def __init__(self, tensors: Tensors, shape: Esm2Shape | DnabertShape) -> None:
-        self.w, self.shape = tensors, shape
+    def __init__(self, tensors: Tensors, shape: Esm2Shape | DnabertShape, tokenizer: Tokenizer) -> None:
+        self.w, self.shape, self.tokenizer = tensors, shape, tokenizer
         self.device = tensors["embed.weight"].device
 
     def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The last layer's output, [rows, longest, width]; padding positions hold no meaning."""
         raise NotImplementedError
 
-    def embed(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """Mean over each row's tokens: float32 [rows, width] on the CPU.
+    def embed(self, sequences: list[bytes]) -> Tensor:
+        """Mean over each sequence's tokens: float32 [rows, width] on the CPU.
 
         Each row's mean is taken in the precision of the run and fetched by itself, as the originals do.
         """
+        tokens, lengths = pad(*self.tokenizer.encode(sequences), self.tokenizer.pad_id)
         out = self.hidden(tokens.to(self.device), lengths.to(self.device))
         counts = (lengths - 2 * self.ENDS).clamp(max=self.LIMIT).tolist()
         rows = (out[row, self.ENDS : self.ENDS + n] for row, n in enumerate(counts))
@@ -90,30 +90,23 @@ class PaddedEsm2(Padded):
     def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
         """The last layer's output after the final norm."""
         real = _real(lengths, tokens.shape[1])
-        x = self._embedded(tokens, real)
-        cos, sin = self._angles(tokens.shape[1])
-        for layer in range(self.shape.layers):
-            p = f"layers.{layer}"
-            x = x + self._attention(p, self._norm(f"{p}.attn_norm", x), real, cos, sin)
-            inner = F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
-            x = x + self._linear(f"{p}.fc2", inner)
-        return self._norm("final_norm", x)
-
-    def _embedded(self, tokens: Tensor, real: Tensor) -> Tensor:
         x = F.embedding(tokens, self.w["embed.weight"])
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             masked = (tokens == ESM2_MASK) & real
             observed = masked.sum(1) / real.sum(1)
             x = x.masked_fill(masked[..., None], 0.0)
             x = x * ((1 - MASKED_IN_TRAINING) / (1 - observed)).to(x.dtype)[:, None, None]
-        return x * real[..., None]
-
-    def _angles(self, longest: int) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the rotary angles, [longest, head_dim]; computed in float32 whatever they are kept in."""
-        positions = torch.arange(longest, device=self.device, dtype=torch.float32)
+        x = x * real[..., None]
+        # rotary angles [longest, head_dim], computed in float32 whatever they are kept in
+        positions = torch.arange(tokens.shape[1], device=self.device, dtype=torch.float32)
         angles = torch.outer(positions, self.w["inv_freq"]).repeat(1, 2)
-        dtype = self.w["embed.weight"].dtype
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+        for layer in range(self.shape.layers):
+            p = f"layers.{layer}"
+            x = x + self._attention(p, self._norm(f"{p}.attn_norm", x), real, cos, sin)
+            inner = F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
+            x = x + self._linear(f"{p}.fc2", inner)
+        return self._norm("final_norm", x)
 
     def _attention(self, p: str, x: Tensor, real: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = self._heads(p, x)
@@ -141,21 +134,18 @@ class PaddedDnabertS(Padded):
         real = _real(lengths, tokens.shape[1])
         x = F.embedding(tokens, self.w["embed.weight"]) + self.w["token_type.weight"][0]
         x = self._norm("embed_norm", x)
-        bias = self._distances(tokens.shape[1]).masked_fill(~real[:, None, None, :], -math.inf)
+        # ALiBi: each head's slope times minus the distance, [1, heads, longest, longest]
+        slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device)
+        distance = (positions[:, None] - positions[None, :]).abs()
+        bias = (-slopes[:, None, None] * distance)[None].to(self.w["embed.weight"].dtype)
+        bias = bias.masked_fill(~real[:, None, None, :], -math.inf)
         for layer in range(self.shape.layers):
             p = f"layers.{layer}"
             x = self._norm(f"{p}.attn_norm", self._attention(p, x, bias) + x)
             activated, gate = F.linear(x, self.w[f"{p}.gated.weight"]).chunk(2, dim=-1)
             x = self._norm(f"{p}.ffn_norm", self._linear(f"{p}.wo", F.gelu(activated) * gate) + x)
         return x
-
-    def _distances(self, longest: int) -> Tensor:
-        """ALiBi: each head's slope times minus the distance, [1, heads, longest, longest]."""
-        slopes = torch.tensor(alibi_slopes(self.shape.heads), device=self.device)
-        positions = torch.arange(longest, device=self.device)
-        distance = (positions[:, None] - positions[None, :]).abs()
-        bias: Tensor = (-slopes[:, None, None] * distance)[None]
-        return bias.to(self.w["embed.weight"].dtype)
 
     def _attention(self, p: str, x: Tensor, bias: Tensor) -> Tensor:
         q, k, v = self._heads(p, x)

@@ -7,9 +7,8 @@ import json
 import os
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -17,22 +16,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core import runfiles
-from virnuc_core.baseline.files import (
+from virnuc_core.baseline.worker import (
     FILE_ROWS,
     FileDone,
     FileTask,
-    Folder,
     Operation,
     RowsDone,
     assign,
-    choose_reads,
     cut,
+    file_path,
     write_fasta,
 )
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.process import Child, LocalWorkers, Ready, WorkerSpec
+from virnuc_core.engine.embedding import worker_specs
+from virnuc_core.engine.process import LocalWorkers, Ready
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
@@ -40,23 +39,13 @@ from virnuc_core.results import write_covered
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import Device, read, write
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import BaselineSubset, BaselineSummary
+from virnuc_core.validation import BaselineSubset, BaselineSummary, choose_reads
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
 _CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
-OWN_STAGES: Final = STAGES[2:]  # rows come from the store, chunked and translated
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class BaselineProgress:
-    """How far a baseline is: rows that have gone through an encoder, of all that will, twice each."""
-
-    stage: str
-    rows: int
-    total_rows: int
 
 
 def run_baseline(
@@ -67,14 +56,15 @@ def run_baseline(
     spec: BaselineSpec,
     *,
     seed: int = 0,
-    on_progress: Callable[[BaselineProgress], None] = lambda _: None,
+    on_progress: Callable[[float], None] = lambda _: None,
 ) -> BaselineSummary:
     """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`.
 
     With `spec.reads` it runs on that many reads, drawn by `seed`, and its time is scaled. A finished baseline of the
     same reads, weights, devices and settings is returned as it is, marked `reused`. Nothing it started outlives the
-    call. Errors: `ConfigError` for a recorded baseline without its numbers; `WeightsError`, `DeviceError`,
-    `InputError`; `WorkerError` with the worker's traceback for a worker that failed.
+    call. `on_progress` hears the share of the embedding that is done. Errors: `ConfigError` for a recorded baseline
+    without its numbers; `WeightsError`, `DeviceError`, `InputError`; `WorkerError` with the worker's traceback for a
+    worker that failed.
     """
     orfs = OrfStore.open(store)
     if spec.source == "recorded":
@@ -83,10 +73,10 @@ def run_baseline(
         write(run.summary, summary)
         return summary
     workers = LocalWorkers("virnuc_core.baseline.worker")
-    chosen = resolve(devices)[: 1 if spec.name == "vanilla" else None]
+    chosen, weights = resolve(devices)[: 1 if spec.name == "vanilla" else None], fingerprint(models)
     body = {
         "reads": orfs.fingerprint,
-        "weights": fingerprint(models),
+        "weights": weights,
         "devices": [device.model_dump() for device in chosen],
         "spec": spec.model_dump(mode="json"),
         "seed": seed,
@@ -96,14 +86,20 @@ def run_baseline(
         if run.summary.exists() and run.predictions.exists() and run.consensus.exists():
             before = read(run.summary, BaselineSummary)
             if before.fingerprint == identity:
-                if not run.record.exists():
-                    _write_record(run, orfs, models, chosen, spec)
                 return before.model_copy(update={"reused": True})
         run.summary.unlink(missing_ok=True)
-        measurement = _Measurement(run, orfs, models, chosen, spec, workers, on_progress)
-        summary = measurement.measure(seed).model_copy(update={"fingerprint": identity})
-        shutil.rmtree(measurement.folder.root)
-        _write_record(run, orfs, models, chosen, spec)
+        measurement = _Measurement(run, orfs, models, chosen, spec, on_progress)
+        summary = measurement.measure(workers, seed).model_copy(update={"fingerprint": identity})
+        shutil.rmtree(measurement.folder)
+        record = runfiles.new_record(
+            runfiles.RunRecord,
+            chosen,
+            spec=spec.model_dump(mode="json"),
+            model_length=orfs.model_length,
+            fingerprints={"reads": orfs.fingerprint, **weights},
+            store=os.path.relpath(orfs.path, run.root),
+        )
+        write(run.record, record)
         write(run.summary, summary)
     return summary
 
@@ -125,27 +121,6 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
     )
 
 
-def _write_record(run: RunDir, orfs: OrfStore, models: Path, devices: Sequence[Device], spec: BaselineSpec) -> None:
-    """`run.json`: of which reads, weights and model length the baseline is."""
-    record = runfiles.new_record(
-        runfiles.RunRecord,
-        devices,
-        spec=spec.model_dump(mode="json"),
-        model_length=orfs.model_length,
-        fingerprints={"reads": orfs.fingerprint, **fingerprint(models)},
-        store=os.path.relpath(orfs.path, run.root),
-    )
-    write(run.record, record)
-
-
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """One operation over all files."""
-
-    wall_s: float
-    done: tuple[FileDone, ...]
-
-
 @dataclass(slots=True)
 class _Measurement:
     """One measured run: the chosen rows through files, encoders and head to the result files."""
@@ -155,15 +130,16 @@ class _Measurement:
     models: Path
     devices: Sequence[Device]
     spec: BaselineSpec
-    workers: LocalWorkers
-    on_progress: Callable[[BaselineProgress], None]
+    on_progress: Callable[[float], None]
+    # by stage; rows come from the store, chunked and translated
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES[2:], 0.0))
     rows_embedded: int = 0
 
     @property
-    def folder(self) -> Folder:
-        return Folder(self.run.root / "baseline_files")
+    def folder(self) -> Path:
+        return self.run.root / "baseline_files"
 
-    def measure(self, seed: int) -> BaselineSummary:
+    def measure(self, workers: LocalWorkers, seed: int) -> BaselineSummary:
         """The result files, and everything that the summary says but the fingerprint."""
         reads = choose_reads(self.store.n_reads, self.spec.reads, seed)
         covered = np.zeros(self.store.n_reads, dtype=bool)
@@ -171,31 +147,32 @@ class _Measurement:
         rows = np.flatnonzero(covered[np.asarray(self.store.row_read)])
         if len(rows) == 0 and self.store.n_rows > 0:
             raise InputError(f"none of the {len(reads)} reads drawn for the baseline has an open frame; draw more")
-        subset = self._subset(reads, rows, seed)
-        file_rows = FILE_ROWS
-        if subset is not None:  # so that every device has work, as it would have on the whole input
+        file_rows, subset = FILE_ROWS, None
+        if len(rows) and len(reads) < self.store.n_reads:
+            tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[np.asarray(self.store.row_unique)]
+            counts = {"tokens": int(tokens[rows].sum()), "total_tokens": int(tokens.sum())}
+            subset = BaselineSubset(reads=len(reads), seed=seed, **counts)
+            # so that every device has work, as it would have on the whole input
             file_rows = max(1, min(FILE_ROWS, -(-len(rows) // len(self.devices))))
         began = time.monotonic()
         files = list(cut(len(rows), file_rows))
-        seconds = dict.fromkeys(OWN_STAGES, 0.0)
-        self._split(rows, files, seconds)
-        phases, start_s = self._embed_and_predict([high - low for low, high in files], len(rows))
-        seconds |= {name: phase.wall_s for name, phase in phases.items()}
+        self._split(rows, files)
+        done, start_s = self._embed_and_predict(workers, [high - low for low, high in files], len(rows))
         voting = time.monotonic()
-        scores = [np.load(self.folder.path("scores.npy", number)) for number in range(1, len(files) + 1)]
+        scores = [np.load(file_path(self.folder, "scores.npy", number)) for number in range(1, len(files) + 1)]
         write_covered(self.run, self.store, covered, np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]))
-        seconds[CONSENSUS] = time.monotonic() - voting
+        self.seconds[CONSENSUS] = time.monotonic() - voting
         measured_s = time.monotonic() - began
-        scaled = None if subset is None else self._scaled(seconds, phases, subset, len(rows))
+        scaled = self._scaled(done, subset, len(rows)) if subset else None
         scaled_s = None if scaled is None else sum(scaled.values()) + start_s
         return BaselineSummary(
             name=self.spec.name,
             source="measured",
             wall_s=measured_s if scaled_s is None else scaled_s,
-            stages=scaled or seconds,
+            stages=scaled or self.seconds,
             subset=subset,
             measured_s=measured_s,
-            measured_stages=seconds,
+            measured_stages=self.seconds,
             scaled_s=scaled_s,
             n_reads=self.store.n_reads,
             n_rows=self.store.n_rows,
@@ -204,35 +181,30 @@ class _Measurement:
             devices=tuple(self.devices),
         )
 
-    def _subset(self, reads: NDArray[np.int64], rows: NDArray[np.int64], seed: int) -> BaselineSubset | None:
-        if len(reads) == self.store.n_reads:
-            return None
-        tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[np.asarray(self.store.row_unique)]
-        return BaselineSubset(
-            reads=len(reads), tokens=int(tokens[rows].sum()), total_tokens=int(tokens.sum()), seed=seed
-        )
-
-    def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]], seconds: dict[str, float]) -> None:
+    def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]]) -> None:
         """Write the rows as files of both kinds."""
-        if self.folder.root.exists():
-            shutil.rmtree(self.folder.root)
-        self.folder.root.mkdir(parents=True)
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+        self.folder.mkdir(parents=True)
         for number, (low, high) in enumerate(files, start=1):
             started = time.monotonic()
             ids = fetch(self.store.row_ids, rows[low:high])
             unique = np.asarray(self.store.row_unique)[rows[low:high]]
-            write_fasta(self.folder.path("nucleotide.fa", number), ids, fetch(self.store.dna, unique))
+            write_fasta(file_path(self.folder, "nucleotide.fa", number), ids, fetch(self.store.dna, unique))
             middle = time.monotonic()
-            write_fasta(self.folder.path("protein.fa", number), ids, fetch(self.store.protein, unique))
-            seconds[SPLIT_DNA] += middle - started
-            seconds[SPLIT_PROTEIN] += time.monotonic() - middle
+            write_fasta(file_path(self.folder, "protein.fa", number), ids, fetch(self.store.protein, unique))
+            self.seconds[SPLIT_DNA] += middle - started
+            self.seconds[SPLIT_PROTEIN] += time.monotonic() - middle
 
-    def _embed_and_predict(self, sizes: list[int], rows: int) -> tuple[dict[str, Phase], float]:
-        """The four stages of the worker processes, and the seconds it took to start these."""
+    def _embed_and_predict(
+        self, workers: LocalWorkers, sizes: list[int], rows: int
+    ) -> tuple[dict[str, list[FileDone]], float]:
+        """The four stages of the worker processes on files of these sizes, each on the worker it is dealt to: the files
+        done in each, and the seconds it took to start the workers. A worker that dies ends the baseline."""
+        done: dict[str, list[FileDone]] = {}
         if not sizes:
-            return {}, 0.0
-        shares = [[i + 1 for i in share] for share in assign(sizes, len(self.devices))]
-        one_worker = [list(range(1, len(sizes) + 1))]
+            return done, 0.0
+        shares, one_worker = assign(sizes, len(self.devices)), [list(range(len(sizes)))]
         steps: tuple[tuple[str, Operation, list[list[int]]], ...] = (
             (DNABERT_S, "dnabert_s", shares),
             (ESM2, "esm2", shares),
@@ -240,68 +212,53 @@ class _Measurement:
             (PREDICTION, "predict", one_worker),
         )
         started = time.monotonic()
-        with self.workers:
-            children = [self._start(device) for device in self.devices]
+        with workers:
+            specs = worker_specs(self.models, self.devices, EngineSpec(device_wait_s=DEVICE_WAIT_S))
+            logs = self.run.root / "logs"
+            children = [workers.start(spec, logs / f"baseline-{spec.device.id}.log") for spec in specs]
             for _ in children:
-                assert isinstance(self.workers.expect(children, SILENCE_S)[1], Ready)
+                assert isinstance(workers.expect(children, SILENCE_S)[1], Ready)
             start_s = time.monotonic() - started
-            phases = {}
             for stage, op, plan in steps:
-                todo = {child: deque(files) for child, files in zip(children, plan, strict=False)}
-                phases[stage] = self._phase(stage, op, todo, 2 * rows)
-        return phases, start_s
+                began, done[stage] = time.monotonic(), []
+                todo = {child: len(files) for child, files in zip(children, plan, strict=False)}
+                for child, files in zip(children, plan, strict=False):
+                    for file in files:
+                        name, folder = self.spec.name, str(self.folder)
+                        child.send(FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
+                while busy := [child for child, files in todo.items() if files]:
+                    child, event = workers.expect(busy, SILENCE_S)
+                    if isinstance(event, RowsDone):
+                        self.rows_embedded += event.rows
+                        self.on_progress(self.rows_embedded / (2 * rows))
+                    elif isinstance(event, FileDone):
+                        done[stage].append(event)
+                        todo[child] -= 1
+                self.seconds[stage] = time.monotonic() - began
+        return done, start_s
 
-    def _start(self, device: Device) -> Child:
-        spec = WorkerSpec(models=str(self.models), device=device, engine=EngineSpec(device_wait_s=DEVICE_WAIT_S))
-        return self.workers.start(spec, self.run.root / "logs" / f"baseline-{device.id}.log")
-
-    def _phase(self, stage: str, op: Operation, todo: dict[Child, deque[int]], total_rows: int) -> Phase:
-        """Do `op` on all files, each on the worker that it is given to. A worker that dies ends the baseline."""
-        started = time.monotonic()
-        task = FileTask(op=op, algorithm=self.spec.name, folder=str(self.folder.root), file=0)
-        busy: set[Child] = set()
-        done: list[FileDone] = []
-
-        def give(child: Child) -> None:
-            if todo[child]:
-                child.send(task.model_copy(update={"file": todo[child].popleft()}))
-                busy.add(child)
-
-        for child in todo:
-            give(child)
-        while busy:
-            child, event = self.workers.expect(busy, SILENCE_S)
-            if isinstance(event, RowsDone):
-                self.rows_embedded += event.rows
-                self.on_progress(BaselineProgress(stage, self.rows_embedded, total_rows))
-            elif isinstance(event, FileDone):
-                done.append(event)
-                busy.discard(child)
-                give(child)
-        return Phase(time.monotonic() - started, tuple(done))
-
-    def _scaled(
-        self, seconds: dict[str, float], phases: dict[str, Phase], subset: BaselineSubset, rows: int
-    ) -> dict[str, float]:
+    def _scaled(self, done: dict[str, list[FileDone]], subset: BaselineSubset, rows: int) -> dict[str, float]:
         """The stages' seconds on the whole input."""
         growth, total = subset.total_tokens / subset.tokens, self.store.n_rows
-        scaled = {name: value * total / rows for name, value in seconds.items()}
+        scaled = {name: value * total / rows for name, value in self.seconds.items()}
         for stage, load_each_file in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
-            scaled[stage] = scale_phase(
-                phases[stage], growth, total_rows=total, devices=len(self.devices), load_each_file=load_each_file
+            scaled[stage] = scaled_seconds(
+                done[stage], growth, total_rows=total, devices=len(self.devices), load_each_file=load_each_file
             )
         return scaled
 
 
-def scale_phase(phase: Phase, growth: float, *, total_rows: int, devices: int, load_each_file: bool) -> float:
-    """Seconds a phase would take on all rows in files of 10,000, dealt to the devices as the algorithm does.
+def scaled_seconds(
+    done: Sequence[FileDone], growth: float, *, total_rows: int, devices: int, load_each_file: bool
+) -> float:
+    """Seconds a stage would take on all rows in files of 10,000, dealt to the devices as the algorithm does.
 
     The measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each
     file, or each device when the model stays loaded, costs the mean time of a load besides.
     """
     files = [high - low for low, high in cut(total_rows, FILE_ROWS)]
-    compute_s = sum(one.compute_s for one in phase.done) * growth
-    loads = [one.load_s for one in phase.done if one.load_s > 0]
+    compute_s = sum(one.compute_s for one in done) * growth
+    loads = [one.load_s for one in done if one.load_s > 0]
     load_s = sum(loads) / len(loads) if loads else 0.0
     costs = [compute_s * rows / total_rows + load_s * load_each_file for rows in files]
     busiest = max(sum(costs[i] for i in share) for share in assign(files, devices))

@@ -43,17 +43,14 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
     gpus = visible_gpus()
     if devices.kind == "auto":
         return tuple(gpus) if gpus else _cores(1)
-    return tuple(_gpu(wanted, gpus) for wanted in devices.ids)
-
-
-def _gpu(wanted: str, gpus: list[Device]) -> Device:
-    if not gpus:
-        raise DeviceError(f"cuda:{wanted} asked for, but no NVIDIA driver or GPU is visible; use --devices cpu:1")
-    for index, gpu in enumerate(gpus):
-        if wanted in (str(index), gpu.id):
-            return gpu
-    here = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(gpus))
-    raise DeviceError(f"cuda:{wanted} is not here; visible: {here}")
+    known = {str(index): gpu for index, gpu in enumerate(gpus)} | {gpu.id: gpu for gpu in gpus}
+    for wanted in devices.ids:
+        if not gpus:
+            raise DeviceError(f"cuda:{wanted} asked for, but no NVIDIA driver or GPU is visible; use --devices cpu:1")
+        if wanted not in known:
+            here = ", ".join(f"cuda:{i} ({gpu.name})" for i, gpu in enumerate(gpus))
+            raise DeviceError(f"cuda:{wanted} is not here; visible: {here}")
+    return tuple(known[wanted] for wanted in devices.ids)
 
 
 def _cores(count: int) -> tuple[Device, ...]:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -62,11 +63,9 @@ class ShardEnd:
 # What the launch loop takes: a task, the task's batches, its end; after the last task None
 Item = ShardTask | Batch | ShardEnd | None
 Take = Callable[[], tuple[Item, float]]  # the next item, and how long it took to come, in milliseconds
+Source = tuple[Path, str, Path]  # a store, the fingerprint it must have, a models directory
 Slice = tuple[int, int]
 Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, row offsets
-
-
-# --- tokenising -------------------------------------------------------------------------------------------------------
 
 
 def open_store(path: Path, fingerprint: str) -> OrfStore:
@@ -77,33 +76,22 @@ def open_store(path: Path, fingerprint: str) -> OrfStore:
     return store
 
 
-class Tokeniser:
-    """Ranges of uniques as tokens, from a store opened in whichever process reads."""
-
-    def __init__(self, store: Path, fingerprint: str, models: Path) -> None:
-        self._store = open_store(store, fingerprint)
-        self.protein, self.dna = Esm2Tokenizer(), DnabertTokenizer(models)
-
-    def __call__(self, span: Slice) -> tuple[Tokens, Tokens]:
-        """Protein and DNA tokens of the uniques `[lo, hi)`."""
-        protein = self.protein.encode(self._store.protein(*span))
-        dna = self.dna.encode(self._store.dna(*span))
-        return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
+@cache  # what a process reads from
+def _opened(store: Path, fingerprint: str, models: Path) -> tuple[OrfStore, Esm2Tokenizer, DnabertTokenizer]:
+    return open_store(store, fingerprint), Esm2Tokenizer(), DnabertTokenizer(models)
 
 
-_tokeniser: Tokeniser  # of a loader process
+def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
+    """Protein and DNA tokens of the uniques `[lo, hi)`."""
+    store, proteins, dnas = _opened(*source)
+    protein, dna = proteins.encode(store.protein(*span)), dnas.encode(store.dna(*span))
+    return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
 
 
-def _begin_loading(store: Path, fingerprint: str, models: Path) -> None:
+def _leave_with_worker() -> None:
     """A loader process leaves with the worker that started it, and lets it handle Ctrl-C."""
-    global _tokeniser
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _tokeniser = Tokeniser(store, fingerprint, models)
-
-
-def _tokenise(span: Slice) -> tuple[Tokens, Tokens]:
-    return _tokeniser(span)
 
 
 def slices(kept: NDArray[np.int64]) -> list[Slice]:
@@ -121,9 +109,6 @@ def join(parts: Sequence[Tokens]) -> Tokens:
     lengths = [np.diff(starts) for _, starts in parts]
     starts = np.concatenate([np.zeros(1, dtype=np.int64), *lengths]).cumsum()
     return np.concatenate([np.zeros(0, dtype=np.int64), *(tokens for tokens, _ in parts)]), starts
-
-
-# --- packing ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,33 +198,27 @@ def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, P
         yield plan, PackedBatch(*arrays, len(plan.rows), plan.max_seqlen, plan.tokens)
 
 
-# --- loading ----------------------------------------------------------------------------------------------------------
-
-
 class Loader:
     """Turns shard ranges into packed batches, through `num_workers` processes that stay up between shards."""
 
-    def __init__(self, store: Path, fingerprint: str, models: Path, engine: EngineSpec, *, pin: bool) -> None:
-        self.engine, self.pin = engine, pin
-        made_of = store, fingerprint, models
-        self._tokeniser = Tokeniser(*made_of)
+    def __init__(self, source: Source, engine: EngineSpec, *, pin: bool) -> None:
+        self.engine, self.pin, self._source = engine, pin, source
+        self._pads = _opened(*source)[1].pad_id, _opened(*source)[2].pad_id
         self._processes: ProcessPoolExecutor | None = None
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
-            self._processes = ProcessPoolExecutor(engine.num_workers, context, _begin_loading, made_of)
+            self._processes = ProcessPoolExecutor(engine.num_workers, context, _leave_with_worker)
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and its end."""
         yield task
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
-        if self._processes is None:
-            parts = [self._tokeniser(span) for span in slices(kept)]
-        else:
-            parts = list(self._processes.map(_tokenise, slices(kept)))
+        each = map if self._processes is None else self._processes.map
+        parts = list(each(partial(tokenise, self._source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
         encoders: tuple[tuple[Encoder, Tokens, int, int], ...] = (
-            ("dnabert_s", dna, self.engine.dna_token_budget, self._tokeniser.dna.pad_id),
-            ("esm2", protein, self.engine.token_budget, self._tokeniser.protein.pad_id),
+            ("dnabert_s", dna, self.engine.dna_token_budget, self._pads[1]),
+            ("esm2", protein, self.engine.token_budget, self._pads[0]),
         )
         for name, tokens, budget, pad_id in encoders:
             for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad_id)):
@@ -248,28 +227,28 @@ class Loader:
                 yield Batch(name, index, ready, rows, time.monotonic())
         yield ShardEnd(len(protein[0]), len(dna[0]))
 
+    def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:
+        """Keep a queue of `depth` items filled, in a thread, with the tasks it is told; what takes from the queue.
 
-class Feeder:
-    """A thread that keeps the launch loop's queue filled with the tasks it is told."""
+        Taking raises what loading raised.
+        """
+        items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
 
-    def __init__(self, loader: Loader, next_task: Callable[[], ShardTask | None], depth: int) -> None:
-        self._loader, self._next = loader, next_task
-        self._items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
-        threading.Thread(target=self._run, name="feeder", daemon=True).start()
+        def fill() -> None:
+            try:
+                while (task := next_task()) is not None:
+                    for item in self.load(task):
+                        items.put(item)
+                items.put(None)
+            except BaseException as error:  # noqa: BLE001 - raised where it is taken
+                items.put(error)
 
-    def _run(self) -> None:
-        try:
-            while (task := self._next()) is not None:
-                for item in self._loader.load(task):
-                    self._items.put(item)
-            self._items.put(None)
-        except BaseException as error:  # noqa: BLE001 - handed to the launch loop, where `take` raises it
-            self._items.put(error)
+        def take() -> tuple[Item, float]:
+            asked = time.perf_counter()
+            item = items.get()
+            if isinstance(item, BaseException):
+                raise item
+            return item, (time.perf_counter() - asked) * 1e3
 
-    def take(self) -> tuple[Item, float]:
-        """The next item and how long it took to come, in milliseconds. Errors: what loading raised."""
-        asked = time.perf_counter()
-        item = self._items.get()
-        if isinstance(item, BaseException):
-            raise item
-        return item, (time.perf_counter() - asked) * 1e3
+        threading.Thread(target=fill, name="feeder", daemon=True).start()
+        return take

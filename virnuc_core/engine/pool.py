@@ -99,8 +99,6 @@ class Pool:
                 if slot.worker is not None:
                     slot.worker.send(Stop())
 
-    # --- handing out
-
     def _start(self, slot: WorkerSlot) -> None:
         slot.ready = False
         slot.worker = self._workers.start(slot.spec, self._logs / f"worker-{slot.device}.log")
@@ -141,8 +139,6 @@ class Pool:
                     raise error
             case Closed():
                 self._died(slot, worker)
-
-    # --- deaths
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""

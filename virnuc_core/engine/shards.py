@@ -8,11 +8,12 @@ remembers progress.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Literal
+from typing import Any, Final, Literal
 
 import h5py
 import numpy as np
@@ -27,7 +28,6 @@ from virnuc_core.telemetry.tables import ShardDone
 SCHEMA_VERSION: Final = 1
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
 SEAL_BYTES = 512  # HDF5's smallest user block
-READ_BYTES = 1 << 22
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
@@ -155,10 +155,8 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
             for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
                 dataset = shard_file.create_dataset(name, data=array)
                 dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
-            shard_file.attrs["schema_version"] = SCHEMA_VERSION
-            shard_file.attrs["shard"] = shard
-            shard_file.attrs["range"] = [lo, hi]
-            shard_file.attrs["fingerprint"] = plan.fingerprint
+            shard_file.attrs.update({"schema_version": SCHEMA_VERSION, "shard": shard})
+            shard_file.attrs.update({"range": [lo, hi], "fingerprint": plan.fingerprint})
         with aside.open("rb+") as file:
             seal = _seal(file)
             file.seek(0)
@@ -166,12 +164,10 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     return path
 
 
-def _seal(file: BinaryIO) -> bytes:
+def _seal(file: io.BufferedIOBase) -> bytes:
     """The user block of a shard's file: a digest of everything behind it, so that any changed bit is seen."""
-    digest = hashlib.blake2b(digest_size=32)
     file.seek(SEAL_BYTES)
-    while piece := file.read(READ_BYTES):
-        digest.update(piece)
+    digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
     return f"virnuc shard {SCHEMA_VERSION}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
 
 
@@ -247,30 +243,24 @@ def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
 def write_virtual_embeddings(run: RunDir) -> Path:
     """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved."""
     plan = read_plan(run)
-    if len(plan) == 0:
-        with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
+    with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
+        if len(plan) == 0:
             file.create_dataset("embeddings", shape=(0, 0), dtype=np.float32)
             file.create_dataset("scores", shape=(0, 2), dtype=np.float32)
-        return run.embeddings
-    with h5py.File(shard_path(run, 0), "r") as first:
-        width = first["embeddings"].shape[1]
-    with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
-        for name, columns in (("embeddings", width), ("scores", 2)):
-            _virtual_dataset(file, run, plan, name, columns)
+            return run.embeddings
+        with h5py.File(shard_path(run, 0), "r") as first:
+            width = first["embeddings"].shape[1]
+        for name, columns in ((b"embeddings", width), (b"scores", 2)):  # by HDF5's own calls: h5py's store the time
+            whole = h5py.h5s.create_simple((plan.bounds[-1], columns))
+            settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            settings.set_obj_track_times(False)
+            settings.set_fill_value(np.array(np.nan, dtype=np.float32))
+            for shard in range(len(plan)):
+                lo, hi = plan.range(shard)
+                whole.select_hyperslab((lo, 0), (hi - lo, columns))
+                source = f"{run.shards.name}/{shard_path(run, shard).name}".encode()
+                settings.set_virtual(whole, source, name, h5py.h5s.create_simple((hi - lo, columns)))
+            whole.select_all()
+            h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, whole, dcpl=settings)
         file.attrs["fingerprint"] = plan.fingerprint
     return run.embeddings
-
-
-def _virtual_dataset(file: h5py.File, run: RunDir, plan: ShardPlan, name: str, columns: int) -> None:
-    """All shards' dataset `name` [n, columns] as one, through HDF5's own interface: h5py's would store the time."""
-    whole = h5py.h5s.create_simple((plan.bounds[-1], columns))
-    settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-    settings.set_obj_track_times(False)
-    settings.set_fill_value(np.array(np.nan, dtype=np.float32))
-    for shard in range(len(plan)):
-        lo, hi = plan.range(shard)
-        whole.select_hyperslab((lo, 0), (hi - lo, columns))
-        source = f"{run.shards.name}/{shard_path(run, shard).name}".encode()
-        settings.set_virtual(whole, source, name.encode(), h5py.h5s.create_simple((hi - lo, columns)))
-    whole.select_all()
-    h5py.h5d.create(file.id, name.encode(), h5py.h5t.IEEE_F32LE, whole, dcpl=settings)

@@ -24,7 +24,7 @@ from torch import Tensor
 from virnuc_core.encoders.checkpoint import load_all, open_head
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.models import Head
-from virnuc_core.engine.loader import Batch, Feeder, Loader, ShardEnd, Take, open_store, packed
+from virnuc_core.engine.loader import Batch, Loader, ShardEnd, Take, open_store, packed
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.errors import ShardError
@@ -39,9 +39,6 @@ POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
 Span = tuple[Mark, Mark]
 M = TypeVar("M", bound=Message)
-
-
-# --- the launch loop --------------------------------------------------------------------------------------------------
 
 
 def milliseconds(span: Span) -> float:
@@ -76,13 +73,6 @@ class Pending:
     head: Span = (0.0, 0.0)
     scores: Tensor | None = None  # host, float32 [rows, 2]
     arrived: torch.cuda.Event | None = None
-
-    def wait(self) -> ShardResult:
-        """Block until the results are on the host."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        assert self.scores is not None
-        return ShardResult(self.embeddings.numpy(), self.scores.numpy())
 
 
 class Runner:
@@ -180,9 +170,6 @@ def _to_host(tensor: Tensor) -> Tensor:
     return host
 
 
-# --- the process ------------------------------------------------------------------------------------------------------
-
-
 class Worker:
     """Everything between the parent's messages and the device."""
 
@@ -244,16 +231,16 @@ class Worker:
         self.plan = read_plan(self.run_dir)
         self.store = open_store(Path(job.store), job.reads)
         pin = engine.pin_memory and spec.device.kind == "cuda"
-        loader = Loader(Path(job.store), job.reads, Path(spec.models), engine, pin=pin)
+        loader = Loader((Path(job.store), job.reads, Path(spec.models)), engine, pin=pin)
         depth = engine.prefetch_factor * max(1, engine.num_workers)
-        feeder = Feeder(loader, lambda: self._receive(ShardTask), depth)
+        taking = loader.feed(lambda: self._receive(ShardTask), depth)
         self.runner = runner or self._load()
         self._warm_up(self.runner, int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
-        with self._recording(feeder.take) as take:
+        with self._recording(taking) as take:
             self.runner.run(take, self._writes.put)
         self._writes.put(None)
         writer.join()
@@ -289,7 +276,12 @@ class Worker:
 
     def _commit(self, pending: Pending) -> None:
         """Put a shard on disk and say so; of a probe, only that it was computed. Errors: `ShardError`, `OSError`."""
-        result, task, device = pending.wait(), pending.task, self.spec.device.id
+        if pending.arrived is not None:
+            pending.arrived.synchronize()
+        assert pending.scores is not None
+        assert pending.tokens is not None
+        result = ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
+        task, device = pending.task, self.spec.device.id
         finished_s = time.monotonic()
         if task.probe:
             self.parent.send(Computed(done=None))
@@ -306,7 +298,6 @@ class Worker:
             commit(self.run_dir, self.plan, task.shard, result)
         commit_s = time.monotonic() - finished_s
         batches = tuple(_record(one, task.shard, device) for one in pending.launched)
-        assert pending.tokens is not None
         done = ShardDone(
             device=device,
             shard=task.shard,

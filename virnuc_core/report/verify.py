@@ -18,7 +18,6 @@ from typing import Final
 
 import numpy as np
 
-from virnuc_core.baseline.files import choose_reads
 from virnuc_core.errors import InputError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.store import OrfStore
@@ -36,7 +35,14 @@ from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import OVERHEAD, BaselineSummary, ComparisonFile, OverheadFile, ValidationRecord
+from virnuc_core.validation import (
+    OVERHEAD,
+    BaselineSummary,
+    ComparisonFile,
+    OverheadFile,
+    ValidationRecord,
+    choose_reads,
+)
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3

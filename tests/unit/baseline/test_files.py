@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.baseline.files import (
+from virnuc_core.baseline.run import scaled_seconds
+from virnuc_core.baseline.worker import (
     FileDone,
-    Folder,
     assign,
-    choose_reads,
     cut,
-    dna_token_estimate,
+    estimated_batches,
+    file_path,
     filled_batches,
     merge_file,
     read_fasta,
     sorted_batches,
     write_fasta,
 )
-from virnuc_core.baseline.run import Phase, scale_phase
 from virnuc_core.errors import InputError
+from virnuc_core.validation import choose_reads
 
 lengths = st.lists(st.integers(1, 166), max_size=200)
 
@@ -62,7 +62,8 @@ def test_the_budget_counts_one_token_more_than_residues() -> None:
 
 
 def test_dna_tokens_are_guessed_as_v1_does() -> None:
-    assert [dna_token_estimate(n) for n in (0, 5, 6, 500)] == [2, 2, 3, 85]
+    assert estimated_batches([500] * 24 + [6, 5]) == [[*range(24), 24, 25]]  # 24 times 85, 3 and 2 are 2,045 tokens
+    assert estimated_batches([500] * 24 + [36, 6]) == [[*range(24), 24], [25]]  # 8 and 3 were 2,051
 
 
 @given(st.lists(st.integers(1, 10_000), max_size=40), st.integers(1, 4))
@@ -109,33 +110,22 @@ def test_fasta_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory, r
     assert list(zip(*back, strict=True)) == rows
 
 
-@pytest.mark.parametrize("text", ["", "r1\nACGT\n", ">r1\nACGT", ">r1\nACGT\nACGT\n"])
-def test_a_damaged_file_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "rows.fa"
-    path.write_text(text)
-    if text == "":
-        assert read_fasta(path)[0] == []
-        return
-    with pytest.raises(InputError, match="not rows of one line each"):
-        read_fasta(path)
-
-
 def test_merging_refuses_other_rows(tmp_path: Path) -> None:
-    folder = Folder(tmp_path)
+    folder = tmp_path
     dna, protein = np.array([[1.0], [2.0]], dtype=np.float32), np.array([[3.0], [4.0]], dtype=np.float32)
-    write_fasta(folder.path("nucleotide.fa", 1), ["a", "b"], [b"A", b"C"])
-    np.save(folder.path("dnabert_s.npy", 1), dna)
-    np.save(folder.path("esm2.npy", 1), protein)
-    write_fasta(folder.path("protein.fa", 1), ["a", "b"], [b"M", b"K"])
+    write_fasta(file_path(folder, "nucleotide.fa", 1), ["a", "b"], [b"A", b"C"])
+    np.save(file_path(folder, "dnabert_s.npy", 1), dna)
+    np.save(file_path(folder, "esm2.npy", 1), protein)
+    write_fasta(file_path(folder, "protein.fa", 1), ["a", "b"], [b"M", b"K"])
     assert merge_file(folder, 1) == 2
-    assert np.load(folder.path("merged.npy", 1)).tolist() == [[1.0, 3.0], [2.0, 4.0]]
-    np.save(folder.path("dnabert_s.npy", 1), dna)
-    np.save(folder.path("esm2.npy", 1), protein)
-    write_fasta(folder.path("protein.fa", 1), ["b", "a"], [b"M", b"K"])
+    assert np.load(file_path(folder, "merged.npy", 1)).tolist() == [[1.0, 3.0], [2.0, 4.0]]
+    np.save(file_path(folder, "dnabert_s.npy", 1), dna)
+    np.save(file_path(folder, "esm2.npy", 1), protein)
+    write_fasta(file_path(folder, "protein.fa", 1), ["b", "a"], [b"M", b"K"])
     with pytest.raises(InputError, match="different rows"):
         merge_file(folder, 1)
-    write_fasta(folder.path("protein.fa", 1), ["a", "b"], [b"M", b"K"])
-    np.save(folder.path("esm2.npy", 1), protein[:1])
+    write_fasta(file_path(folder, "protein.fa", 1), ["a", "b"], [b"M", b"K"])
+    np.save(file_path(folder, "esm2.npy", 1), protein[:1])
     with pytest.raises(InputError, match="different rows"):
         merge_file(folder, 1)
 
@@ -145,7 +135,7 @@ def test_scaling_counts_loads_by_file_and_computing_by_token() -> None:
         FileDone(file=1, rows=500, load_s=10.0, compute_s=3.0),
         FileDone(file=2, rows=500, load_s=12.0, compute_s=5.0),
     )
-    scaled = partial(scale_phase, Phase(wall_s=17.0, done=done), 30.0, total_rows=30_000)  # three files of 10,000 rows
+    scaled = partial(scaled_seconds, done, 30.0, total_rows=30_000)  # three files of 10,000 rows
     per_file_s = (3.0 + 5.0) * 30.0 / 3
     assert scaled(devices=2, load_each_file=True) == pytest.approx(2 * (per_file_s + 11.0))
     assert scaled(devices=2, load_each_file=False) == pytest.approx(2 * per_file_s + 11.0)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.baseline.networks import PaddedEsm2, alibi_slopes, pad
-from virnuc_core.baseline.worker import Reader, embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
+from virnuc_core.baseline.networks import Padded, alibi_slopes, pad
+from virnuc_core.baseline.worker import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
 from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.convert import init_random
 
@@ -75,8 +75,7 @@ def test_esm2_scales_for_mask_tokens_as_fair_esm_does(models: Path) -> None:
     tokens = torch.tensor([[0, 5, 32, 7, 32, 2], [0, 5, 6, 2, 1, 1]])
     with torch.inference_mode():
         wanted = fair_esm(models)(tokens, repr_layers=[shape.layers])["representations"][shape.layers]
-        network = load_esm2(models, CPU, torch.float32).network
-        assert isinstance(network, PaddedEsm2)
+        network = load_esm2(models, CPU, torch.float32)
         ours = network.hidden(tokens, torch.tensor([6, 4]))
     torch.testing.assert_close(ours[0], wanted[0], atol=2e-5, rtol=0)
     torch.testing.assert_close(ours[1, :4], wanted[1, :4], atol=2e-5, rtol=0)
@@ -126,7 +125,7 @@ def test_dnabert_s_is_the_slow_one(models: Path) -> None:
 
 @pytest.mark.parametrize("which", ["esm2", "dnabert_s"])
 def test_padding_changes_nothing(models: Path, which: str) -> None:
-    reader: Reader = (load_esm2 if which == "esm2" else load_dnabert_s)(models, CPU, torch.float32)
+    reader: Padded = (load_esm2 if which == "esm2" else load_dnabert_s)(models, CPU, torch.float32)
     rows = PROTEINS if which == "esm2" else DNAS
     alone = embed_rows(reader, rows, one_by_one([len(r) for r in rows]))
     together = embed_rows(reader, rows, [[4, 2], [3, 0, 1]])
@@ -136,11 +135,10 @@ def test_padding_changes_nothing(models: Path, which: str) -> None:
 
 def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path) -> None:
     reader = load_esm2(models, CPU, torch.float32)
-    assert isinstance(reader.network, PaddedEsm2)
     protein = b"MKVLAGWY" * 130  # 1040 residues
     tokens, lengths = pad(*reader.tokenizer.encode([protein]), 1)
     with torch.inference_mode():
-        hidden = reader.network.hidden(tokens, lengths)[0]
+        hidden = reader.hidden(tokens, lengths)[0]
     torch.testing.assert_close(embed_rows(reader, [protein], [[0]])[0], hidden[1:1025].mean(0))
 
 
@@ -161,8 +159,7 @@ def test_head_is_written_out(models: Path) -> None:
 
 
 def test_half_precision_weights_keep_the_rotary_frequencies(models: Path) -> None:
-    network = load_esm2(models, CPU, torch.float16).network
-    assert isinstance(network, PaddedEsm2)
+    network = load_esm2(models, CPU, torch.float16)
     assert network.w["embed.weight"].dtype == torch.float16
     assert network.w["inv_freq"].dtype == torch.float32
 

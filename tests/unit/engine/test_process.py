@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from virnuc_core.baseline.files import FileTask, RowsDone
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import process
 from virnuc_core.engine.process import Message, WorkerSpec
@@ -23,28 +22,39 @@ from virnuc_core.runfiles import Device
 
 FIRST = min(os.sched_getaffinity(0))
 CORE = Device(id=f"cpu-core-{FIRST}", kind="cpu", name="a core", core=FIRST)
-# answers a file's number with as many rows, and starts a process that only a kill of its group can end
+# answers a number with the same, and starts a process that only a kill of its group can end
 WORKER = """
 import signal, subprocess, sys
-from virnuc_core.baseline.files import RowsDone
+from virnuc_core.engine.process import Message
 from virnuc_core.errors import InputError
+
+class Number(Message):
+    number: int
 
 def work(parent, spec):
     if spec.models == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     kid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    print("noise from a library")
-    parent.send(RowsDone(rows=kid.pid))
+    print("noise from a library", flush=True)
+    parent.send(Number(number=kid.pid))
     while True:
-        file = parent.receive().file
-        if file == 13:
+        number = parent.receive().number
+        if number == 13:
             raise InputError("unlucky", line=13)
-        parent.send(RowsDone(rows=file))
+        parent.send(Number(number=number))
 """
+
+
+class Number(Message):
+    """The worker's own kind of message, by the same name."""
+
+    number: int
+
+
 PARENT = """
 import sys, time
+import echo_worker
 from pathlib import Path
-import virnuc_core.baseline.files
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine.process import LocalWorkers, WorkerSpec
 from virnuc_core.runfiles import Device
@@ -70,8 +80,8 @@ def start(workers: process.LocalWorkers, tmp_path: Path, models: str = "") -> tu
     spec = WorkerSpec(models=models, device=CORE, engine=EngineSpec())
     child = workers.start(spec, tmp_path / "log" / "echo.log")
     said = heard(workers)
-    assert isinstance(said, RowsDone)
-    return child, said.rows
+    assert isinstance(said, Number)
+    return child, said.number
 
 
 def heard(workers: process.LocalWorkers) -> Message:
@@ -91,8 +101,8 @@ def gone(pid: int, within_s: float = 120) -> bool:
 
 def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
-    child.send(FileTask(op="merge", algorithm="v1", folder="", file=7))
-    assert heard(workers) == RowsDone(rows=7)
+    child.send(Number(number=7))
+    assert heard(workers) == Number(number=7)
     assert psutil.Process(child.pid).cpu_affinity() == [CORE.core]
     child.end(grace_s=1)
     assert child.last_words == "noise from a library"
@@ -101,7 +111,7 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.Lo
 
 def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
-    child.send(FileTask(op="merge", algorithm="v1", folder="", file=13))
+    child.send(Number(number=13))
     with pytest.raises(InputError, match="line 13: unlucky"):
         workers.expect({child}, 30)
 

@@ -298,11 +298,11 @@ def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path
 def test_a_worker_refuses_a_store_that_is_not_the_plans(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
-    from virnuc_core.engine.loader import Tokeniser
+    from virnuc_core.engine.loader import tokenise
 
     with pytest.raises(ConfigError, match="no longer the store"):
-        Tokeniser(staged[0], "another fingerprint", tiny_models)
-    assert len(Tokeniser(staged[0], staged[1].fingerprint, tiny_models)((0, 1))) == 2
+        tokenise((staged[0], "another fingerprint", tiny_models), (0, 1))
+    assert len(tokenise((staged[0], staged[1].fingerprint, tiny_models), (0, 1))) == 2
 
 
 def test_a_damaged_summary_counts_as_an_incomplete_run(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.baseline.files import choose_reads
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.verify import baseline_tokens, count_store, verify_report
+from virnuc_core.validation import choose_reads
 
 from .validate_directory import edit_json
 
