@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -39,8 +38,8 @@ def build_report(out: Path, profile: Profile) -> Report:
     """
     raw = RawFolder(out)
     record = raw.read(ValidationRecord, RECORD)
-    measured, runs, unlike = _measure(raw, profile)
-    judged = measured.judged
+    cases, runs, unlike = _cases(raw, profile)
+    measured, judged = cases[-1], cases[-1].judged
     many, single, name = (None if run is None else run.name for run in (measured.many, measured.single, judged))
     between = unlike.get((single, many), "")
     refused = {"scaling": between, "same_bytes": between, "speedup": unlike.get((BASELINE, name), "")}
@@ -50,12 +49,6 @@ def build_report(out: Path, profile: Profile) -> Report:
         tuple(judge(row, measured, refused.get(row.id, "")) for row in rows)
         for rows in (CRITERIA, (*asked, *([SAME_BYTES] if many else [])))
     )
-    each = [
-        replace(measured, many=run, scaling=scaled)
-        for run in runs
-        if run is not measured.single and not unlike.get((single, run.name))
-        if (scaled := scaling_metrics(measured.single, run)) is not None
-    ]
     found = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     series = charts(raw, judged, None if found is None else found[1], profile)
     compared = raw.read(RegressionFile, REGRESSION)
@@ -69,8 +62,8 @@ def build_report(out: Path, profile: Profile) -> Report:
         single=measured.single,
         runs=runs,
         baseline=measured.baseline,
-        scaling=tuple(one.scaling for one in each if one.scaling is not None),
-        scaling_criteria=tuple(judge(SCALING, one) for one in each),
+        scaling=tuple(case.scaling for case in cases if case.scaling is not None),
+        scaling_criteria=tuple(judge(SCALING, case) for case in cases if case.scaling is not None),
         comparisons=measured.comparisons,
         criteria=criteria,
         checks=checks,
@@ -91,23 +84,26 @@ def build_report(out: Path, profile: Profile) -> Report:
     )
 
 
-def _measure(raw: RawFolder, profile: Profile) -> tuple[Measured, tuple[RunMetrics, ...], Unlike]:
-    """What is judged, all runs, and why pairs of parts may not be compared."""
-    names = run_names(raw.root)
-    runs = tuple(metrics for name in names if (metrics := run_metrics(raw, name, profile)) is not None)
+def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], tuple[RunMetrics, ...], Unlike]:
+    """What is judged, once for each run on N devices, the largest last; all runs; and what may not be compared."""
+    found = (run_metrics(raw, name, profile) for name in run_names(raw.root))
+    runs = tuple(run for run in found if run is not None)
     single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
-    many = next((run for run in reversed(runs) if run is not single), None)
-    judged = many or single
+    on_many: list[RunMetrics | None] = [run for run in runs if run is not single] or [None]
+    judged = on_many[-1] or single
     baseline = baseline_metrics(raw, profile, judged)
     measured_here = profile.baseline.source == "measured" and RunDir(raw.root / BASELINE).summary.is_file()
     unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
     if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
         baseline = baseline.model_copy(update={"problem": reason})
-    apart = single is not None and many is not None and unlike.get((single.name, many.name))
-    scaled = None if apart else scaling_metrics(single, many)
     compared = raw.read(ComparisonFile, COMPARISON) or ComparisonFile(comparisons=())
     like = tuple(one for one in compared.comparisons if not unlike.get((one.a, one.b)))
-    return Measured(profile, single, many, baseline, scaled, like, overhead_metrics(raw)), runs, unlike
+    overhead, cases = overhead_metrics(raw), []
+    for many in on_many:
+        apart = single is not None and many is not None and unlike.get((single.name, many.name))
+        scaled = None if apart else scaling_metrics(single, many)
+        cases.append(Measured(profile, single, many, baseline, scaled, like, overhead))
+    return cases, runs, unlike
 
 
 def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:

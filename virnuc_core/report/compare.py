@@ -47,9 +47,6 @@ COLUMNS: Final[dict[Part, tuple[str, ...]]] = {
 LABELS: Final[dict[Part, tuple[str, str]]] = {"frames": ("virus", "others"), "consensus": ("True", "False")}
 
 
-# --- reading results -------------------------------------------------------------------------------------------------
-
-
 def load_results(path: Path) -> pd.DataFrame:
     """Rows of one of the two result files: `id`, `virus` (bool), `score1`, `score2` (float64; NaN where no number).
 
@@ -137,24 +134,27 @@ def compare(
     results that were made with another head, length or other reads, naming what differs.
     """
     files_a, files_b = _files(a), _files(b)
-    record_a, record_b = _record(a), _record(b)
-    unlike = differing(made_from(record_a), made_from(record_b))
+    run_a, run_b = (RunDir(path if path.is_dir() else path.parent) for path in (a, b))
+    none = RunRecord(fingerprints={})
+    record_a, record_b = (read(run.record, RunRecord) if run.record.is_file() else none for run in (run_a, run_b))
     if said := [
         f"{name} ({a.name}: {one[:SHOWN]}, {b.name}: {other[:SHOWN]})"
-        for name, (one, other) in unlike.items()
+        for name, (one, other) in differing(made_from(record_a), made_from(record_b)).items()
         if name in MUST_MATCH
     ]:
         raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}")
-    subset = _reads_of(a, files_a) if subset_of_a else None
+    subset = None
+    if subset_of_a and run_a.reads_table.is_file():
+        subset = set(read_reads_table(run_a, {"id": "str"})["id"])
+    elif subset_of_a:
+        subset = set(_reads(load_results(next(iter(files_a.values())))))
     parts: dict[str, LabelAgreement] = {}
-    for part in COLUMNS:
-        if mode != "both" and not part.startswith(mode):
-            continue
+    for part in [part for part in COLUMNS if mode == "both" or part.startswith(mode)]:
         left, right = _rows(files_a, part), _rows(files_b, part)
         if left is None or right is None:
             continue
         if subset is not None:
-            right = right[_read_ids(right["id"], part).isin(subset)].reset_index(drop=True)
+            right = right[_reads(right).isin(subset)].reset_index(drop=True)
         parts[part] = agreement(left, right, tolerance)
     if not parts:
         raise InputError(f"{a} and {b} have no kind of result in common; mode is '{mode}'")
@@ -188,25 +188,9 @@ def _rows(files: dict[Part, Path], part: Part) -> pd.DataFrame | None:
     return derive_consensus(load_results(files["frames"])) if "frames" in files else None
 
 
-def _read_ids(ids: pd.Series[str], part: Part) -> pd.Series[str]:
-    """Reads of rows: ids end in `_chunk_<n>`, and those of frames in two more letters."""
-    chunks = ids.str.slice(stop=-2) if part == "frames" else ids
-    return chunks.str.replace(r"_chunk_\d+$", "", regex=True)
-
-
-def _record(path: Path) -> RunRecord:
-    """What tells how these results were made; it says nothing where there is none."""
-    record = RunDir(path if path.is_dir() else path.parent).record
-    return read(record, RunRecord) if record.is_file() else RunRecord(fingerprints={})
-
-
-def _reads_of(path: Path, files: dict[Part, Path]) -> set[str]:
-    """The reads a side covers: those of its reads.tsv, else those with a row in its files."""
-    run = RunDir(path if path.is_dir() else path.parent)
-    if run.reads_table.is_file():
-        return set(read_reads_table(run, {"id": "str"})["id"])
-    part, file = next(iter(files.items()))
-    return set(_read_ids(load_results(file)["id"], part))
+def _reads(rows: pd.DataFrame) -> pd.Series[str]:
+    """The read of each row: its id ends in `_chunk_<n>`, that of a frame in two more letters."""
+    return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
 
 def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreement:

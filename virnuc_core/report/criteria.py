@@ -17,8 +17,6 @@ from virnuc_core.report.measured import Finding, Measured
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
 from virnuc_core.report.model import Criterion, RunMetrics, Verdict
 
-NOT_ASKED: Final = "the profile does not ask for it"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
@@ -164,7 +162,7 @@ def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
     value, reason = found.value, found.note
     verdict: Verdict = "not run"
     if target is None:
-        reason = found.note if found.failed else NOT_ASKED
+        reason = found.note if found.failed else "the profile does not ask for it"
     elif found.failed:
         verdict = "fail"
     elif problem := found.absent or _no_evidence(row, run, case.profile) or found.problem:

@@ -6,11 +6,11 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
-from virnuc_core.runfiles import File, RunFile
+from virnuc_core.runfiles import File
 from virnuc_core.telemetry.log import Telemetry, read_telemetry
 from virnuc_core.validation import read_usable
 
@@ -30,7 +30,7 @@ class RawFolder:
     root: Path
     used: dict[str, Path] = field(default_factory=dict)
     problems: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by file
-    _kept: dict[tuple[str, type[RunFile]], RunFile | None] = field(default_factory=dict)
+    _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
 
     def read(self, kind: type[File], *parts: str) -> File | None:
         """What can be used of a file; `None` when it is missing or useless. What cannot be used is noted."""
@@ -42,8 +42,7 @@ class RawFolder:
             self._kept[name, kind], said = read_usable(path, kind)
             if said:
                 self.problems[name] = said
-        found = self._kept[name, kind]
-        assert found is None or isinstance(found, kind)
+        found: File | None = self._kept[name, kind]
         return found
 
     def telemetry(self, run: str, named: str | None) -> tuple[str, Telemetry] | None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from pydantic import BaseModel
 
 from virnuc_core.errors import InputError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
@@ -47,8 +48,7 @@ from virnuc_core.validation import (
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3
 UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this where a commit would be
-GENERATOR: Final = re.compile(r'<meta name="generator"[^>]*>')
-IMAGE: Final = re.compile(r"data:image/svg\+xml;base64,[A-Za-z0-9+/=]+")
+DRAWN: Final = re.compile(r'<meta name="generator"[^>]*>|data:image/svg\+xml;base64,[A-Za-z0-9+/=]+')
 ABSENT: Final = "nothing"
 ROWS_A_BLOCK: Final = 1 << 16
 ENDS: Final = 2  # start and end tokens of a row
@@ -69,7 +69,7 @@ class Verification:
 
     def same(self, where: str, said: object, found: object) -> None:
         """Compare one value or a whole tree of them; each leaf counts."""
-        if isinstance(said, RunFile) and isinstance(found, RunFile):
+        if isinstance(said, BaseModel) and isinstance(found, BaseModel):
             self.same(where, said.model_dump(mode="json"), found.model_dump(mode="json"))
         elif isinstance(said, dict) and isinstance(found, dict):
             for key in dict.fromkeys((*said, *found)):
@@ -123,15 +123,22 @@ def verify_report(out: Path) -> Verification:
     folder = RunDir(out).report
     found, raw = Verification(), RawFolder(out)
     report = read_report(folder / REPORT_JSON)
-    _profile(found, raw, report)
-    again = build_report(out, report.profile)
-    if again.approval and again.approval.reviewer and not (report.approval and report.approval.reviewer):
+    record, name = raw.read(ValidationRecord, RECORD), report.profile.name
+    recorded = None if record is None else record.profile
+    if recorded is None or recorded.name != name:
+        recorded = load_profile(name) if name in profile_names() else None
+    if recorded is None:
+        found.wrong(f"profile {name}: the validation was not started with it, and it is none of virnuc's own")
+    else:
+        found.same("profile", report.profile, recorded)
+    fresh = build_report(out, report.profile)
+    if fresh.approval and fresh.approval.reviewer and not (report.approval and report.approval.reviewer):
         found.remarks.append("a reviewer has answered since this report was made; virnuc report DIR shows the answer")
-        evidence = tuple(file for file in again.evidence if Path(file.path).name != APPROVAL)
-        again = again.model_copy(update={"approval": report.approval, "evidence": evidence})  # changes no number
-    found.same("", report, again)
-    _forms(found, folder, again)
-    if (out / REGRESSION).is_file() and (entry := entry_of(again)) is not None:
+        evidence = tuple(file for file in fresh.evidence if Path(file.path).name != APPROVAL)
+        fresh = fresh.model_copy(update={"approval": report.approval, "evidence": evidence})  # changes no number
+    found.same("", report, fresh)
+    _forms(found, folder, fresh)
+    if (out / REGRESSION).is_file() and (entry := entry_of(fresh)) is not None:
         with found.noting():
             found.same(f"{REGRESSION}: entry", read(out / REGRESSION, RegressionFile).entry, entry)
     for name in run_names(out):
@@ -142,27 +149,16 @@ def verify_report(out: Path) -> Verification:
     _baseline(found, raw, report.profile.baseline.reads)
     compared = raw.read(ComparisonFile, COMPARISON) or ComparisonFile(comparisons=())
     for said in compared.comparisons:
-        where, subset = f"{COMPARISON}: {said.a} and {said.b}", said.subset_reads is not None
+        where = f"{COMPARISON}: {said.a} and {said.b}"
+        subset, bits = said.subset_reads is not None, said.bitwise is not None
         with found.noting(f"{where} cannot be compared again: "):
-            sides, bits = (out / said.a, out / said.b), said.bitwise is not None
-            found.same(where, said, compare(*sides, tolerance=said.tolerance, subset_of_a=subset, bits=bits))
+            again = compare(out / said.a, out / said.b, tolerance=said.tolerance, subset_of_a=subset, bits=bits)
+            found.same(where, said, again)
     _one_job(found, raw)
     verify_overhead(found, raw)
     for line in raw.remarks():
         found.wrong(line)
     return found
-
-
-def _profile(found: Verification, raw: RawFolder, report: Report) -> None:
-    """The thresholds are those the validation was started with, or those that come with virnuc."""
-    record, name = raw.read(ValidationRecord, RECORD), report.profile.name
-    recorded = None if record is None else record.profile
-    if recorded is None or recorded.name != name:
-        recorded = load_profile(name) if name in profile_names() else None
-    if recorded is None:
-        found.wrong(f"profile {name}: the validation was not started with it, and it is none of virnuc's own")
-    else:
-        found.same("profile", report.profile.model_dump(mode="json"), recorded.model_dump(mode="json"))
 
 
 def _forms(found: Verification, folder: Path, again: Report) -> None:
@@ -174,7 +170,7 @@ def _forms(found: Verification, folder: Path, again: Report) -> None:
             continue
         pages = [path.read_text(encoding="utf-8", errors="replace"), content]
         if name.endswith(".html") and f'content="{generator()}"' not in pages[0]:  # another version may draw otherwise
-            pages = [GENERATOR.sub("", IMAGE.sub("", page)) for page in pages]
+            pages = [DRAWN.sub("", page) for page in pages]
         found.figures += 1
         if pages[0] != pages[1]:
             at = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*pages, strict=False)))
@@ -191,9 +187,8 @@ def _run(found: Verification, raw: RawFolder, name: str) -> None:
         return
     if summary.staging_s is not None and summary.wall_s is not None:
         found.as_told(where, summary, {"total_s": summary.staging_s + summary.wall_s})
-    measured = raw.telemetry(name, summary.telemetry)
-    if measured is not None:
-        _telemetry(found, raw.root / measured[0], measured[0], measured[1], summary)
+    if (measured := raw.telemetry(name, summary.telemetry)) is not None:
+        _telemetry(found, raw.root, *measured, summary)
     if run.reads_table.is_file():
         table = read_reads_table(run, {"chunks": "int64", "open_frames": "int64", "fate": "str"})
         sums = {name: int(table[column].sum()) for name, column in (("n_chunks", "chunks"), ("n_rows", "open_frames"))}
@@ -216,7 +211,7 @@ def _run(found: Verification, raw: RawFolder, name: str) -> None:
         found.same(f"{of_chunks}: largest difference from the frames' scores", largest, 0.0)
 
 
-def _telemetry(found: Verification, path: Path, name: str, telemetry: Telemetry, summary: RunSummary) -> None:
+def _telemetry(found: Verification, out: Path, name: str, telemetry: Telemetry, summary: RunSummary) -> None:
     """The telemetry's own JSON, and stages, shards and restarts of the summary, against samples, batches and shards."""
     batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
     if telemetry.stages:
@@ -227,24 +222,21 @@ def _telemetry(found: Verification, path: Path, name: str, telemetry: Telemetry,
     if summary.shards_computed is not None:
         told["shards"] = summary.shards_computed + (summary.shards_reused or 0)
     found.as_told(f"{name}: {SUMMARY}", summary, told)
-    impossible = {
-        "batches with more tokens than slots": (batches.tokens > batches.slots).sum(),
-        "batches with a negative wait": (batches.wait_ms < 0).sum(),
-        "utilisation samples outside 0 to 100": ((used < 0) | (used > 100)).sum(),
-    }
-    for what, wrong in impossible.items():
-        found.same(f"{name}: {what}", int(wrong), 0)
+    for what, wrong in (
+        ("batches with more tokens than slots", batches.tokens > batches.slots),
+        ("batches with a negative wait", batches.wait_ms < 0),
+        ("utilisation samples outside 0 to 100", (used < 0) | (used > 100)),
+    ):
+        found.same(f"{name}: {what}", int(wrong.sum()), 0)
     if len(shards) and not shards.skipped.any():
-        for words, encoder, told_by in (
-            ("ESM-2", "esm2", shards.protein_tokens),
-            ("DNABERT-S", "dnabert_s", shards.dna_tokens),
-        ):
+        for encoder, told_by in (("esm2", shards.protein_tokens), ("dnabert_s", shards.dna_tokens)):
             tokens = int(batches.tokens[batches.encoder == encoder].sum())
-            found.same(f"{name}: tokens of {words}", tokens, int(told_by.sum()))
-    said = read(path.with_suffix(".json"), TelemetryFile)
+            found.same(f"{name}: tokens of {encoder}", tokens, int(told_by.sum()))
+    beside = Path(name).with_suffix(".json").as_posix()
+    said = read(out / beside, TelemetryFile)
     reads, wall_s = said.summary.total_sequences, said.summary.wall_s
     again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s)
-    found.same(Path(name).with_suffix(".json").as_posix(), said, again)
+    found.same(beside, said, again)
     found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads, "wall_s": wall_s})
 
 
@@ -273,24 +265,20 @@ def _baseline(found: Verification, raw: RawFolder, asked_reads: int | None) -> N
 
 def _store(found: Verification, raw: RawFolder) -> None:
     """Reads, rows, uniques and tokens as the store counts them, where the validation still has its store."""
-    path = RunDir(raw.root).store
-    if not path.is_file():
+    if not RunDir(raw.root).store.is_file():
         return
-    store = OrfStore.open(path)
+    store = OrfStore.open(RunDir(raw.root).store)
     counted = count_store(store)
-    for name in run_names(raw.root):
-        if (summary := raw.read(RunSummary, name, SUMMARY)) is not None:
-            found.as_told(f"{name}/{SUMMARY}", summary, counted)
     record, baseline = raw.read(ValidationRecord, RECORD), raw.read(BaselineSummary, BASELINE, SUMMARY)
     if record is not None and "reads" in record.fingerprints:
         found.same(f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], store.fingerprint)
-    if record is not None and record.staging is not None:
-        found.as_told(f"{RECORD}: staging", record.staging, counted)
-    if baseline is None:
-        return
-    found.as_told(f"{BASELINE}/{SUMMARY}", baseline, counted)
+    told = {f"{name}/{SUMMARY}": raw.read(RunSummary, name, SUMMARY) for name in run_names(raw.root)}
+    staging = None if record is None else record.staging
+    for where, said in {**told, f"{RECORD}: staging": staging, f"{BASELINE}/{SUMMARY}": baseline}.items():
+        if said is not None:
+            found.as_told(where, said, counted)
     predictions = RunDir(raw.root / BASELINE).predictions
-    if baseline.subset is not None and predictions.is_file():
+    if baseline is not None and baseline.subset is not None and predictions.is_file():
         drawn = baseline_tokens(store, predictions, baseline.subset.reads, baseline.subset.seed)
         tokens = {"tokens": drawn, "total_tokens": counted["row_tokens"]}
         found.as_told(f"{BASELINE}/{SUMMARY}: subset", baseline.subset, tokens)
