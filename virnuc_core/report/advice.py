@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from virnuc_core.report.measured import Measured, baseline_note
+from virnuc_core.report.criteria import Measured, baseline_note
 from virnuc_core.report.model import Accounting, Bottleneck, Charts, Regression, RunMetrics, StageFinding
 
 NOT_OF_SPEED: Final = {"consensus_agreement", "starved_share", "checkpoint_overhead", "device_time_spread"}

@@ -10,9 +10,8 @@ from typing import Final
 from virnuc_core.profiles import Profile
 from virnuc_core.report.advice import bottleneck, findings, notes, warnings_of
 from virnuc_core.report.charts import charts
-from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, judge
+from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
-from virnuc_core.report.measured import Measured
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import Accounting, ApprovalAnswer, ApprovalState, Provenance, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, check, points

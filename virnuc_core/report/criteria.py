@@ -1,4 +1,4 @@
-"""The criteria and the further checks: rows of one table, and one function that judges a row.
+"""The criteria and the further checks: what was measured for each, rows of one table, and one judge for all rows.
 
 A criterion passes or fails on a measured number only. A number that was not measured, or measured on too little or on
 other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`.
@@ -8,149 +8,282 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Literal
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report import measured
-from virnuc_core.report.measured import Finding, Measured
+from virnuc_core.report.files import BASELINE, COMPARISON
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
-from virnuc_core.report.model import Criterion, RunMetrics, Verdict
+from virnuc_core.report.model import (
+    BaselineMetrics,
+    Criterion,
+    OverheadMetrics,
+    RunMetrics,
+    ScalingMetrics,
+    TelemetryMetrics,
+    Verdict,
+)
+from virnuc_core.validation import OVERHEAD, Comparison
+
+MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the criteria judge."""
+
+    profile: Profile
+    single: RunMetrics | None
+    many: RunMetrics | None  # the run with more than one device, if there is one
+    baseline: BaselineMetrics | None
+    scaling: ScalingMetrics | None
+    comparisons: tuple[Comparison, ...]
+    overhead: OverheadMetrics | None = None
+
+    @property
+    def judged(self) -> RunMetrics | None:
+        """The run the verdict is about: most devices first."""
+        return self.many or self.single
+
+    @property
+    def telemetry(self) -> TelemetryMetrics | None:
+        """Of the run the verdict is about."""
+        return None if self.judged is None else self.judged.telemetry
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was measured for one criterion."""
+
+    value: float | None = None
+    samples: int | None = None
+    absent: str = ""  # why it cannot be judged, whatever the run was on
+    problem: str = ""  # why it cannot be judged although the run is good evidence
+    note: str = ""  # on a number that is judged
+    if_missed: str = ""  # the way out
+    failed: bool = False  # whatever the number says
+    projected: float | None = None  # what the number would be on the reads that the target speaks of
+
+
+def one_device_time(measured: Measured) -> Finding:
+    """wall time of the whole pipeline on one device, staging included"""
+    return _time(measured, 1)
+
+
+def two_device_time(measured: Measured) -> Finding:
+    """wall time of the whole pipeline on two devices, staging included"""
+    return _time(measured, 2)
+
+
+def _time(measured: Measured, devices: int) -> Finding:
+    run, profile = (measured.single, measured.many)[devices - 1], measured.profile
+    target = (profile.targets.one_device_seconds, profile.targets.two_device_seconds)[devices - 1]
+    if run is None:
+        return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
+    if len(run.devices) != devices:
+        return Finding(absent=f"the run was on {len(run.devices)} devices, not {devices}")
+    if run.stopped_at_limit:
+        why = f"ended at the profile's limit of {profile.time_limit_s or 0:g} s: slower than it may be"
+        return Finding(run.total_s, run.n_reads, note=why, failed=True)
+    wanted, problem = None if target is None else profile.target_reads, run.untimed
+    if problem or not wanted or not run.n_reads or run.n_reads >= wanted or run.total_s is None:
+        return Finding(run.total_s, run.n_reads, problem=problem)
+    why = f"projected from {run.n_reads:,} to {wanted:,} reads: no measurement"
+    return Finding(run.total_s, run.n_reads, note=why, projected=run.total_s * wanted / run.n_reads)
+
+
+def scaling(measured: Measured) -> Finding:
+    """time on one device ÷ time on N devices, same reads, whole pipeline; efficiency is that ÷ N"""
+    single, many, found = measured.single, measured.many, measured.scaling
+    if many is None or single is None:
+        return Finding(absent=f"there was no run on {'more than one' if many is None else 'one'} device")
+    problem = single.untimed or many.untimed
+    if found is None:
+        return Finding(samples=many.n_reads, problem=problem or "the two runs did not do the same work")
+    note = "super-linear: check the one-device run" if found.super_linear else ""
+    return Finding(found.speedup, many.n_reads, problem=problem, note=note)
+
+
+def speedup(measured: Measured) -> Finding:
+    """time of the baseline ÷ time of the run, same machine, same reads"""
+    run, baseline = measured.judged, measured.baseline
+    if run is None or baseline is None:
+        return Finding(absent="there was no run" if run is None else "the baseline was not run")
+    value = baseline.seconds / run.total_s if baseline.seconds and run.total_s else None
+    problem = run.untimed
+    # on fewer devices of that kind it may run: a handicap of its own algorithm
+    same_kind = bool(run.devices) and set(baseline.models) == {short_name(device) for device in run.devices}
+    if not problem and baseline.source != "recorded" and not same_kind:
+        problem = f"the baseline ran on {baseline.label}, the run on {run.label}"
+    if not problem and value is None:
+        problem = "the baseline's time was not recorded"
+    samples = run.n_reads if baseline.subset_reads is None else baseline.subset_reads
+    return Finding(value, samples, absent=baseline.problem or "", problem=problem, note=baseline_note(baseline))
+
+
+def baseline_note(baseline: BaselineMetrics) -> str:
+    """How the baseline's time is known, when it was not measured over all the reads."""
+    if baseline.source == "recorded":
+        return f"the baseline's time is recorded in the profile, for {baseline.label}"
+    if baseline.source == "scaled":
+        return (
+            f"baseline measured on {baseline.subset_reads or 0:,} reads and scaled by tokens "
+            f"({baseline.subset_tokens or 0:,} of {baseline.total_tokens or 0:,})"
+        )
+    return ""
+
+
+def consensus(measured: Measured) -> Finding:
+    """chunks whose consensus equals the baseline's ÷ all chunks of either side; the lowest over the runs"""
+    run, least = measured.judged, measured.profile.min_compared_chunks
+    if run is None:
+        return Finding(absent="there was no run")
+    names = [one.name for one in (measured.single, measured.many) if one is not None]
+    against = [c for c in measured.comparisons if c.a == BASELINE]
+    parts = {c.b: c.consensus for c in against if c.b in names and c.consensus is not None}
+    values = [part.agreement for part in parts.values() if part.agreement is not None]
+    samples = min((part.total for part in parts.values()), default=0)
+    absent = ""
+    if run.name not in parts:
+        absent = f"{run.name} was not compared with the baseline"
+    elif len(values) < len(parts):
+        absent = "there was no chunk to compare"
+    elif samples < least:
+        absent = f"{samples:,} chunks compared; the profile needs {least:,}"
+    subset = next((c.subset_reads for c in against if c.subset_reads is not None), None)
+    note = f"over the {subset:,} reads that the baseline ran on and that have a row" if subset else ""
+    return Finding(100.0 * min(values) if values else None, samples if parts else None, absent=absent, note=note)
+
+
+def gpu_utilisation(measured: Measured) -> Finding:
+    """mean of NVML samples from the first ESM-2 batch launched to the last finished; the lowest device counts"""
+    if measured.telemetry is None:
+        return Finding(absent="there is no telemetry")
+    devices, percent = measured.telemetry.devices, measured.telemetry.lowest_percent("esm2")
+    if percent is None:
+        unseen = [one.device for one in devices if one.esm2_percent is None]
+        return Finding(absent=f"no NVML sample of {', '.join(unseen) or 'any device'} while ESM-2 ran")
+    fewest = min(one.esm2_samples for one in devices)
+    problem = "" if fewest >= MIN_SAMPLES else f"{fewest} samples of a device; {MIN_SAMPLES} are needed"
+    samples = next(one.esm2_samples for one in devices if one.esm2_percent == percent)
+    return Finding(percent, samples, problem=problem)
+
+
+def packing(measured: Measured) -> Finding:
+    """real tokens ÷ token slots launched, both encoders, tails included"""
+    telemetry = measured.telemetry
+    if telemetry is None or telemetry.packing_efficiency is None:
+        return Finding(absent="there is no telemetry" if telemetry is None else "no batch was launched")
+    if telemetry.tokens > telemetry.slots:
+        return Finding(None, telemetry.batches, absent="more tokens than slots: the telemetry is wrong")
+    return Finding(100.0 * telemetry.packing_efficiency, telemetry.batches)
+
+
+def starved_share(measured: Measured) -> Finding:
+    """batches the launch loop waited over 50 ms for ÷ all batches"""
+    telemetry = measured.telemetry
+    if telemetry is None or telemetry.queue is None:
+        return Finding(absent="there is no telemetry of batches")
+    return Finding(100.0 * telemetry.queue.starved, telemetry.batches)
+
+
+def checkpoint_overhead(measured: Measured) -> Finding:
+    """1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; the median over the pairs"""
+    found = measured.overhead
+    if found is None or found.median is None:
+        return Finding(absent="no pair of runs with and without commits" if found is None else found.problem or "")
+    way_out = f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"
+    return Finding(100.0 * found.median, found.pairs, absent=found.problem or "", if_missed=way_out)
+
+
+def device_time_spread(measured: Measured) -> Finding:
+    """1 − least ÷ most busy seconds over the devices"""
+    run, telemetry = measured.many, measured.telemetry
+    if run is None or telemetry is None or telemetry.device_time_spread is None:
+        return Finding(absent="there was no run on more than one device, or its telemetry is missing")
+    idle = "a device did no shard" if len(telemetry.busy) < len(run.devices) else ""
+    return Finding(100.0 * telemetry.device_time_spread, len(telemetry.busy), absent=idle)
+
+
+def same_bytes(measured: Measured) -> Finding:
+    """result files and shards of the one-device run and the N-device run hold the same bytes (1 yes, 0 no)"""
+    runs = [run for run in (measured.many, measured.single) if run is not None]
+    names = {run.name for run in runs}
+    found = next((c.bitwise for c in measured.comparisons if {c.a, c.b} == names and c.bitwise is not None), None)
+    if found is None:
+        return Finding(absent="the two runs were not compared bit for bit")
+    samples, said = found.files_compared + found.shards_compared, "; ".join(found.differing)
+    if len({device.name for run in runs for device in run.devices}) > 1:
+        return Finding(None, samples, absent="devices of different models need not agree bit for bit")
+    if not samples:
+        return Finding(absent=said)
+    return Finding(1.0 if found.identical else 0.0, samples, note=said)
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One criterion."""
+    """One criterion. `find` measures it; its name is the criterion's id, its docstring the definition that is shown."""
 
-    id: str
+    find: Callable[[Measured], Finding]
     perf_id: str
     title: str
-    definition: str
-    find: Callable[[Measured], Finding]
-    target: str = ""  # the profile's, by name, where that is not the row's id
     unit: Literal["s", "x", "%", ""] = "%"
+    target: str = ""  # the profile's, by name, where that is not the id
     samples_of: str = "reads"
     run: Literal["single", "many", "judged"] = "judged"  # whose figures they are
     # what a run must be to say something: large enough (reads), and on the devices that are meant (speed)
     evidence: Literal["speed", "reads", ""] = "speed"
     raw: tuple[str, ...] = ("telemetry",)  # files; or "summary", "single" and "telemetry" of the run
 
+    @property
+    def id(self) -> str:
+        """Name of the criterion."""
+        return self.find.__name__
 
-SCALING: Final = Row(
-    id="scaling",
-    perf_id="PERF-03",
-    title="Scaling",
-    definition="time on one device ÷ time on N devices, same reads, whole pipeline; efficiency is that ÷ N",
-    find=measured.scaling,
-    unit="x",
-    run="many",
-    raw=("single", "summary"),
-)
+
+SUMMARY: Final = ("summary",)
+SCALING: Final = Row(scaling, "PERF-03", "Scaling", "x", run="many", raw=("single", "summary"))
 CRITERIA: Final = (
-    Row(
-        id="one_device_time",
-        perf_id="PERF-01",
-        title="Time on one device",
-        definition="wall time of the whole pipeline on one device, staging included",
-        find=partial(measured.time, devices=1),
-        target="one_device_seconds",
-        unit="s",
-        run="single",
-        raw=("summary",),
-    ),
-    Row(
-        id="two_device_time",
-        perf_id="PERF-01",
-        title="Time on two devices",
-        definition="wall time of the whole pipeline on two devices, staging included",
-        find=partial(measured.time, devices=2),
-        target="two_device_seconds",
-        unit="s",
-        run="many",
-        raw=("summary",),
-    ),
+    Row(one_device_time, "PERF-01", "Time on one device", "s", "one_device_seconds", run="single", raw=SUMMARY),
+    Row(two_device_time, "PERF-01", "Time on two devices", "s", "two_device_seconds", run="many", raw=SUMMARY),
     SCALING,
     Row(
-        id="speedup",
-        perf_id="PERF-01",
-        title="Speed-up over {baseline}",
-        definition="time of the baseline ÷ time of the run, same machine, same reads",
-        find=measured.speedup,
-        unit="x",
+        speedup,
+        "PERF-01",
+        "Speed-up over {baseline}",
+        "x",
         samples_of="reads of the baseline",
         raw=("baseline/summary.json", "summary"),
     ),
     Row(
-        id="consensus",
-        perf_id="correctness",
-        title="Consensus label agreement",
-        definition="chunks whose consensus equals the baseline's ÷ all chunks of either side; the lowest over the runs",
-        find=measured.consensus,
-        target="consensus_agreement",
-        samples_of="chunks",
+        consensus,
+        "correctness",
+        "Consensus label agreement",
+        "%",
+        "consensus_agreement",
+        "chunks",
         evidence="",
-        raw=("comparison.json",),
+        raw=(COMPARISON,),
     ),
-    Row(
-        id="gpu_utilisation",
-        perf_id="PERF-02",
-        title="GPU utilisation (ESM-2)",
-        definition="mean of NVML samples from the first ESM-2 batch launched to the last finished; "
-        "the lowest device counts",
-        find=measured.utilisation,
-        samples_of="NVML samples of that device",
-    ),
-    Row(
-        id="packing",
-        perf_id="PERF-05",
-        title="Packing efficiency",
-        definition="real tokens ÷ token slots launched, both encoders, tails included",
-        find=measured.packing,
-        target="packing_efficiency",
-        samples_of="batches",
-        evidence="reads",
-    ),
+    Row(gpu_utilisation, "PERF-02", "GPU utilisation (ESM-2)", samples_of="NVML samples of that device"),
+    Row(packing, "PERF-05", "Packing efficiency", "%", "packing_efficiency", "batches", evidence="reads"),
 )
 CHECKS: Final = (
-    Row(
-        id="starved_share",
-        perf_id="PERF-05",
-        title="Starved batches",
-        definition="batches the launch loop waited over 50 ms for ÷ all batches",
-        find=measured.starved,
-        samples_of="batches",
-    ),
-    Row(
-        id="checkpoint_overhead",
-        perf_id="PERF-05",
-        title="Checkpoint overhead",
-        definition="1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; "
-        "the median over the pairs",
-        find=measured.checkpoint_overhead,
-        samples_of="pairs of runs",
-        raw=("checkpoint_overhead.json",),
-    ),
-    Row(
-        id="device_time_spread",
-        perf_id="PERF-03",
-        title="Spread of device times",
-        definition="1 − least ÷ most busy seconds over the devices",
-        find=measured.spread,
-        samples_of="devices",
-        run="many",
-    ),
+    Row(starved_share, "PERF-05", "Starved batches", samples_of="batches"),
+    Row(checkpoint_overhead, "PERF-05", "Checkpoint overhead", samples_of="pairs of runs", raw=(OVERHEAD,)),
+    Row(device_time_spread, "PERF-03", "Spread of device times", samples_of="devices", run="many"),
 )
 SAME_BYTES: Final = Row(
-    id="same_bytes",
-    perf_id="correctness",
-    title="One device and N devices agree bit for bit",
-    definition="result files and shards of the one-device run and the N-device run hold the same bytes (1 yes, 0 no)",
-    find=measured.same_bytes,
-    unit="",
+    same_bytes,
+    "correctness",
+    "One device and N devices agree bit for bit",
+    "",
     samples_of="files and shards",
     run="many",
     evidence="",
-    raw=("comparison.json",),
+    raw=(COMPARISON,),
 )
 
 
@@ -185,7 +318,7 @@ def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
         id=row.id,
         perf_id=row.perf_id,
         title=row.title.format(baseline=title),
-        definition=row.definition,
+        definition=" ".join((row.find.__doc__ or "").split()),
         unit=row.unit,
         value=value,
         target=target,

@@ -12,8 +12,7 @@ import pytest
 from virnuc_core.profiles import Profile, Target, load_profile, profile_names
 from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.criteria import SCALING, judge
-from virnuc_core.report.measured import Finding, Measured
+from virnuc_core.report.criteria import SCALING, Finding, Measured, judge
 from virnuc_core.report.model import Criterion, Report
 
 from .validate_directory import Recipe, build, edit_json, write_json
@@ -365,7 +364,10 @@ def test_a_target_on_the_line_is_met_or_missed_by_its_sign() -> None:
 def test_a_number_of_which_nothing_was_counted_is_not_run(samples: int | None) -> None:
     profile = load_profile("phase10-1m")
     case = Measured(profile, None, None, None, None, (), None)
-    row = replace(SCALING, evidence="", find=lambda _: Finding(99.0, samples))
-    found = judge(row, case)
+
+    def packing_efficiency(_: Measured) -> Finding:
+        return Finding(99.0, samples)
+
+    found = judge(replace(SCALING, evidence="", find=packing_efficiency), case)
     assert found.verdict == "not run"
     assert found.reason == "nothing was counted"
