@@ -22,6 +22,7 @@ from virnuc_core.measure.doctor import Finding
 NOT_SOUND: Final = 1
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
 PREFECT_WAIT_S: Final = 3.0
+SERVER: Final = "Prefect server"
 CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
@@ -78,23 +79,20 @@ def prefect_server() -> Iterator[Finding]:
     import httpx
     from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
 
-    def said(verdict: checks.Verdict, detail: str) -> Finding:
-        return Finding("Prefect server", verdict, detail)
-
     url = PREFECT_API_URL.value()
     if url is None:
         if PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-            yield said("ok", f"none is named: the embedded one, with its data in {PREFECT_HOME.value()}")
+            yield Finding(SERVER, "ok", f"none is named: the embedded one, with its data in {PREFECT_HOME.value()}")
         else:
-            yield said("fail", "none is named (PREFECT_API_URL) and the embedded one is forbidden")
+            yield Finding(SERVER, "fail", "none is named (PREFECT_API_URL) and the embedded one is forbidden")
         return
     try:
         answer = httpx.get(f"{url}/health", timeout=PREFECT_WAIT_S)
         answer.raise_for_status()
         theirs = httpx.get(f"{url}/admin/version", timeout=PREFECT_WAIT_S).json()
     except (httpx.HTTPError, ValueError) as error:
-        yield said("fail", f"{url} does not answer ({type(error).__name__}); start it, or unset it")
+        yield Finding(SERVER, "fail", f"{url} does not answer ({type(error).__name__}); start it, or unset it")
         return
     ours = metadata.version("prefect")
     other = "" if theirs == ours else f"; this side is {ours}"
-    yield said("warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+    yield Finding(SERVER, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")

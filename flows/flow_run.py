@@ -56,7 +56,6 @@ from virnuc_core.rundir import RunDir
 Settings = TypeVar("Settings", bound=BaseModel)
 T = TypeVar("T")
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
-SAME_START_S: Final = 1.0
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
@@ -171,7 +170,7 @@ def _is_dead(flow_run: FlowRun) -> bool:
     if labels.get(PLACE) != place() or not isinstance(number, int) or not isinstance(began, (int, float)):
         return False
     try:
-        return bool(abs(psutil.Process(number).create_time() - began) > SAME_START_S)
+        return bool(abs(psutil.Process(number).create_time() - began) > 1.0)  # else the number is another's by now
     except psutil.NoSuchProcess:
         return True
 
@@ -185,8 +184,7 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
         on_error=settings.on_error,
         strict=settings.strict,
     )
-    store = RunDir(settings.out).store
-    return stage(spec, store, label=label, email=settings.email, force=settings.force).result()
+    return stage(spec, RunDir(settings.out).store, label=label, email=settings.email, force=settings.force).result()
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

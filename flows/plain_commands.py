@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
@@ -25,7 +26,6 @@ from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, write_text_whole
 
 if TYPE_CHECKING:
-    from virnuc_core.report.formatting import Table as View
     from virnuc_core.validation import LabelAgreement
 
 CODON: Final = 3
@@ -45,11 +45,13 @@ Json = Annotated[Flag, Parameter(name="--json", help="as JSON")]
 models = App(name="models", help="Make, convert, fetch or check weights.")
 
 
-def console() -> Console:
-    """Where tables go: standard output, without colours where those are not wanted."""
+def show(header: Iterable[str], rows: Iterable[Iterable[str]], title: str | None = None) -> None:
+    """A table on standard output, without colours where those are not wanted."""
+    table = Table(*header, title=title)
+    for row in rows:
+        table.add_row(*row)
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    width = None if sys.stdout.isatty() else WIDTH_IN_FILES
-    return Console(no_color=plain, highlight=False, width=width)
+    Console(no_color=plain, highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES).print(table)
 
 
 class SimulateSettings(SimulateSpec):
@@ -88,11 +90,6 @@ def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "
     return 0
 
 
-def _is_model_length(_type: object, length: int) -> None:
-    if length < CODON:
-        raise ValueError(f"'{length}' is not a model length: bases, at least {CODON}")
-
-
 @models.command(name="init-random")
 def init_random(
     out: ModelsOut,
@@ -100,7 +97,7 @@ def init_random(
     *,
     esm2: Esm2Size = "tiny",
     dnabert_s: DnabertSize = "tiny",
-    head: Annotated[int, Parameter(validator=_is_model_length)] = DEFAULT_MODEL_LENGTH,
+    head: Annotated[int, Parameter(validator=Number(gte=CODON))] = DEFAULT_MODEL_LENGTH,
     dtype: Storage = "fp32",
     seed: int = 0,
 ) -> int:
@@ -320,12 +317,14 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         chart: also draw the newest series of like runs, as SVG
     """
     from virnuc_core.report.charts import history as draw
+    from virnuc_core.report.formatting import cell
     from virnuc_core.report.regression import points, read_history, trend
 
     if not file.is_file():
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
-    show(trend(kept))
+    told = trend(kept)
+    show(told.header, (map(cell, row) for row in told.rows))
     if chart is None:
         return 0
     drawing = draw(points(kept, kept[-1])) if kept else None
@@ -335,16 +334,6 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
     write_text_whole(chart, drawing)
     print(f"Chart: {chart}")
     return 0
-
-
-def show(found: View) -> None:
-    """A table of a report's view on the terminal."""
-    from virnuc_core.report.formatting import cell
-
-    table = Table(*found.header)
-    for row in found.rows:
-        table.add_row(*map(cell, row))
-    console().print(table)
 
 
 def devices(*, as_json: Json = False) -> int:
@@ -358,10 +347,7 @@ def devices(*, as_json: Json = False) -> int:
     if as_json:
         print(json.dumps(found, indent=2))
         return 0
-    table = Table("--devices", "name", "id", title=None)
-    for row in found:
-        table.add_row(row["devices"], row["name"], row["id"])
-    console().print(table)
+    show(("--devices", "name", "id"), (row.values() for row in found))
     if not gpus:
         print("No NVIDIA driver or GPU is visible; virnuc computes on CPU cores.")
     return 0
@@ -375,15 +361,13 @@ def profiles(name: str | None = None, /) -> int:
     """
     if name is not None:
         profile = load_profile(name)
-        table = Table("criterion", "threshold", title=f"{profile.name}: {profile.title}")
-        for criterion, target in profile.targets:
-            if isinstance(target, Target):
-                table.add_row(criterion.replace("_", " "), f"{target.op} {target.value:g}")
-        console().print(table)
+        asked = [(name, target) for name, target in profile.targets if isinstance(target, Target)]
+        rows = [(name.replace("_", " "), f"{target.op} {target.value:g}") for name, target in asked]
+        show(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")
         return 0
-    table = Table("profile", "what it asks", "reads", "meant for")
-    for known in profile_names():
-        profile = load_profile(known)
-        table.add_row(known, profile.title, f"≥ {profile.min_reads:,}", ", ".join(profile.device_names) or "any device")
-    console().print(table)
+    known = [
+        (one.name, one.title, f"≥ {one.min_reads:,}", ", ".join(one.device_names) or "any device")
+        for one in map(load_profile, profile_names())
+    ]
+    show(("profile", "what it asks", "reads", "meant for"), known)
     return 0

@@ -169,22 +169,22 @@ def measure_overhead(
                 todo = bench.job(run, engine.model_copy(update={"commit": commit}))
                 made[commit] = measure(todo, shards=shards_a_device * len(ids), sample_s=bench.sample_s)
                 shutil.rmtree(run.shards)  # nobody asks for them
-        rates = {commit: one.committed_tokens_per_s for commit, one in made.items()}
-        if not all(rates.values()):
-            raise VirnucError(f"{out}: no batch was launched, so commits cannot be timed")
-        log.info("pair %d: %.0f tokens/s with commits, %.0f without", number, rates[True], rates[False])
         pair = OverheadPair(
             with_run=names[True],
             without_run=names[False],
-            with_tokens_per_s=rates[True],
-            without_tokens_per_s=rates[False],
+            with_tokens_per_s=made[True].committed_tokens_per_s,
+            without_tokens_per_s=made[False].committed_tokens_per_s,
             seconds=min(one.committed_s for one in made.values()),
             restarts=sum(one.restarts for one in made.values()),
         )
+        with_commits, without = pair.with_tokens_per_s, pair.without_tokens_per_s
+        if not (with_commits and without):
+            raise VirnucError(f"{out}: no batch was launched, so commits cannot be timed")
+        log.info("pair %d: %.0f tokens/s with commits, %.0f without", number, with_commits, without)
         found.append(pair)
         on_run(number / pairs)
-    shards = made[True].shards
-    measured = OverheadFile(job=job, devices=ids, shards=shards, shard_tokens=engine.shard_tokens, pairs=tuple(found))
+    shards, size = made[True].shards, engine.shard_tokens
+    measured = OverheadFile(job=job, devices=ids, shards=shards, shard_tokens=size, pairs=tuple(found))
     write(out / OVERHEAD, measured)
     return measured
 

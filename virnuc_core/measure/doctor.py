@@ -130,35 +130,32 @@ def driver_and_gpus() -> Iterator[Finding]:
         yield Finding("driver", "warn" if built else "ok", said)
         return
     text = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs; torch is for {built}"
+    problem = ""
     if built is None:
-        yield Finding("driver", "fail", f"{text}: a torch without CUDA; install one that has it")
+        problem = ": a torch without CUDA; install one that has it"
     elif supported // 1000 < int(built.split(".")[0]):
-        yield Finding("driver", "fail", f"{text}: the driver is too old for CUDA {built}")
+        problem = f": the driver is too old for CUDA {built}"
     elif not torch.cuda.is_available():
-        yield Finding("driver", "fail", f"{text}: torch cannot start CUDA here")
-    else:
-        yield Finding("driver", "ok", text)
-        if count:
-            import nvitop
+        problem = ": torch cannot start CUDA here"
+    yield Finding("driver", "fail" if problem else "ok", text + problem)
+    if count and not problem:
+        import nvitop
 
-            for number, gpu in enumerate(nvitop.Device.cuda.all()):
-                yield gpu_finding(f"cuda:{number}", gpu)
+        yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
 
 
 def gpu_finding(name: str, gpu: Any) -> Finding:
     """One GPU, as nvitop tells of it."""
     total, free = int(gpu.memory_total()), int(gpu.memory_free())
-    others = [process for process in gpu.processes().values() if process.pid != os.getpid()]
-    text = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {gpu.gpu_utilization()} %"
-    holder = device_holder(gpu.uuid())
-    if holder is not None:
-        return Finding(name, "warn", f"{text}; a virnuc run holds it ({holder})")
-    if others:
-        pids = ", ".join(str(process.pid) for process in others[:5])
-        return Finding(name, "warn", f"{text}; {len(others)} other processes compute here ({pids})")
-    if free < MEMORY_NEEDED:
-        return Finding(name, "warn", f"{text}; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB")
-    return Finding(name, "ok", text)
+    others = [str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()]
+    text, problem = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", ""
+    if (holder := device_holder(gpu.uuid())) is not None:
+        problem = f"; a virnuc run holds it ({holder})"
+    elif others:
+        problem = f"; {len(others)} other processes compute here ({', '.join(others[:5])})"
+    elif free < MEMORY_NEEDED:
+        problem = f"; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB"
+    return Finding(name, "warn" if problem else "ok", f"{text}, utilisation {gpu.gpu_utilization()} %{problem}")
 
 
 def locks() -> Iterator[Finding]:

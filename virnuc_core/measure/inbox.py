@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -113,15 +112,13 @@ class Ledger:
                 return row.but(fate="busy", note="another run predicts it")
             known = self.fate(row.sha256)
             if known is None or (known.fate == "failed" and retry_failed):  # else an overlapping run was faster
-                run = Path("runs", row.sha256[:16])
-                told = {"sha256": row.sha256, "file": row.file, "run": str(run)}
+                run, told = f"runs/{row.sha256[:16]}", {}
                 try:
                     found = predict(row, self.out / run)
+                    told = {"fate": "predicted", "reads": found.n_reads, "viral": found.fates["viral"]}
                 except InputError as error:
-                    self.record(Fate(**told, fate="failed", when=now(), error=str(error)))
-                else:
-                    counts = {"reads": found.n_reads, "viral": found.fates["viral"]}
-                    self.record(Fate(**told, fate="predicted", when=now(), **counts))
+                    told = {"fate": "failed", "error": str(error)}
+                self.record(Fate(sha256=row.sha256, file=row.file, run=run, when=now(), **told))
             return self._with_fate(row)
 
     def fate(self, sha256: str) -> Fate | None:
@@ -177,14 +174,10 @@ def _digest(path: Path) -> str:
 @contextmanager
 def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(handle)
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        os.close(handle)
+    with path.open("ab") as handle:
+        held = True
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = False
+        yield held

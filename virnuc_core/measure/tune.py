@@ -51,7 +51,7 @@ class Candidate:
     """One set of settings and what was measured of it so far. Number 0 is the base: what all are held against."""
 
     number: int
-    changes: tuple[tuple[str, Any], ...]  # against the base
+    changes: dict[str, Any]  # against the base
     engine: EngineSpec
     trials: list[Trial] = field(default_factory=list)
     refused: str = ""  # why these settings cannot run here
@@ -60,7 +60,7 @@ class Candidate:
     @property
     def label(self) -> str:
         """`token_budget=8192 num_workers=2`, or `base`."""
-        return " ".join(f"{name}={value}" for name, value in self.changes) or "base"
+        return " ".join(f"{name}={value}" for name, value in self.changes.items()) or "base"
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -105,14 +105,12 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
     >>> [c.label for c in candidates(EngineSpec(), {"num_workers": (0, 2), "prefetch_factor": (4,)})]
     ['base', 'num_workers=2']
     """
-    found = [Candidate(0, (), base)]
-    seen = {base}
+    found, seen = [Candidate(0, {}, base)], {base}
     for values in itertools.product(*swept.values()):
         engine = EngineSpec.model_validate(base.model_dump() | dict(zip(swept, values, strict=True)))
         if engine not in seen:
             seen.add(engine)
-            pairs = ((name, getattr(engine, name)) for name in swept)
-            changes = tuple((name, value) for name, value in pairs if value != getattr(base, name))
+            changes = {name: getattr(engine, name) for name in swept if getattr(engine, name) != getattr(base, name)}
             found.append(Candidate(len(found), changes, engine))
     if len(found) > MAX_CANDIDATES:
         raise ConfigError(f"{len(found)} combinations are too many (at most {MAX_CANDIDATES}); give shorter lists")
@@ -131,10 +129,10 @@ def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iter
             yield candidate, repeat, f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}"
         running = [candidate for candidate in running if not candidate.refused]
         if halving:
-            fastest_first = sorted(running, key=lambda candidate: median(candidate.rates), reverse=True)
-            for candidate in fastest_first[max(FINALISTS, (len(running) + 1) // 2) :]:
+            running.sort(key=lambda candidate: -median(candidate.rates))
+            for candidate in running[max(FINALISTS, (len(running) + 1) // 2) :]:
                 candidate.dropped = candidate.number != 0
-            running = [candidate for candidate in running if not candidate.dropped]
+            running = sorted((one for one in running if not one.dropped), key=lambda one: one.number)
 
 
 def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: bool) -> Recommendation:
@@ -185,8 +183,10 @@ class Sweep:
             resolve_engine(candidate.engine, resolve(self.bench.devices)[0].kind)
         except ConfigError as error:
             return str(error)
-        run = RunDir(self.trials / f"{self._fingerprint(candidate.engine)}-{repeat}")
-        reference = self.trials / f"{self._fingerprint(self.base)}.npy"  # the base's scores
+        # what a trial depends on: all that a measurement does, and the settings it is held against
+        against = self.base.model_dump(mode="json")
+        run = RunDir(self.trials / f"{self.bench.fingerprint(candidate.engine, against)[:16]}-{repeat}")
+        reference = self.trials / f"{self.bench.fingerprint(self.base, against)[:16]}.npy"  # the base's scores
         kept = run.root / "trial.json"
         with run_lock(run.root):
             before = read_usable(kept, Trial)[0]
@@ -213,10 +213,6 @@ class Sweep:
             write(kept, trial)
         return trial
 
-    def _fingerprint(self, engine: EngineSpec) -> str:
-        """What a trial depends on: all that a measurement does, and the settings it is held against."""
-        return self.bench.fingerprint(engine, self.base.model_dump(mode="json"))[:16]
-
     def write(
         self, found: Sequence[Candidate], chosen: Recommendation, profile: Profile, search: str, swept: Sequence[str]
     ) -> None:
@@ -238,7 +234,7 @@ class Sweep:
             "candidates": [
                 {
                     "number": candidate.number,
-                    "changes": dict(candidate.changes),
+                    "changes": candidate.changes,
                     "tokens_per_s": list(candidate.rates),
                     "median_tokens_per_s": median(candidate.rates) or None,
                     "spread": spread(candidate.rates) if len(candidate.rates) > 1 else None,
