@@ -103,18 +103,15 @@ class Devices(Spec):
         return f"cpu:{len(self.ids)}" if self.kind == "cpu" else "auto"
 
 
-DeviceList = Annotated[
-    Devices,
-    BeforeValidator(lambda given: Devices.parse(given) if isinstance(given, str) else given),
-    PlainSerializer(str, return_type=str, when_used="json"),
-]
+def _devices(given: Any) -> Any:
+    return Devices.parse(given) if isinstance(given, str) else given
 
 
 class ClassifySpec(Spec):
     """One run over staged reads."""
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
-    devices: DeviceList = Field(Devices(kind="auto"), description="cuda:0,cuda:1 or cpu:2 or auto")
+    devices: Annotated[Devices, BeforeValidator(_devices), PlainSerializer(str)] = Devices(kind="auto")
     engine: EngineSpec = EngineSpec()
     threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")

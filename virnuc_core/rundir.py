@@ -24,11 +24,11 @@ from virnuc_core.errors import ConfigError, DeviceError
 SYSTEM_LOCKS: Final = Path("/run/lock")
 
 
+@dataclass(frozen=True, slots=True)
 class _Inside:
     """A path within a run directory, by its name there."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    name: str
 
     def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
         return run.root / self.name

@@ -132,11 +132,10 @@ def versions() -> dict[str, str]:
 
 def new_record(kind: type[Record], devices: Sequence[Device], **made: Any) -> Record:
     """A record of a run that starts now on `devices`; `made` are its other fields: what it is made of."""
-    started, found = now(), tuple(devices)
+    at, found = now(), tuple(devices)
     here = {"virnuc_version": virnuc_core.__version__, "git_commit": git_commit(), "versions": versions()}
-    attempts = (Attempt(started=started, devices=found),)
-    start = {"created": started, "host": platform.node(), "devices": found, "attempts": attempts}
-    return kind(**here | start | made)
+    start = {"created": at, "host": platform.node(), "devices": found}
+    return kind(**here | start | {"attempts": (Attempt(started=at, devices=found),)} | made)
 
 
 def read_record(run: RunDir) -> RunRecord:

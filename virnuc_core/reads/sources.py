@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -51,8 +52,8 @@ def can_be_read_twice(name: str) -> bool:
 def reads_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write reads to, gzipped if its name ends in .gz; it appears once all is written."""
     with whole_file(path) as aside:
-        packed = path.suffix == ".gz"
-        with xopen(aside, "wb", compresslevel=1, threads=0, format="gz") if packed else aside.open("wb") as out:
+        gzipped = path.suffix == ".gz"
+        with xopen(aside, "wb", compresslevel=1, threads=0, format="gz") if gzipped else aside.open("wb") as out:
             yield out
 
 
@@ -110,7 +111,8 @@ class Source:
         self._stream = stream
         head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
         packed_as, make, errors = _unpacker_for(head, name)
-        self._pieces = self._plain(head) if make is None else self._unpacked(head, packed_as, make, errors)
+        plain = chain((head,), iter(self._next_piece, b""))
+        self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
 
     @classmethod
     @contextmanager
@@ -130,11 +132,6 @@ class Source:
             pieces.append(piece)
             size -= len(piece)
         return b"".join(pieces)
-
-    def _plain(self, piece: bytes) -> Iterator[bytes]:
-        while piece:
-            yield piece
-            piece = self._next_piece()
 
     def _unpacked(
         self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
