@@ -49,12 +49,10 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
     if scores is not None:
         found["scores"] = _histogram(scores, np.linspace(0.0, 1.0, 21))
     if measured is not None:
-        host, samples, origin_s = measured.host, measured.samples, measured.origin_s
-        used = samples.groupby("device", observed=True)
-        found |= {
-            "utilisation": tuple(_thin(str(name), own.time_s - origin_s, own.utilisation) for name, own in used),
-            "cpu": _thin("CPU", host.time_s - origin_s, host.cpu_percent) if len(host) else None,
-        }
+        devices, host = measured.samples.groupby("device", observed=True), measured.host
+        used = {str(name): (own.time_s, own.utilisation) for name, own in devices}
+        used |= {"CPU": (host.time_s, host.cpu_percent)} if len(host) else {}
+        found["utilisation"] = tuple(_thin(name, x - measured.origin_s, y) for name, (x, y) in used.items())
     if measured is not None and (span := embedding_span(measured.batches)) is not None:
         length_s = min(profile.window_s, max((span[1] - span[0]) / 20, 0.05))
         cut = windows(measured.batches, length_s, measured.origin_s)
@@ -139,7 +137,6 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     """Title, description and SVG of every chart there is data for."""
     series, telemetry = report.charts, report.run.telemetry if report.run else None
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
-    used += () if series.cpu is None else (series.cpu,)
     tokens = series.throughput and ((series.throughput,), "tokens/s")
     most = max((found.num_gpus for found in report.scaling), default=0)
     bands = ((int(n), *band) for n, band in report.profile.scaling_bands.items() if n.isdigit())

@@ -269,8 +269,7 @@ class Bar(Record):
 class Charts(Record):
     """What the charts show, thinned so that the report stays small."""
 
-    utilisation: tuple[Line, ...] = ()
-    cpu: Line | None = None
+    utilisation: tuple[Line, ...] = ()  # of each GPU, then of the CPU
     gantt: tuple[Bar, ...] = ()
     read_lengths: Histogram | None = None
     scores: Histogram | None = None

@@ -181,19 +181,15 @@ def benchmark_json(report: Report) -> str:
         "throughput": {r["stage"]: r for r in stage_results(report)},
         "efficiency": {
             "mfu": mfu,
-            "device_hours_per_million_reads": run.device_hours_per_million if run else None,
-            "kwh_per_million_reads": run.kwh_per_million if run else None,
-            "price_per_million_reads": run.price_per_million if run else None,
+            **{f"{what}_per_million_reads": getattr(run, f"{what}_per_million", None) for what in views.COSTS},
             "checkpoint_overhead": report.overhead.median if report.overhead else None,
         },
         "findings": [f.model_dump(mode="json") for f in report.findings],
     }
-    versions, ran_on = made.versions, run.devices if run else ()
+    ran_on = run.devices if run else ()
     metadata = {
-        "pytorch_version": versions.get("torch"),
-        "cuda_version": versions.get("cuda"),
-        "driver_version": versions.get("driver"),
-        "cuda_driver_version": versions.get("cuda_driver"),
+        "pytorch_version": made.versions.get("torch"),
+        **{f"{part}_version": made.versions.get(part) for part in ("cuda", "driver", "cuda_driver")},
         "gpu_count": sum(d.kind == "cuda" for d in ran_on),
         "devices": [d.name for d in ran_on],
         "git_commit": made.git_commit,

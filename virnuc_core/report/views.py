@@ -27,6 +27,7 @@ from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.telemetry.tables import STAGES, Encoder
 from virnuc_core.validation import Comparison, LabelAgreement
 
+COSTS: Final = {"device_hours": 3, "kwh": 3, "price": 2}  # of a million reads, with digits
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
 
 
@@ -227,8 +228,7 @@ def economy(report: Report) -> Table:
         rows.append((f"MFU of {title}", both))
     unit = "Core" if run is not None and run.devices and run.devices[0].kind == "cpu" else "GPU"
     hours, kwh, price = (
-        number(getattr(run, f"{what}_per_million", None), digits) or NOT_RUN
-        for what, digits in (("device_hours", 3), ("kwh", 3), ("price", 2))
+        number(getattr(run, f"{what}_per_million", None), digits) or NOT_RUN for what, digits in COSTS.items()
     )
     unpriced = f"{NOT_RUN} (the profile gives no price)"
     rows += [
