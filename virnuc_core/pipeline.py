@@ -186,7 +186,7 @@ def _compute(
         wall_s=wall_s,
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
-        stages=clock.seconds(),
+        stages={stage.name: stage.seconds for stage in clock.times()},
         n_reads=orfs.n_reads,
         n_chunks=orfs.n_chunks,
         n_rows=orfs.n_rows,

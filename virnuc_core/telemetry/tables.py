@@ -117,7 +117,3 @@ class StageClock:
     def times(self) -> tuple[StageTime, ...]:
         """The stages measured or fused so far, in the order of the nine; what was not measured is not there."""
         return tuple(self._stages[name] for name in STAGES if name in self._stages)
-
-    def seconds(self) -> dict[str, float | None]:
-        """Stage name to seconds, `None` when fused: the form of summary.json."""
-        return {stage.name: stage.seconds for stage in self.times()}

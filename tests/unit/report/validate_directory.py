@@ -152,7 +152,7 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
         "wall_s": wall_s,
         "staging_s": 5.0,
         "total_s": wall_s + 5.0,
-        "stages": clock.seconds(),
+        "stages": {stage.name: stage.seconds for stage in clock.times()},
         "n_reads": recipe.reads,
         "n_chunks": recipe.reads,
         "n_rows": n_rows,
