@@ -49,8 +49,7 @@ def doctor(
     asked: list[Callable[[], Iterable[Finding]]] = [  # cheap ones first
         checks.requirements,
         partial(checks.tested_versions, CONSTRAINTS),
-        partial(checks.disk, out),
-        checks.shared_memory,
+        partial(checks.room, out),
         partial(checks.file_system, out),
         checks.locks,
         prefect_server,

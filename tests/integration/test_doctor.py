@@ -101,7 +101,7 @@ def test_a_gpu_that_is_busy_or_full_is_a_warning(seen: SimpleNamespace, verdict:
 
 def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=checks.GIB // 2))
-    assert next(checks.disk(tmp_path)).verdict == "fail"
+    assert next(checks.room(tmp_path)).verdict == "fail"
     assert [finding.verdict for finding in checks.file_system(Path("/proc/nowhere"))] == ["fail"]
 
 

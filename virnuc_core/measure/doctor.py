@@ -166,23 +166,18 @@ def locks() -> Iterator[Finding]:
     yield Finding("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
 
 
-def disk(folder: Path) -> Iterator[Finding]:
-    """Room where results would go."""
-    usage = shutil.disk_usage(_nearest(folder))
-    verdict: Verdict = "fail" if usage.free < DISK_FAIL else "warn" if usage.free < DISK_WARN else "ok"
+def room(folder: Path) -> Iterator[Finding]:
+    """Room where results would go, and in the shared memory that loader processes hand their batches over through."""
+    free, shared = shutil.disk_usage(_nearest(folder)).free, Path("/dev/shm")
+    verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
     more = "" if verdict == "ok" else "; a million reads of 150 bases leave some 13 GiB"
-    yield Finding("disk", verdict, f"{usage.free / GIB:.1f} GiB free for {folder}{more}")
-
-
-def shared_memory() -> Iterator[Finding]:
-    """Loader processes hand their batches over through shared memory."""
-    place = Path("/dev/shm")
-    if not place.is_dir():
+    yield Finding("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
+    if not shared.is_dir():
         yield Finding("shared memory", "warn", "no /dev/shm; leave num_workers at 0")
         return
-    free = shutil.disk_usage(place).free
-    said = "" if free >= SHM_WARN else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
-    yield Finding("shared memory", "warn" if said else "ok", f"{free / GIB:.1f} GiB free in /dev/shm{said}")
+    free = shutil.disk_usage(shared).free
+    more = "" if free >= SHM_WARN else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
+    yield Finding("shared memory", "warn" if more else "ok", f"{free / GIB:.1f} GiB free in {shared}{more}")
 
 
 def file_system(folder: Path) -> Iterator[Finding]:

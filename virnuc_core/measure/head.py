@@ -13,7 +13,7 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -167,22 +167,19 @@ def choose_rows(
     return found, genomes
 
 
-def stored_embeddings(run: RunDir, wanted: Sequence[NDArray[np.int64]]) -> list[Tensor]:
-    """Embeddings of the wanted uniques, float32 [n, width] for each array, read shard by shard.
+def stored_embeddings(run: RunDir, wanted: NDArray[np.int64], width: int) -> Tensor:
+    """Embeddings of the wanted uniques, float32 [len(wanted), width], read shard by shard.
 
     Errors: `ShardError` when a shard is missing, damaged, or a wanted sequence failed.
     """
-    plan = shards.read_plan(run)
-    out: list[NDArray[np.float32]] = []
+    plan, found = shards.read_plan(run), np.full((len(wanted), width), np.nan, dtype=np.float32)
     for shard, result in shards.results(run, plan):
         lo, hi = plan.range(shard)
-        out = out or [np.full((len(one), result.embeddings.shape[1]), np.nan, dtype=np.float32) for one in wanted]
-        for target, uniques in zip(out, wanted, strict=True):
-            here = np.flatnonzero((uniques >= lo) & (uniques < hi))
-            target[here] = result.embeddings[uniques[here] - lo]
-    if not out or not all(np.isfinite(part).all() for part in out):
+        here = np.flatnonzero((wanted >= lo) & (wanted < hi))
+        found[here] = result.embeddings[wanted[here] - lo]
+    if not np.isfinite(found).all():
         raise ShardError(f"{run.root}: some of the sequences have no embedding; finish the run first")
-    return [torch.from_numpy(part) for part in out]
+    return torch.from_numpy(found)
 
 
 def train_head(
@@ -196,14 +193,15 @@ def train_head(
     """
     spec, rng = spec or TrainSpec(), np.random.default_rng(seed)
     splits, genomes = choose_rows(store, read_truth(truth), rng, limit=spec.max_rows_per_class)
-    features = stored_embeddings(run, [uniques for uniques, _ in splits])
-    labels = [label for _, label in splits]
     shape = HeadShape(
         model_length=store.model_length,
         dna_width=read_shape(models / "dnabert_s" / "config.json", DnabertShape).width,
         protein_width=read_shape(models / "esm2" / "config.json", Esm2Shape).width,
         hidden=spec.hidden,
     )
+    labels = [label for _, label in splits]
+    features = stored_embeddings(run, np.concatenate([uniques for uniques, _ in splits]), shape.width)
+    learnt, held_out, test = zip(features.split([len(label) for label in labels]), labels, strict=True)
     threads = torch.get_num_threads()
     if BATCH_ROWS * shape.width * shape.hidden < SHARED_FROM:
         torch.set_num_threads(1)
@@ -211,11 +209,11 @@ def train_head(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             network = _network(shape)
-            epochs, best_epoch, loss = _fit(network, (features[0], labels[0]), (features[1], labels[1]), spec)
+            epochs, best_epoch, loss = _fit(network, learnt, held_out, spec)
     finally:
         torch.set_num_threads(threads)
     with torch.inference_mode():
-        virus = torch.softmax(network(features[2]), dim=-1)[:, 1]
+        virus = torch.softmax(network(test[0]), dim=-1)[:, 1]
     summary = TrainSummary(
         rows={name: len(label) for name, label in zip(SPLITS, labels, strict=True)},
         genomes=genomes,
@@ -293,8 +291,7 @@ def install_head(new: Path, models: Path) -> None:
     Errors: `OSError` for an older head that cannot be removed, so that it is never taken for the new one.
     """
     target, before, aside = models / "head", models / "head.before", models / ".head.new"
-    if aside.exists():
-        shutil.rmtree(aside)
+    shutil.rmtree(aside, ignore_errors=True)
     shutil.copytree(new, aside)
     if target.exists():
         if before.exists():

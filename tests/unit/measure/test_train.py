@@ -86,7 +86,7 @@ def test_a_signal_is_learnt_and_the_head_has_the_original_names(world: World, ne
     assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
     truth = read_truth(world.truth)
     splits, _ = choose_rows(world.store, truth, np.random.default_rng(0), limit=25_000)
-    scores = head.scores(stored_embeddings(world.run, [splits[2][0]])[0])
+    scores = head.scores(stored_embeddings(world.run, splits[2][0], WIDTH))
     found = (scores[:, 1] > 0.5).numpy() == (splits[2][1].numpy() == 1)
     assert found.mean() == pytest.approx(summary.test_accuracy), "what is written is what was judged"
     assert set(load_file(models / "head" / "model.safetensors")) == {
@@ -116,7 +116,7 @@ def test_the_written_head_is_the_best_one_not_the_last(world: World, new_models:
     summary = train_head(world.run, world.store, world.truth, models, models=models, spec=spec)
     assert summary.best_epoch < summary.epochs, "the case needs a loss that rises again"
     splits, _ = choose_rows(world.store, read_truth(world.truth), np.random.default_rng(0), limit=25_000)
-    features = stored_embeddings(world.run, [splits[1][0]])[0]
+    features = stored_embeddings(world.run, splits[1][0], WIDTH)
     scores = load_head(models, torch.device("cpu")).scores(features)
     loss = nn.functional.nll_loss(scores.clamp(min=1e-30).log(), splits[1][1])
     assert float(loss) == pytest.approx(summary.validation_loss, rel=1e-4)  # softmax and logarithm in float32
@@ -219,9 +219,7 @@ def test_a_run_without_all_embeddings_is_refused(tmp_path: Path, new_models: Cal
 
 def test_stored_embeddings_finds_each_row_in_its_shard(world: World) -> None:
     wanted = np.random.default_rng(2).integers(0, world.store.n_uniques, 200)
-    first, second = stored_embeddings(world.run, [wanted, wanted[::-1]])
-    assert np.array_equal(first.numpy(), world.embeddings[wanted])
-    assert np.array_equal(second.numpy(), world.embeddings[wanted[::-1]])
+    assert np.array_equal(stored_embeddings(world.run, wanted, WIDTH).numpy(), world.embeddings[wanted])
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=2, max_size=40))
