@@ -13,12 +13,12 @@ from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import Accounting, ApprovalAnswer, ApprovalState, Provenance, Report, RunMetrics
+from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.results import FATES, read_reads_table
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
-from virnuc_core.validation import QUESTIONS, ApprovalRecord, ComparisonFile, StagingTally, ValidationRecord
+from virnuc_core.validation import ApprovalRecord, ComparisonFile, StagingTally, ValidationRecord
 
 REGRESSION: Final = "regression.json"
 APPROVAL: Final = "approval.json"
@@ -173,23 +173,13 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
     if not path.is_file():
         record = raw.read(ValidationRecord, RECORD)
         asked = record is not None and record.spec.get("approval") is True
-        nothing = ApprovalState(verdict="pending", reviewer=None, when=None, note="", answers=(), of_earlier_run=False)
-        return nothing if asked else None
+        return ApprovalState(verdict="pending") if asked else None
     said = raw.read(ApprovalRecord, path.parent.name, APPROVAL)
     if said is None:
         return None
     told = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)
-    return ApprovalState(
-        verdict=said.verdict,
-        reviewer=said.reviewer,
-        when=said.when,
-        note=said.note,
-        answers=tuple(
-            ApprovalAnswer(question=question, answer=getattr(said, name) or "not answered")
-            for name, question in QUESTIONS.items()
-        ),
-        of_earlier_run=said.when is not None and told is not None and said.when < told[1].started,
-    )
+    older = said.when is not None and told is not None and said.when < told[1].started
+    return ApprovalState(**said.model_dump(), of_earlier_run=older)
 
 
 def with_answer(out: Path, report: Report) -> Report:

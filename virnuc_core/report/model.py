@@ -11,7 +11,7 @@ from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, RunCounts, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage
 from virnuc_core.telemetry.tables import Encoder
-from virnuc_core.validation import Comparison
+from virnuc_core.validation import ApprovalRecord, Comparison
 
 SCHEMA_VERSION = 3
 
@@ -146,22 +146,10 @@ class Accounting(Record):
     input_warnings: tuple[str, ...] = ()  # what staging said of the input, file by file
 
 
-class ApprovalAnswer(Record):
-    """One question of the reviewer's form."""
+class ApprovalState(ApprovalRecord):
+    """What the reviewer said; where an answer was asked for and nobody has answered yet, there is no reviewer."""
 
-    question: str
-    answer: str
-
-
-class ApprovalState(Record):
-    """What the reviewer said."""
-
-    verdict: Literal["approved", "rejected", "pending"]
-    reviewer: str | None  # None: nobody has answered yet
-    when: str | None
-    note: str
-    answers: tuple[ApprovalAnswer, ...]
-    of_earlier_run: bool  # the answer is older than the figures
+    of_earlier_run: bool = False  # the answer is older than the figures
 
 
 # --- verdicts --------------------------------------------------------------------------------------------------------
@@ -211,8 +199,6 @@ class RegressionMetric(Record):
     """One metric against the last comparable run."""
 
     name: str
-    unit: str
-    higher_is_better: bool
     before: float | None
     now: float | None
     change: float | None  # (now - before) / before

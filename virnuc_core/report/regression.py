@@ -23,13 +23,8 @@ SCHEMA_VERSION: Final = 1
 WORSE: Final = 0.10
 SERIES: Final = ("profile", "devices", "precision")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
-# name, unit, higher is better
-METRICS: Final = (
-    ("tokens_per_s", "tokens/s", True),
-    ("gpu_utilisation", "%", True),
-    ("packing_efficiency", "%", True),
-    ("total_s", "s", False),
-)
+# whether more is better
+METRICS: Final = {"tokens_per_s": True, "gpu_utilisation": True, "packing_efficiency": True, "total_s": False}
 
 
 class HistoryEntry(HistoryPoint):
@@ -125,17 +120,13 @@ def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
         reason = none if stale else "no earlier run of this profile on these devices"
         return Regression(verdict="not run", reason=reason, stale=stale)
     metrics = []
-    for name, unit, higher in METRICS:
+    for name, higher in METRICS.items():
         was, now = getattr(before, name), getattr(entry, name)
         change = (now - was) / was if was is not None and now is not None and was > 0 else None
         verdict: Verdict = "not run"
         if change is not None:
             verdict = "fail" if (-change if higher else change) > WORSE else "pass"
-        metrics.append(
-            RegressionMetric(
-                name=name, unit=unit, higher_is_better=higher, before=was, now=now, change=change, verdict=verdict
-            )
-        )
+        metrics.append(RegressionMetric(name=name, before=was, now=now, change=change, verdict=verdict))
     worse = [metric.name for metric in metrics if metric.verdict == "fail"]
     judged = any(metric.verdict != "not run" for metric in metrics)
     reason = f"over {100 * WORSE:g} % worse in {', '.join(worse)}" if worse else ""

@@ -25,7 +25,7 @@ from virnuc_core.report.formatting import (
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.telemetry.tables import STAGES, Encoder
-from virnuc_core.validation import Comparison, LabelAgreement
+from virnuc_core.validation import QUESTIONS, Comparison, LabelAgreement
 
 COSTS: Final = {"device_hours": 3, "kwh": 3, "price": 2}  # of a million reads, with digits
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
@@ -97,7 +97,8 @@ def share_of(target: Target | None, devices: int) -> Target | None:
 def _approval(report: Report) -> Section:
     if (found := report.approval) is None:
         return Section("Approval")
-    answers = table({"Question": a.question, "Answer": a.answer} for a in found.answers)
+    asked = {} if found.reviewer is None else QUESTIONS
+    answers = table({"Question": asked[name], "Answer": getattr(found, name) or "not answered"} for name in asked)
     prose = (cell(answered_text(found)).removeprefix(":").strip(), *found.note.splitlines())
     verdicts: dict[str, Verdict] = {"approved": "pass", "rejected": "fail", "pending": "not run"}
     return Section("Approval", prose, (answers,), Mark(verdicts[found.verdict], found.verdict))
