@@ -23,7 +23,7 @@ from tasks.step import (
 )
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.pool import Watch
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import classify, read_summary, stage_reads
 from virnuc_core.reads.parse import OnError

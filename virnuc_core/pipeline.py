@@ -20,7 +20,7 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch, worker_specs
+from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage

@@ -29,8 +29,8 @@ from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.loader import Batch, Loader
+from virnuc_core.engine.pool import Embedding, Job, Watch
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -260,7 +260,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
         engine = spec.model_copy(update={"commit": commits})
         found = Devices.parse(devices)
         job = prepare(run, store, ClassifySpec(models=models, devices=found, engine=engine, force=True))
-        watch = Watch(sample_s=sample_s, show=False)
+        watch = Watch(sample_s=sample_s)
         if alone is None and options.bare_seconds > 0:
             alone = bare(job, options.bare_seconds)
             print(f"bare {alone}", flush=True)

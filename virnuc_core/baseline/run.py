@@ -30,7 +30,7 @@ from virnuc_core.baseline.worker import (
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.embedding import worker_specs
+from virnuc_core.engine.pool import worker_specs
 from virnuc_core.engine.process import LocalWorkers, Ready
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec

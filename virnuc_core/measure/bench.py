@@ -23,7 +23,7 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import Embedding, Job, Watch, worker_specs
+from virnuc_core.engine.pool import Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers, Message, Parent, WorkerSpec
 from virnuc_core.engine.worker import Runner
 from virnuc_core.errors import ConfigError, VirnucError

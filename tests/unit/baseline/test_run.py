@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -241,38 +239,6 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     assert not run.predictions.exists()
     spec = BaselineSpec(name="v1", reads=20)
     assert run_baseline(run, store.path, models, cores(1), spec).measured_rows > 0, "another try does it all"
-
-
-PARENT = """
-import sys
-from pathlib import Path
-from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import Devices
-from virnuc_core.profiles import BaselineSpec
-from virnuc_core.rundir import RunDir
-run, store, models = map(Path, sys.argv[1:])
-say = lambda _: print("working", flush=True)
-run_baseline(RunDir(run), store, models, Devices.parse("cpu:1"), BaselineSpec(name="vanilla"), on_progress=say)
-"""
-
-
-def test_a_killed_parent_takes_its_workers_along(
-    tmp_path: Path, models: Path, write_reads: Callable[[Path, int, int], None]
-) -> None:
-    write_reads(tmp_path / "reads.fa", 1_000, 8)
-    stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5")
-    arguments = [str(tmp_path / "run"), str(tmp_path / "orfs.h5"), str(models)]
-    parent = subprocess.Popen([sys.executable, "-c", PARENT, *arguments], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    with parent.stdout:
-        assert parent.stdout.readline() == "working\n"
-        workers = psutil.Process(parent.pid).children()
-        assert workers
-        parent.kill()
-        parent.wait()
-        gone, alive = psutil.wait_procs(workers, timeout=120)
-    assert len(gone) == len(workers)
-    assert not alive
 
 
 def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, store: OrfStore, models: Path) -> None:

@@ -19,7 +19,7 @@ import pytest
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine import process, shards
-from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.pool import Watch
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
 from virnuc_core.pipeline import classify, prepare, read_summary
 from virnuc_core.reads.stage import StageSummary
@@ -128,10 +128,9 @@ def test_killed_workers_cost_nothing_but_time(
         for count in (2, 4):
             while len(list((root / "shards").glob("0*.h5"))) < count and not stop.is_set():
                 time.sleep(0.005)
-            children = workers_alive()
-            if children:
-                children[0].kill()
-            time.sleep(1)
+            for child in workers_alive()[:1]:
+                child.kill()
+                child.wait(60)
 
     killer = threading.Thread(target=kill_now_and_then)
     killer.start()
