@@ -324,7 +324,7 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
     told = trend(kept)
-    show(told.header, (map(cell, row) for row in told.rows))
+    show(next(iter(told.rows), ()), (map(cell, row.values()) for row in told.rows))
     if chart is None:
         return 0
     drawing = draw(points(kept, kept[-1])) if kept else None

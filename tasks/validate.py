@@ -143,7 +143,7 @@ def rows_of(*tables: Table) -> Rows:
     def as_shown(value: object) -> object:
         return Markdown(VERDICT_MARKS[value.verdict]) if isinstance(value, Mark) else value
 
-    return [dict(zip(table.header, map(as_shown, row), strict=True)) for table in tables for row in table.rows]
+    return [{name: as_shown(value) for name, value in row.items()} for table in tables for row in table.rows]
 
 
 def met_sentence(report: Report) -> str:

@@ -31,18 +31,12 @@ class Mark:
         return f"[{(self.word or self.verdict).upper()}]"
 
 
-@dataclass(frozen=True, slots=True)
 class Table:
-    """Rows under a header; a cell is text, a `Number`, a count, a `Mark`, or `None` for what was not measured."""
+    """Rows of cells by column; a cell is text, a `Number`, a count, a `Mark`, or `None` for what was not measured."""
 
-    header: tuple[str, ...]
-    rows: tuple[tuple[object, ...], ...]
-    title: str = ""
-
-    @property
-    def figures(self) -> tuple[bool, ...]:
-        """For each column whether it holds figures."""
-        return tuple(any(isinstance(cell, int | Number) for cell in column) for column in zip(*self.rows, strict=True))
+    def __init__(self, rows: Iterable[Mapping[str, object]], title: str = "") -> None:
+        self.rows, self.title = tuple(rows), title
+        self.figures = {name for row in self.rows for name, value in row.items() if isinstance(value, int | Number)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +47,6 @@ class Section:
     prose: Sequence[str] = ()
     tables: Sequence[Table] = ()
     lead: Mark | str = ""  # what the prose begins with, set off
-
-
-def table(rows: Iterable[Mapping[str, object]], title: str = "") -> Table:
-    """A table of rows that name their cells alike."""
-    found = list(rows)
-    return Table(tuple(found[0]) if found else (), tuple(tuple(row.values()) for row in found), title)
 
 
 def cell(value: object) -> str:

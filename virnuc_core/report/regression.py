@@ -16,7 +16,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
-from virnuc_core.report.formatting import Table, number, percent, table
+from virnuc_core.report.formatting import Table, number, percent
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 
 SCHEMA_VERSION: Final = 1
@@ -147,7 +147,7 @@ def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Histor
 
 def trend(history: Sequence[HistoryEntry]) -> Table:
     """The runs, each with what became of it against the one before that is like it."""
-    return table(
+    return Table(
         {
             "when": entry.created,
             "commit": entry.commit[:12],

@@ -19,7 +19,6 @@ from virnuc_core.report.formatting import (
     percent,
     shown,
     stage_text,
-    table,
     target_text,
 )
 from virnuc_core.report.metrics import BASELINE_TITLES
@@ -38,8 +37,11 @@ def sections(report: Report) -> list[Section]:
         files = ", ".join(c.raw)
         return {"Criterion": c.title, "Definition": c.definition, "Profile": c.profile_line, "Raw files": files}
 
-    stages = [(stage, *(Number(stage_text(run, stage)) for run in report.runs)) for stage in STAGES if report.runs]
-    files = table({"File": f.path, "Bytes": f.bytes, "SHA-256": f.sha256} for f in report.evidence)
+    def seconds(stage: str) -> dict[str, str]:
+        alike = len({run.label for run in report.runs}) < len(report.runs)
+        return {"Stage": stage} | {r.name if alike else r.label: Number(stage_text(r, stage)) for r in report.runs}
+
+    files = Table({"File": f.path, "Bytes": f.bytes, "SHA-256": f.sha256} for f in report.evidence)
     said = "Every figure above is computed from these files; virnuc verify computes them again."
     found = (
         Section("Warnings", warnings(report)),
@@ -47,7 +49,7 @@ def sections(report: Report) -> list[Section]:
         _approval(report),
         Section("Criteria", (), criteria(report)),
         Section("Runs", (), (_runs(report),)),
-        Section("Stages", (), (Table(("Stage", *(run.label for run in report.runs)), tuple(stages)),)),
+        Section("Stages", (), (Table(map(seconds, STAGES if report.runs else ())),)),
         Section("GPU Scaling", (), (scaling(report),)),
         *_telemetry(report),
         Section("Efficiency and cost", (), (economy(report),)),
@@ -55,7 +57,7 @@ def sections(report: Report) -> list[Section]:
         _bottleneck(report),
         _regression(report),
         Section("Every read has a fate", (), (accounts(report),)),
-        Section("How each is measured", (), (table(map(definition, (*report.criteria, *report.checks))),)),
+        Section("How each is measured", (), (Table(map(definition, (*report.criteria, *report.checks))),)),
         Section("Provenance", (), (_provenance(report),)),
         Section("Raw files", (said,) if report.evidence else (), (files,)),
     )
@@ -98,7 +100,7 @@ def _approval(report: Report) -> Section:
     if (found := report.approval) is None:
         return Section("Approval")
     asked = {} if found.reviewer is None else QUESTIONS
-    answers = table({"Question": asked[name], "Answer": getattr(found, name) or "not answered"} for name in asked)
+    answers = Table({"Question": asked[name], "Answer": getattr(found, name) or "not answered"} for name in asked)
     prose = (cell(answered_text(found)).removeprefix(":").strip(), *found.note.splitlines())
     verdicts: dict[str, Verdict] = {"approved": "pass", "rejected": "fail", "pending": "not run"}
     return Section("Approval", prose, (answers,), Mark(verdicts[found.verdict], found.verdict))
@@ -119,11 +121,11 @@ def criteria(report: Report) -> tuple[Table, Table]:
             "ID": c.perf_id,
         }
 
-    return table(map(row, report.criteria)), table(map(row, report.checks), "Further checks")
+    return Table(map(row, report.criteria)), Table(map(row, report.checks), "Further checks")
 
 
 def _runs(report: Report) -> Table:
-    return table(
+    return Table(
         {
             "Run": run.name,
             "Devices": run.label,
@@ -162,7 +164,7 @@ def scaling(report: Report) -> Table:
             "Why": found.reason if found else "",
         }
 
-    return table(map(row, curve(report)))
+    return Table(map(row, curve(report)))
 
 
 def _telemetry(report: Report) -> tuple[Section, ...]:
@@ -170,7 +172,7 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
     if report.run is None or (telemetry := report.run.telemetry) is None:
         return ()
     judged = next(c for c in report.criteria if c.id == "gpu_utilisation")
-    devices = table(
+    devices = Table(
         {
             "GPU": d.device,
             "Avg Util %": number(d.gpu_util_avg),
@@ -187,7 +189,7 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
     )
     required = target_text(judged.target, judged.unit)
     lowest = f"{judged.perf_id}: lowest device {shown(judged)}, required {required}: {Mark(judged.verdict)}"
-    encoders = table(
+    encoders = Table(
         {
             "Encoder": ENCODER_TITLES[e.encoder],
             "Batches": e.batches,
@@ -238,7 +240,7 @@ def economy(report: Report) -> Table:
         ("Price per million reads", unpriced if report.profile.price_per_device_hour is None else str(price)),
         ("Checkpoint overhead", overhead_text(report.overhead)),
     ]
-    return Table(("What", "Value"), tuple(rows))
+    return Table({"What": what, "Value": value} for what, value in rows)
 
 
 def _correctness(report: Report) -> Section:
@@ -249,7 +251,7 @@ def _correctness(report: Report) -> Section:
             prose.append(f"{c.a} and {c.b}: {word} ({e.files_compared} files, {e.shards_compared} shards)")
         for part in (c.frames, c.consensus):
             prose += [f"{c.a} / {c.b}: {example}" for example in (part.examples if part else ())]
-    cosines = table(
+    cosines = Table(
         (
             {
                 "Pair": f"{c.a} / {c.b}",
@@ -275,7 +277,7 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
 
     said = {True: "yes", False: "no"}
     parts = ((c, kind, part) for c in comparisons for kind, part in (("frames", c.frames), ("consensus", c.consensus)))
-    return table(
+    return Table(
         {
             "Pair": f"{c.a} / {c.b}",
             "What": kind,
@@ -297,7 +299,7 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
 
 def _bottleneck(report: Report) -> Section:
     b, word = report.bottleneck, {True: "expected", False: "actionable"}
-    findings = table(
+    findings = Table(
         {
             "Stage": f.stage,
             "Share of time": percent(f.share),
@@ -314,7 +316,7 @@ def _regression(report: Report) -> Section:
     if (found := report.regression) is None:
         return Section("Regression")
     against = f"against {found.against_commit} of {found.against_created}" if found.against_commit else ""
-    metrics = table(
+    metrics = Table(
         {
             "Metric": m.name,
             "Before": number(m.before, 2),
@@ -330,14 +332,14 @@ def _regression(report: Report) -> Section:
 def accounts(report: Report) -> Table:
     """What became of the reads of the run that is judged, the remarks on them, and what never became a read."""
     if (found := report.accounting) is None:
-        return table(())
+        return Table(())
 
     def row(what: str, n: int | None) -> dict[str, object]:
         return {"What": what, "Count": n, "Share": percent(n / found.reads if found.reads and n is not None else None)}
 
     whole = "sum of the fates" if found.adds_up else "sum of the fates: does NOT add up"
     left = (("records skipped", found.skipped_records), ("files ignored", found.ignored_files))
-    return table(
+    return Table(
         (
             *(row(name, n) for name, n in found.fates.items()),
             row(whole, sum(found.fates.values())),
@@ -360,4 +362,4 @@ def _provenance(report: Report) -> Table:
         *made.versions.items(),
         *made.settings.items(),
     ]
-    return Table(("What", "Value"), tuple(rows))
+    return Table({"What": what, "Value": value} for what, value in rows)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report.formatting import Mark, Number, cell, number, table
+from virnuc_core.report.formatting import Mark, Number, Table, cell, number
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, markdown_cell, read_report, render
 from virnuc_core.report.views import scaling, sections
@@ -30,15 +30,15 @@ def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: R
             assert markdown_cell(line) in forms["report.md"]
         for part in section.tables:
             for row in part.rows:
-                assert len(row) == len(part.header)
-                assert f"| {' | '.join(map(markdown_cell, row))} |" in forms["report.md"]
-                for value in row:
+                assert list(row) == list(part.rows[0])
+                assert f"| {' | '.join(map(markdown_cell, row.values()))} |" in forms["report.md"]
+                for value in row.values():
                     assert (str(value).strip("[]") if isinstance(value, Mark) else cell(value)) in page
 
 
 def test_a_column_of_figures_is_set_to_the_right() -> None:
-    found = table([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}])
-    assert found.figures == (True, False, True)
+    found = Table([{"n": 1, "t": "a", "x": None}, {"n": 2, "t": "b", "x": Number("1.0")}])
+    assert found.figures == {"n", "x"}
 
 
 def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Report) -> None:
@@ -46,7 +46,7 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
     missed = figure.model_copy(update={"speedup": 1.8996, "efficiency": 0.9498})
     asked = judged.model_copy(update={"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"})
     row = scaling(report.model_copy(update={"scaling": (missed,), "scaling_criteria": (asked,)})).rows[-1]
-    assert (row[2], row[3], str(row[7])) == ("1.8996x", "94.98%", "[FAIL]")
+    assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == ("1.8996x", "94.98%", "[FAIL]")
 
 
 def test_what_was_not_measured_is_no_number() -> None:
