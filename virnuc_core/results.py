@@ -240,7 +240,8 @@ def _texts(values: Any) -> list[str]:
 
 def _lines(*columns: Sequence[str] | NDArray[np.object_]) -> bytes:
     """Columns of equal length as TAB-separated lines."""
-    return "".join(f"{line}\n" for line in map("\t".join, zip(*columns, strict=True))).encode("utf-8")
+    text = "\n".join(map("\t".join, zip(*columns, strict=True)))
+    return f"{text}\n".encode() if text else b""
 
 
 def readable_twice(reads: Sequence[str]) -> tuple[str, ...]:
