@@ -48,7 +48,9 @@ def workers_alive() -> list[psutil.Process]:
     found = []
     for child in psutil.Process().children():
         with suppress(psutil.NoSuchProcess):  # it ended meanwhile, or is waited for by nobody
-            if any(word.startswith("virnuc_core.") for word in child.cmdline()):
+            while not (words := child.cmdline()) and child.status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.01)  # just started: its program is being loaded, and has no words yet
+            if any(word.startswith("virnuc_core.") for word in words):
                 found.append(child)
     return found
 
