@@ -25,7 +25,7 @@ from virnuc_core.errors import DeviceError, ShardError, WorkerError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
-from virnuc_core.telemetry.live import InferenceProgressReporter, RunMonitor, Sampler
+from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
 from virnuc_core.telemetry.tables import Encoder, ShardDone, Stage, StageClock, StageTime
@@ -310,31 +310,23 @@ class Embedding:
         self._sampler = Sampler(ids, interval_s=watch.sample_s)
         self._shards: list[ShardDone] = []
         self._origin_s, self._started = started_s, datetime.now(UTC)
-        self._monitor = RunMonitor(self._sampler)
 
     def run(self, prewarmed: LocalWorkers | None = None) -> Pool:
         """Compute the shards that are left; the pool says what happened."""
         job, root, store = self._job, self._job.run.root.resolve(), self._job.store
         ranges = {shard: job.plan.range(shard) for shard in job.todo}
         tasks = [ShardTask(shard=shard, lo=lo, hi=hi) for shard, (lo, hi) in ranges.items()]
-        done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
 
         def on_done(shard: ShardDone) -> None:
-            nonlocal done
-            done += shard.rows
             self._shards.append(shard)
-            self._monitor.add_shard(shard)
             if live is not None:
-                live.update(done)
+                live.update(shard)
 
         reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
         if tasks and self._watch.on_progress:
+            done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
             reporter = InferenceProgressReporter(
-                store.n_uniques,
-                self._monitor,
-                already_done=done,
-                plain=lambda line: log.info("%s", line),
-                on_progress=self._watch.on_progress,
+                store.n_uniques, self._sampler, self._watch.on_progress, already_done=done
             )
         specs = worker_specs(job.models, job.devices, job.engine, job.trace)
         told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)

@@ -167,59 +167,29 @@ class Sampler:
 # --- progress ---------------------------------------------------------------------------------------------------------
 
 
-class RunMonitor:
-    """Totals by device, fed with each committed shard."""
-
-    def __init__(self, sampler: Sampler, now: Callable[[], float] = time.monotonic) -> None:
-        self.devices = sampler.devices
-        self._sampler, self._now, self._started_s = sampler, now, now()
-        self._totals = dict.fromkeys(sampler.devices, (0, 0, 0))  # rows, tokens, slots
-
-    def add_shard(self, done: ShardDone) -> None:
-        """Count a committed shard."""
-        rows, tokens, slots = self._totals.get(done.device, (0, 0, 0))
-        tokens, slots = tokens + sum(b.tokens for b in done.batches), slots + sum(b.slots for b in done.batches)
-        self._totals[done.device] = rows + done.rows, tokens, slots
-
-    def progress(self, *devices: str) -> tuple[int, dict[str, str]]:
-        """Rows that `devices`, or all of them, have done so far; and in words their speed, the mean of their newest
-        utilisation and their packing."""
-        names = devices or self.devices
-        rows, tokens, slots = (sum(self._totals[name][i] for name in names) for i in range(3))
-        elapsed = self._now() - self._started_s
-        newest = [sample.utilisation for name in names if (sample := self._sampler.latest.get(name)) is not None]
-        told = [used for used in newest if used is not None]
-        return rows, {
-            "tokens": f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "- tok/s",
-            "gpu": f"{sum(told) / len(told):.0f} %" if told else "n/a",
-            "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
-        }
-
-
 class InferenceProgressReporter:
     """Shows the progress of a run while the `with` block lasts.
 
-    On a terminal: rich bars with tokens/s, gpu %, pack % and the time left. Elsewhere: one plain line every
-    `PLAIN_EVERY_S` to `plain` (the console, when not given). `on_progress` hears the share that is done at most every
-    `CALLBACK_EVERY_S` and once at the end: what a progress artifact wants. `already_done` is what an earlier run had
-    done of the total: it counts as done, and says nothing of this run's speed.
+    On a terminal: rich bars with tokens/s, gpu %, pack % and the time left. Elsewhere: a line in the
+    log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done at most every `CALLBACK_EVERY_S` and once at
+    the end: what a progress artifact wants. `already_done` is what an earlier run had done of the total: it counts as
+    done, and says nothing of this run's speed.
     """
 
     def __init__(
         self,
         total_sequences: int,
-        monitor: RunMonitor,
+        monitor: Sampler,
+        on_progress: Callable[[float], None],
         *,
         already_done: int = 0,
         console: Console | None = None,
-        plain: Callable[[str], None] | None = None,
-        on_progress: Callable[[float], None] = lambda _: None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._monitor, self._on_progress, self._now = total_sequences, monitor, on_progress, now
         self._console = console or Console(stderr=True)
-        self._plain = plain or (lambda line: self._console.print(line, markup=False, highlight=False, soft_wrap=True))
         self._first = self._done = already_done
+        self._totals = dict.fromkeys(monitor.devices, (0, 0, 0))  # rows, tokens and slots of this run
         self._started_s = self._last_plain_s = self._last_callback_s = now()
         self._bars: Progress | None = None
         self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
@@ -249,7 +219,7 @@ class InferenceProgressReporter:
             self._refresh(self._bars)
             self._bars.stop()
         else:
-            self._plain(self._line())
+            log.info("%s", self._line())
         self._on_progress(self.share)
 
     @property
@@ -265,17 +235,33 @@ class InferenceProgressReporter:
             return 0.0
         return elapsed * (self._total - self._done) / made if made > 0 and elapsed > 0 else None
 
-    def update(self, sequences_processed: int) -> None:
-        """Say how many of the total are done by now, those of an earlier run included."""
-        self._done, now = sequences_processed, self._now()
+    def update(self, shard: ShardDone) -> None:
+        """Count a committed shard, and show it when it is time."""
+        counted = shard.rows, sum(b.tokens for b in shard.batches), sum(b.slots for b in shard.batches)
+        before = self._totals.get(shard.device, (0, 0, 0))
+        self._totals[shard.device] = before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]
+        self._done, now = self._done + shard.rows, self._now()
         if self._bars is not None:
             self._refresh(self._bars)
         elif now - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now
-            self._plain(self._line())
+            log.info("%s", self._line())
         if now - self._last_callback_s >= CALLBACK_EVERY_S:
             self._last_callback_s = now
             self._on_progress(self.share)
+
+    def progress(self, *devices: str) -> tuple[int, dict[str, str]]:
+        """Rows that `devices`, or all of them, have done so far; and in words their speed, the mean of their newest
+        utilisation and their packing."""
+        names, elapsed = devices or tuple(self._totals), self._now() - self._started_s
+        rows, tokens, slots = (sum(self._totals[name][i] for name in names) for i in range(3))
+        newest = [sample.utilisation for name in names if (sample := self._monitor.latest.get(name)) is not None]
+        told = [used for used in newest if used is not None]
+        return rows, {
+            "tokens": f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "- tok/s",
+            "gpu": f"{sum(told) / len(told):.0f} %" if told else "n/a",
+            "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
+        }
 
     def _refresh(self, bars: Progress) -> None:
         for task, devices in self._tasks.items():
@@ -283,13 +269,13 @@ class InferenceProgressReporter:
 
     def _shown(self, *devices: str) -> dict[str, Any]:
         """What a bar shows of one device, or of all."""
-        rows, words = self._monitor.progress(*devices)
+        rows, words = self.progress(*devices)
         if devices:
             return {"completed": rows, "count": f"{rows:,}", **words}
         return {"completed": self._done, "count": f"{self._done:,}/{self._total:,} {UNIT}", **words}
 
     def _line(self) -> str:
-        (_, words), eta_s = self._monitor.progress(), self.eta_s
+        (_, words), eta_s = self.progress(), self.eta_s
         elapsed, eta = clock_text(self._now() - self._started_s), "--:--" if eta_s is None else clock_text(eta_s)
         return (
             f"{TITLE}: {self._done:,} of {self._total:,} {UNIT} ({100 * self.share:.1f} %) | "

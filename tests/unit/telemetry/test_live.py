@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import io
+import logging
 import re
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from virnuc_core.telemetry.live import (
     InferenceProgressReporter,
-    RunMonitor,
     Sampler,
     clock_text,
     pipeline_summary,
 )
-from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, StageClock
+from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageClock
 
 from .measurements import batch, shard
 
@@ -43,36 +44,46 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def monitor(clock: Clock) -> RunMonitor:
-    sampler = Sampler(DEVICES, read=Nvml().read, host=lambda s: HostSample(s, None, None, None, None))
-    sampler.sample_once()
-    return RunMonitor(sampler, now=clock)
+def sampler() -> Sampler:
+    found = Sampler(DEVICES, read=Nvml().read, host=lambda s: HostSample(s, None, None, None, None))
+    found.sample_once()
+    return found
 
 
-def plain_console() -> Console:
-    return Console(file=io.StringIO(), force_terminal=False, width=300)
+def done(rows: int, device: str = "GPU-a") -> ShardDone:
+    """A shard of one batch of ESM-2."""
+    return shard(0, [batch(0, rows=rows, device=device)], device=device)
 
 
-def test_totals_by_device_and_together(monitor: RunMonitor, clock: Clock) -> None:
-    monitor.add_shard(shard(0, [batch(0), batch(1, tokens=500)]))
-    monitor.add_shard(shard(1, [batch(0, device="GPU-b")], device="GPU-b"))
+def reporter(total: int, sampler: Sampler, clock: Clock, **options: Any) -> InferenceProgressReporter:
+    console = Console(file=io.StringIO(), force_terminal=False)
+    asked = {"on_progress": lambda _: None, "console": console, **options}
+    return InferenceProgressReporter(total, sampler, now=clock, **asked)
+
+
+def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
+    progress = reporter(100, sampler, clock)
+    progress.update(shard(0, [batch(0), batch(1, tokens=500)]))
+    progress.update(done(10, "GPU-b"))
     clock.now = 10.0
-    assert monitor.progress("GPU-a") == (20, {"tokens": "140 tok/s", "gpu": "90 %", "pack": "70.0 %"})
-    assert monitor.progress() == (30, {"tokens": "230 tok/s", "gpu": "80 %", "pack": "76.7 %"})
+    assert progress.progress("GPU-a") == (20, {"tokens": "140 tok/s", "gpu": "90 %", "pack": "70.0 %"})
+    assert progress.progress() == (30, {"tokens": "230 tok/s", "gpu": "80 %", "pack": "76.7 %"})
 
 
-def test_before_anything_is_done_nothing_is_known() -> None:
-    monitor = RunMonitor(Sampler(("cpu-core-0",)), now=Clock())
-    assert monitor.progress() == (0, {"tokens": "- tok/s", "gpu": "n/a", "pack": "n/a"})
+def test_before_anything_is_done_nothing_is_known(clock: Clock) -> None:
+    progress = reporter(100, Sampler(("cpu-core-0",)), clock)
+    assert progress.progress() == (0, {"tokens": "- tok/s", "gpu": "n/a", "pack": "n/a"})
+    assert progress.eta_s is None
 
 
-def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonitor, clock: Clock) -> None:
-    lines: list[str] = []
-    with InferenceProgressReporter(100, monitor, console=plain_console(), plain=lines.append, now=clock) as progress:
+def test_plain_lines_come_every_few_seconds_and_can_be_grepped(
+    sampler: Sampler, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), reporter(100, sampler, clock) as progress:
         for second in range(1, 26):
             clock.now = float(second)
-            monitor.add_shard(shard(second, [batch(second)]))
-            progress.update(second)
+            progress.update(done(1))
+    lines = caplog.messages
     assert len(lines) == 3, "at 10 s, at 20 s, and at the end"
     assert re.search(r"10 of 100 sequences \(10\.0 %\)", lines[0])
     assert "ETA 01:30" in lines[0]
@@ -80,21 +91,18 @@ def test_plain_lines_come_every_few_seconds_and_can_be_grepped(monitor: RunMonit
     assert all(re.search(r"packing.*efficiency 90\.0 %", line) for line in lines)
 
 
-def test_without_a_gpu_the_line_says_so(clock: Clock) -> None:
-    console = plain_console()
-    with InferenceProgressReporter(10, RunMonitor(Sampler(("cpu-core-0",)), now=clock), console=console, now=clock):
+def test_without_a_gpu_the_line_says_so(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO), reporter(10, Sampler(("cpu-core-0",)), clock):
         pass
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert "gpu util n/a" in text
-    assert text.count("\n") == 1
+    (line,) = caplog.messages
+    assert "gpu util n/a" in line
 
 
-def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(monitor: RunMonitor, clock: Clock) -> None:
+def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(sampler: Sampler, clock: Clock) -> None:
     console = Console(file=io.StringIO(), force_terminal=True, width=160, legacy_windows=False)
-    with InferenceProgressReporter(100, monitor, console=console, now=clock) as progress:
+    with reporter(100, sampler, clock, console=console, already_done=40) as progress:
         clock.now = 5.0
-        monitor.add_shard(shard(0, [batch(0)]))
-        progress.update(50)
+        progress.update(done(10))
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
     last = text.strip().splitlines()[-3:]
     assert [line.split()[0] for line in last] == ["GPU-a", "GPU-b", "Embedding"]
@@ -106,36 +114,27 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(monitor: R
     assert "90.0 % pack" in last[0]
 
 
-def test_the_callback_is_throttled_and_gets_the_end(monitor: RunMonitor, clock: Clock) -> None:
+def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clock) -> None:
     seen: list[float] = []
-    with InferenceProgressReporter(
-        40,
-        monitor,
-        console=plain_console(),
-        plain=lambda _: None,
-        on_progress=seen.append,
-        now=clock,
-    ) as progress:
+    with reporter(40, sampler, clock, on_progress=seen.append) as progress:
         for tick in range(1, 41):
             clock.now = tick / 2
-            progress.update(tick)
+            progress.update(done(1))
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0]
     assert progress.eta_s == 0.0
 
 
-def test_what_an_earlier_run_did_does_not_make_this_one_faster(monitor: RunMonitor, clock: Clock) -> None:
-    with InferenceProgressReporter(
-        100, monitor, already_done=80, console=plain_console(), plain=lambda _: None, now=clock
-    ) as progress:
+def test_what_an_earlier_run_did_does_not_make_this_one_faster(sampler: Sampler, clock: Clock) -> None:
+    with reporter(100, sampler, clock, already_done=80) as progress:
         assert progress.eta_s is None
         clock.now = 10.0
-        progress.update(90)
+        progress.update(done(10))
         assert progress.eta_s == pytest.approx(10.0)
 
 
 def test_a_run_of_nothing_is_done(clock: Clock) -> None:
-    reporter = InferenceProgressReporter(0, RunMonitor(Sampler(()), now=clock), console=plain_console(), now=clock)
-    assert (reporter.share, reporter.eta_s) == (1.0, 0.0)
+    progress = reporter(0, Sampler(()), clock)
+    assert (progress.share, progress.eta_s) == (1.0, 0.0)
 
 
 def test_a_stage_that_runs_twice_adds_up() -> None:
