@@ -59,11 +59,12 @@ class ShardError(VirnucError):
 
 
 class WorkerError(VirnucError):
-    """A worker process that failed for good; carries the worker's own traceback."""
+    """A worker process that failed for good; the worker's own traceback is a note, which `--debug` shows."""
 
     def __init__(self, problem: str, *, worker_traceback: str = "") -> None:
-        self.worker_traceback = worker_traceback
         super().__init__(problem)
+        if worker_traceback:
+            self.add_note(worker_traceback)
 
 
 class SpentInputError(VirnucError):

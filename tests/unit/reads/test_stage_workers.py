@@ -234,7 +234,7 @@ def test_workers_import_nothing_from_the_folder_people_stand_in(write: WriteRead
 def test_errors_of_a_worker_come_with_its_traceback() -> None:
     with pytest.raises(WorkerError, match="ValueError: invalid literal") as caught, Workers(2) as workers:
         list(workers.map(int, ["1", "2", "no", "4"]))
-    assert "invalid literal" in caught.value.worker_traceback
+    assert "invalid literal" in caught.value.__notes__[0]
     with pytest.raises(FileNotFoundError), Workers(2) as workers:  # of the disk: as if it had happened here
         list(workers.map(os.stat, ["/", "/", "/no such file"]))
     with pytest.raises(ValueError, match="invalid literal"), Workers(1) as workers:
