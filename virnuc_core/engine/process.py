@@ -92,9 +92,8 @@ class Failed(Message):
 
     def own_error(self) -> VirnucError | None:
         """The error as one of ours, where it is one or the system's: what another try cannot mend."""
-        if self.kind in OWN_ERRORS:
-            return OWN_ERRORS[self.kind](self.message)
-        return VirnucError(self.message) if self.kind in SYSTEM_ERRORS else None
+        kind = OWN_ERRORS.get(self.kind, VirnucError if self.kind in SYSTEM_ERRORS else None)
+        return kind(self.message) if kind else None
 
 
 class Closed(Message):
@@ -172,7 +171,8 @@ class Child:
         with contextlib.suppress(ValueError, OSError), self.process.stderr:
             for line in self.process.stderr:
                 self.last_words = line.strip() or self.last_words
-                self.write_log(line)
+                with contextlib.suppress(OSError):  # of a full disk: the worker must not wait for it
+                    self.write_log(line)
 
     def write_log(self, *lines: str) -> None:
         """Put lines to the end of its log; they are kept until it has one."""
