@@ -118,13 +118,7 @@ def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset:
 
 
 def compare(
-    a: Path,
-    b: Path,
-    *,
-    tolerance: float = 0.01,
-    mode: Mode = "both",
-    subset_of_a: bool = False,
-    bits: bool = False,
+    a: Path, b: Path, *, tolerance: float = 0.01, mode: Mode = "both", subset_of_a: bool = False, bits: bool = False
 ) -> Comparison:
     """Hold result `b` against result `a`: run directories, folders with the two files, or one of the files each.
 

@@ -154,7 +154,12 @@ def verify_report(out: Path) -> Verification:
         with found.noting(f"{where} cannot be compared again: "):
             again = compare(out / said.a, out / said.b, tolerance=said.tolerance, subset_of_a=subset, bits=bits)
             found.same(where, said, again)
-    _one_job(found, raw)
+    records = {name: raw.read(RunRecord, name, RECORD) for name in (*run_names(out), BASELINE)}
+    made = {name: made_from(record) for name, record in records.items() if record is not None}
+    first = next(iter(made.values()), {})  # all are of the same reads and weights
+    for name, own in made.items():
+        for part in sorted(own.keys() & first.keys()):
+            found.same(f"{name}/{RECORD}: {part}", own[part], first[part])
     verify_overhead(found, raw)
     for line in raw.remarks():
         found.wrong(line)
@@ -320,16 +325,6 @@ def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -
         raise InputError("its rows are not those of the reads the baseline drew", file=predictions)
     rows = np.asarray(store.row_unique)[chosen]
     return int(np.diff(store.protein_offsets)[rows].sum()) + ENDS * len(rows)
-
-
-def _one_job(found: Verification, raw: RawFolder) -> None:
-    """All runs are of the same reads and weights."""
-    records = {name: raw.read(RunRecord, name, RECORD) for name in (*run_names(raw.root), BASELINE)}
-    made = {name: made_from(record) for name, record in records.items() if record is not None}
-    first = next(iter(made.values()), {})
-    for name, own in made.items():
-        for part in [part for part in own if part in first]:
-            found.same(f"{name}/{RECORD}: {part}", own[part], first[part])
 
 
 def verify_overhead(found: Verification, raw: RawFolder) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import Profile
+from virnuc_core.report.build import build_report
+from virnuc_core.report.model import Report
 from virnuc_core.report.render import write_report
 
 from .validate_directory import build
@@ -20,6 +22,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
     profile = build(out)
     write_report(out, profile, history=tmp_path_factory.mktemp("history") / "history.jsonl")
     return out, profile
+
+
+@pytest.fixture(scope="session")
+def judged(finished: tuple[Path, Profile]) -> Report:
+    """The report of that directory, made once."""
+    return build_report(*finished)
 
 
 @pytest.fixture

@@ -35,9 +35,11 @@ CHANGES = {
 
 @pytest.mark.parametrize("part", PAIRS)
 @pytest.mark.parametrize("field", CHANGES)
-def test_what_differs_is_named_and_nothing_is_compared(copied: tuple[Path, Profile], part: str, field: str) -> None:
+def test_what_differs_is_named_and_nothing_is_compared(
+    copied: tuple[Path, Profile], judged: Report, part: str, field: str
+) -> None:
     out, profile = copied
-    before = by_id(build_report(out, profile))
+    before = by_id(judged)
     assert all(before[name].verdict == "pass" or name == "scaling" for name in PAIRS["devices-2"])
     change, said = CHANGES[field]
     edit_json(out / part / "run.json", change)
@@ -73,5 +75,5 @@ def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(copied: 
     assert verdicts["same_bytes"].verdict == "pass"
 
 
-def test_like_parts_give_no_warning(finished: tuple[Path, Profile]) -> None:
-    assert not any("Not compared" in line for line in build_report(*finished).warnings)
+def test_like_parts_give_no_warning(judged: Report) -> None:
+    assert not any("Not compared" in line for line in judged.warnings)

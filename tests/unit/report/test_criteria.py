@@ -25,11 +25,10 @@ def by_id(report: Report) -> dict[str, Criterion]:
     return {criterion.id: criterion for criterion in (*report.criteria, *report.checks)}
 
 
-def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Profile]) -> None:
-    report = build_report(*finished)
-    assert tuple(c.id for c in report.criteria) == SEVEN
-    assert tuple(c.perf_id for c in report.criteria) == IDS
-    for criterion in report.criteria:
+def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Profile], judged: Report) -> None:
+    assert tuple(c.id for c in judged.criteria) == SEVEN
+    assert tuple(c.perf_id for c in judged.criteria) == IDS
+    for criterion in judged.criteria:
         assert criterion.value is not None
         assert criterion.definition
         assert criterion.samples
@@ -41,13 +40,12 @@ def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Prof
         assert all((finished[0] / path).is_file() for path in criterion.raw)
 
 
-def test_scaling_and_its_efficiency_are_one_criterion(finished: tuple[Path, Profile]) -> None:
-    report = build_report(*finished)
-    (figure,) = report.scaling
+def test_scaling_and_its_efficiency_are_one_criterion(judged: Report) -> None:
+    (figure,) = judged.scaling
     assert figure.speedup == pytest.approx(80 / 44)
     assert figure.efficiency == pytest.approx(40 / 44)
     assert figure.esm2_scaling == pytest.approx(2.0)
-    assert len(report.criteria) == 7
+    assert len(judged.criteria) == 7
 
 
 @pytest.mark.parametrize("name", profile_names())
@@ -131,9 +129,11 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", MISSING)
-def test_what_is_missing_is_not_run_and_nothing_else_changes(copied: tuple[Path, Profile], name: str) -> None:
+def test_what_is_missing_is_not_run_and_nothing_else_changes(
+    copied: tuple[Path, Profile], judged: Report, name: str
+) -> None:
     out, profile = copied
-    before = by_id(build_report(out, profile))
+    before = by_id(judged)
     change, affected = MISSING[name]
     change(out)
     after = by_id(build_report(out, profile))
