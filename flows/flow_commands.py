@@ -213,20 +213,16 @@ class ApprovalOptions(Spec):
     code_fix_needed: YesOrNo | None = Field(None, description="if not: is a code fix needed?")
     esm2_still_bottleneck: YesOrNo | None = Field(None, description="is ESM-2 still the bottleneck?")
 
-    def form(self) -> dict[str, Any]:
-        """As the paused run takes it. Errors: `ConfigError` when there is not one decision."""
-        decisions = {"approved": self.yes, "rejected": self.no, "pending": self.later}
-        chosen = [verdict for verdict, wanted in decisions.items() if wanted]
-        if len(chosen) != 1:
-            raise ConfigError("give one of --yes, --no and --later; see virnuc approve --help")
-        kept = self.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
-        return {"verdict": chosen[0], "reviewer": getpass.getuser(), **kept}
-
 
 @command(ApprovalOptions, "run")
 def approve(answer: ApprovalOptions, debug: bool) -> int:
     """Answer a validation that was started with --approval and waits."""
-    form = answer.form()
+    decisions = {"approved": answer.yes, "rejected": answer.no, "pending": answer.later}
+    chosen = [verdict for verdict, wanted in decisions.items() if wanted]
+    if len(chosen) != 1:
+        raise ConfigError("give one of --yes, --no and --later; see virnuc approve --help")
+    told = answer.model_dump(exclude={"run", "yes", "no", "later"}, exclude_none=True)
+    form = {"verdict": chosen[0], "reviewer": getpass.getuser(), **told}  # as the paused run takes it
     prepare_prefect()
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.responses import SetStateStatus

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
 from cyclopts.types import NonNegativeFloat, PositiveInt
@@ -24,9 +24,6 @@ from virnuc_core.profiles import Target, load_profile, profile_names
 from virnuc_core.reads.simulate import PRESETS, SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, write_text_whole
-
-if TYPE_CHECKING:
-    from virnuc_core.validation import LabelAgreement
 
 CODON: Final = 3
 DISAGREE: Final = 5
@@ -215,28 +212,22 @@ def compare(
     from virnuc_core.report.compare import meets
 
     found = hold(a, b, tolerance=tolerance, mode=mode, subset_of_a=subset)
-    if as_json:
-        print(found.model_dump_json(indent=2))
-    else:
-        print(f"{found.a} with {found.b}")
-        for title, part in (("per frame", found.frames), ("consensus", found.consensus)):
-            if part is not None:
-                print("\n".join(_agreement_lines(title, part)))
+    lines = [found.model_dump_json(indent=2) if as_json else f"{found.a} with {found.b}"]
+    for title, part in (("per frame", found.frames), ("consensus", found.consensus)):
+        if part is None or as_json:
+            continue
+        agreement = "nothing to compare" if part.agreement is None else f"{100 * part.agreement:.2f} %"
+        lines.append(f"  {title + ':':<12}{agreement} ({part.agreeing:,} of {part.total:,} ids)")
+        if part.only_in_a or part.only_in_b:
+            lines.append(f"    only in A {part.only_in_a:,}, only in B {part.only_in_b:,}: counted as disagreements")
+        if (score := part.score) is not None:
+            lines.append(
+                f"    score difference: mean {score.mean:.2e}, median {score.median:.2e}, p99 {score.p99:.2e}, "
+                f"max {score.max:.2e}; {100 * score.share_within_tolerance:.2f} % within {score.tolerance:g}"
+            )
+        lines += [f"    {example}" for example in part.examples]
+    print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE
-
-
-def _agreement_lines(title: str, part: LabelAgreement) -> list[str]:
-    agreement = "nothing to compare" if part.agreement is None else f"{100 * part.agreement:.2f} %"
-    lines = [f"  {title + ':':<12}{agreement} ({part.agreeing:,} of {part.total:,} ids)"]
-    if part.only_in_a or part.only_in_b:
-        lines.append(f"    only in A {part.only_in_a:,}, only in B {part.only_in_b:,}: counted as disagreements")
-    if part.score is not None:
-        score = part.score
-        lines.append(
-            f"    score difference: mean {score.mean:.2e}, median {score.median:.2e}, p99 {score.p99:.2e}, "
-            f"max {score.max:.2e}; {100 * score.share_within_tolerance:.2f} % within {score.tolerance:g}"
-        )
-    return lines + [f"    {example}" for example in part.examples]
 
 
 def report(out: Directory, /, *, profile: str | None = None) -> int:
