@@ -213,7 +213,6 @@ def shares_of_time(judged: Report) -> str:
     shares = {} if judged.run is None else judged.run.stage_shares
     if not shares:
         return "Stage times are not known."
-    encoders = [(name, shares.get(name, 0.0)) for name in ("ESM-2", "DNABERT-S")]
-    rest = max(0.0, 1.0 - sum(share for _, share in encoders))
-    parts = [f"{name} {100 * share:.1f} %" for name, share in [*encoders, ("other work", rest)]]
-    return f"**{', '.join(parts)}**"
+    esm2, dnabert_s = shares.get("ESM-2", 0.0), shares.get("DNABERT-S", 0.0)
+    rest = max(0.0, 1.0 - (esm2 + dnabert_s))
+    return f"**ESM-2 {100 * esm2:.1f} %, DNABERT-S {100 * dnabert_s:.1f} %, other work {100 * rest:.1f} %**"

@@ -24,7 +24,7 @@ from virnuc_core.report.formatting import (
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.telemetry.tables import STAGES, Encoder
-from virnuc_core.validation import QUESTIONS, Comparison, LabelAgreement
+from virnuc_core.validation import QUESTIONS, Comparison
 
 COSTS: Final = {"device_hours": 3, "kwh": 3, "price": 2}  # of a million reads, with digits
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
@@ -81,11 +81,10 @@ def baseline_title(report: Report) -> str:
 
 def curve(report: Report) -> tuple[ScalingMetrics, ...]:
     """The scaling, with one device first where that ran from beginning to end: what several are held against."""
-    if report.single is None or report.single.resumed or not report.single.total_s:
-        return report.scaling
-    same: dict[str, Any] = {"num_gpus": 1, "speedup": 1.0, "efficiency": 1.0, "super_linear": False}
-    alone = ScalingMetrics(time_seconds=report.single.total_s, esm2_scaling=None, dnabert_scaling=None, **same)
-    return (alone, *report.scaling)
+    alone_s = report.single.total_s if report.single and not report.single.resumed else None
+    speed: dict[str, Any] = {"speedup": 1.0, "efficiency": 1.0, "esm2_scaling": None, "dnabert_scaling": None}
+    alone = [ScalingMetrics(num_gpus=1, time_seconds=alone_s, super_linear=False, **speed)] if alone_s else []
+    return (*alone, *report.scaling)
 
 
 def share_of(target: Target | None, devices: int) -> Target | None:
@@ -271,11 +270,8 @@ def _correctness(report: Report) -> Section:
 
 def agreements(comparisons: Iterable[Comparison]) -> Table:
     """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
-
-    def difference(part: LabelAgreement, name: str) -> Number | None:
-        return None if part.score is None else Number(f"{getattr(part.score, name):.2e}")
-
     said = {True: "yes", False: "no"}
+    differences = (("Mean Δ", "mean"), ("Median Δ", "median"), ("p99 Δ", "p99"), ("Max Δ", "max"))
     parts = ((c, kind, part) for c in comparisons for kind, part in (("frames", c.frames), ("consensus", c.consensus)))
     return Table(
         {
@@ -284,10 +280,7 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
             "In both": part.in_both,
             "Only A / B": Number(f"{part.only_in_a:,} / {part.only_in_b:,}"),
             "Agreement": percent(part.agreement, 3),
-            "Mean Δ": difference(part, "mean"),
-            "Median Δ": difference(part, "median"),
-            "p99 Δ": difference(part, "p99"),
-            "Max Δ": difference(part, "max"),
+            **{title: part.score and Number(f"{getattr(part.score, name):.2e}") for title, name in differences},
             "Within tolerance": part.score and percent(part.score.share_within_tolerance, 2),
             "allclose 1e-3": part.score and said[part.score.allclose],
             "Same bytes": c.bitwise and said[c.bitwise.identical],
