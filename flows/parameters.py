@@ -22,7 +22,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Spec, explain
+from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain
 from virnuc_core.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -222,7 +222,7 @@ class RunSettings(FlowSettings):
 class VerdictSettings(Spec):
     """What is called viral, and whether those reads are written out."""
 
-    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
+    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
     write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
 
 

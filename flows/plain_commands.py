@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.parameters import command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, THRESHOLD
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
 from virnuc_core.profiles import Target, load_profile, profile_names
@@ -283,7 +283,7 @@ def overhead(
     return 0
 
 
-def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Share = 0.5) -> int:
+def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Share = THRESHOLD) -> int:
     """Score a finished run's embeddings again: another head or threshold, no GPU.
 
     Args:

@@ -15,12 +15,11 @@ from flows.flow_run import announce, named, sample_of, stage_input, with_paramet
 from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import embed, fate_rows, viral_reads
 from tasks.step import device_slots, done, emit, publish_table
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import prewarm, read_summary
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
 

@@ -15,6 +15,7 @@ Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 
 DEFAULT_MODEL_LENGTH = 500
+THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 
 class Spec(BaseModel):
@@ -113,7 +114,7 @@ class ClassifySpec(Spec):
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     devices: Annotated[Devices, BeforeValidator(_devices), PlainSerializer(str)] = Devices(kind="auto")
     engine: EngineSpec = EngineSpec()
-    threshold: float = Field(0.5, ge=0, le=1, description="viral score from which a read is called viral")
+    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
 

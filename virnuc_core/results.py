@@ -26,6 +26,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.parse import OnError, ParseLog, parse
 from virnuc_core.reads.sources import STDIN, can_be_read_twice, find_inputs
@@ -39,7 +40,6 @@ Places = NDArray[np.int64]
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED = range(len(FATES))
-THRESHOLD: Final = 0.5
 
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"

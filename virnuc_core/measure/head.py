@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
-from virnuc_core.config import Spec
+from virnuc_core.config import THRESHOLD, Spec
 from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
 from virnuc_core.encoders.convert import write_tensors
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, read_shape, write_shape
@@ -33,7 +33,7 @@ from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, InputError, ShardError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import THRESHOLD, ResultSummary, write_results
+from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, read_record, write
 

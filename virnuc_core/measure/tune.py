@@ -19,13 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core import runfiles
-from virnuc_core.config import EngineSpec
+from virnuc_core.config import THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.profiles import Profile
-from virnuc_core.results import THRESHOLD
 from virnuc_core.rundir import RunDir, device_holder, run_lock, whole_file, write_text_whole
 from virnuc_core.runfiles import write
 from virnuc_core.validation import read_usable
