@@ -1,13 +1,12 @@
 """Regular FASTQ and FASTA cut into columnar batches of reads on whole blocks of bytes, without a step per line.
 
-A cutter takes what it is sure of from the front of a block and leaves the rest: an unfinished record waits for more
-bytes; anything unusual is flagged `irregular` and left to `biopython_parser`.
+A cutter takes what it is sure of from the front of a block; from anything unusual on the text is left to Biopython.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
@@ -15,12 +14,14 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
+from virnuc_core.reads.sources import Source
 
 Format = Literal["fasta", "fastq"]
 
 LETTERS: Final = "ACGTUNRYSWKMBDHVX-."  # nucleotides, IUPAC codes, X for masked bases, gaps
 _LEGAL: Final = f"{LETTERS}{LETTERS.lower()}".encode()
 _LONGEST_SHOWN: Final = 200
+_BLANK: Final = b" \t\r\n\v\f"
 _NEWLINE, _RETURN = 10, 13
 _HEADER_FASTA, _COMMENT, _HEADER_FASTQ, _PLUS = b">;@+"
 _SPLITS: Final = np.isin(np.arange(33), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])  # what str.split() takes as blank
@@ -51,6 +52,21 @@ class Strings:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one file: whole records, as far as line ends tell."""
+
+    file: int  # place of the file among the inputs
+    name: str
+    form: Format
+    data: bytes
+    line: int  # number of the first line
+    last: bool = False  # of its file
+    damage: InputError | None = None  # why the file ends here, within a record perhaps: this piece holds no whole one
+    refused: bool = False  # the file cannot be read at all, for its damage
+    is_empty_file: bool = False  # nothing but blanks is in it
+
+
+@dataclass(frozen=True, slots=True)
 class ReadBatch:
     """Consecutive reads of one file, as columns. Ids are printable UTF-8 without blanks; bases keep their case."""
 
@@ -68,30 +84,17 @@ class ReadBatch:
         """Id of one read."""
         return self.ids[index].decode()
 
-    def nbytes(self) -> int:
-        """Bytes of ids and bases."""
-        return len(self.ids.data) + len(self.bases.data)
-
-    def without_text(self) -> ReadBatch:
-        """The same for whoever needs ids and bases only."""
-        return replace(self, text=Strings.of([]))
-
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Records cut from the front of a block of bytes, as they stand in the file."""
+    """Records cut from the front of some text, as they stand in the file."""
 
-    ids: Strings  # some may be missing or unprintable
+    ids: Strings  # some may be unprintable
     bases: Strings
     lines: NDArray[np.int64]  # [n] line of each header
     text: Strings
-    consumed: int = 0  # bytes of the block that are dealt with
-    next_line: int = 0  # line on which the rest begins
-    irregular: bool = False  # the rest begins with something the cutter does not handle
-
-    def batch(self, file: int, form: Format, reads_before: int) -> ReadBatch:
-        """The reads; those without an id are named by their number, counted from `reads_before`."""
-        return ReadBatch(file, form, _clean_ids(self.ids, reads_before), self.bases, self.lines, self.text)
+    irregular: int = 0  # bytes at the end of the text, from the first record on that the cutter does not handle
+    next_line: int = 0  # line on which those begin
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
@@ -110,14 +113,13 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _clean_ids(ids: Strings, reads_before: int) -> Strings:
-    """Ids as printable UTF-8 words; nearly always they are just that already."""
+def printable_ids(ids: Strings) -> Strings:
+    """Ids as printable UTF-8 words, some perhaps empty; nearly always they are just that already."""
     raw = np.frombuffer(ids.data, np.uint8)
-    if ids.lengths.all() and not ((raw < 33) | (raw > 126)).any():
+    if not ((raw < 33) | (raw > 126)).any():
         return ids
     texts = (ids[i].decode("utf-8", "backslashreplace") for i in range(len(ids)))
-    words = [_printable("".join(text.split(None, 1)[:1])) for text in texts]
-    return Strings.of([(word or f"unnamed_{reads_before + i}").encode() for i, word in enumerate(words, 1)])
+    return Strings.of([_printable("".join(text.split(None, 1)[:1])).encode() for text in texts])
 
 
 def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputError]]:
@@ -197,42 +199,33 @@ class _Lines:
         return firsts
 
 
-def _nothing(line: int, *, consumed: int = 0, irregular: bool = False) -> Block:
+def _nothing(data: bytes, line: int) -> Block:
     none = Strings.of([])
-    return Block(none, none, np.zeros(0, np.int64), none, consumed, line, irregular)
+    return Block(none, none, np.zeros(0, np.int64), none, len(data) if data.strip() else 0, line)
 
 
-def cut_fastq(data: bytes, line: int, final: bool) -> Block:
-    """Four-line records from the front of `data`, which begins on line `line`; `final`: nothing follows."""
-    size = len(data)
-    if not final:
-        data = data[: data.rfind(b"\n") + 1]
-    elif not data.endswith(b"\n"):
-        data += b"\n"
-    lines = _Lines.of(data)
+def cut_fastq(data: bytes, line: int) -> Block:
+    """Four-line records from the front of `data`, which begins on line `line`."""
+    lines = _Lines.of(data if data.endswith(b"\n") else data + b"\n")
     n = len(lines.starts) // 4
-    if lines.stray_return:
-        return _nothing(line, irregular=True)
-    if n == 0:
-        blank = final and not data.strip()
-        return _nothing(line, consumed=size if blank else 0, irregular=final and not blank)
+    if lines.stray_return or n == 0:
+        return _nothing(data, line)
     starts, ends = lines.starts[: 4 * n].reshape(n, 4), lines.ends[: 4 * n].reshape(n, 4)
     fits = _regular_fastq(lines, starts, ends)
     id_starts = starts[:, 0] + 1
     id_ends = lines.id_ends(id_starts, ends[:, 0])
     fits &= id_ends > id_starts
     whole = n if fits.all() else int(np.argmin(fits))
-    consumed = int(lines.nexts[4 * whole - 1]) if whole else 0
-    rest = data[consumed:]
-    blank = final and not rest.strip()
+    if whole == 0:
+        return _nothing(data, line)
+    rest = data[lines.nexts[4 * whole - 1] :]
     return Block(
         ids=lines.pick(id_starts[:whole], id_ends[:whole]),
         bases=lines.pick(starts[:whole, 1], ends[:whole, 1]),
         lines=line + 4 * np.arange(whole, dtype=np.int64),
-        text=Strings(data[:consumed], np.append(0, lines.nexts[3 : 4 * whole : 4])),
-        consumed=size if blank else min(consumed, size),
+        text=Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4])),
+        irregular=len(rest) if rest.strip() else 0,
         next_line=line + 4 * whole,
-        irregular=not blank and (whole < n or final),
     )
 
 
@@ -255,21 +248,13 @@ def _regular_fastq(lines: _Lines, starts: NDArray[np.int64], ends: NDArray[np.in
     return fits
 
 
-def cut_fasta(data: bytes, line: int, final: bool) -> Block:
-    """Records from the front of `data`, which begins on line `line`; the last one only if `final`. No comments."""
-    size = len(data)
-    if not final:
-        data = data[: data.rfind(b"\n>") + 1]
-        if not data:
-            return _nothing(line)
-    elif not data.endswith(b"\n"):
-        data += b"\n"
-    lines = _Lines.of(data)
+def cut_fasta(data: bytes, line: int) -> Block:
+    """Records of `data`, which begins on line `line`; all of them or none. No comments."""
+    lines = _Lines.of(data if data.endswith(b"\n") else data + b"\n")
     first = lines.letters[lines.starts]
     is_header = first == _HEADER_FASTA
     is_sequence = ~is_header & (lines.ends > lines.starts)
     record_of = np.cumsum(is_header) - 1
-    n = int(record_of[-1]) + 1
     line_of = np.searchsorted(lines.nexts, lines.low, side="right")
     id_starts, id_ends = lines.starts[is_header] + 1, lines.ends[is_header]
     id_ends = lines.id_ends(id_starts, id_ends)
@@ -281,14 +266,82 @@ def cut_fasta(data: bytes, line: int, final: bool) -> Block:
         and bool((id_ends > id_starts).all())
     )
     if not regular:
-        return _nothing(line, irregular=True)
+        return _nothing(data, line)
     starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], record_of[is_sequence]
-    base_lengths = np.bincount(owners, weights=ends - starts, minlength=n).astype(np.int64)
+    base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(np.int64)
     return Block(
         ids=lines.pick(id_starts, id_ends),
         bases=Strings(lines.pick(starts, ends).data, offsets_of(base_lengths)),
         lines=line + np.flatnonzero(is_header),
-        text=Strings(data, np.concatenate([[0], lines.starts[is_header][1:], [len(data)]])),
-        consumed=min(len(data), size),
-        next_line=line + len(lines.starts),
+        text=Strings(lines.data, np.append(id_starts - 1, len(lines.data))),
     )
+
+
+def pieces_of(files: tuple[str, ...], block_bytes: int) -> Iterator[Piece]:
+    """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
+    for number, name in enumerate(files):
+        try:
+            with Source.open(name) as source:
+                yield from _pieces_of_one(number, source, block_bytes)
+        except InputError as error:
+            yield Piece(number, name, "fasta", b"", 1, last=True, damage=error, refused=True)
+
+
+def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Piece]:
+    text = source.read(block_bytes).removeprefix(b"\xef\xbb\xbf")
+    line, ended = 1, False
+    while not (kept := text.lstrip(_BLANK)) and not ended:
+        line += text.count(b"\n")
+        text = source.read(block_bytes)
+        ended = not text
+    line += text[: len(text) - len(kept)].count(b"\n")
+    text, wanted, is_empty_file = kept, block_bytes, not kept and source.damage is None
+    form = _format(text, source.name) if text else "fasta"
+    while text or not ended:
+        while len(text) < wanted and not ended:
+            more = source.read(wanted - len(text))
+            text, ended = text + more, not more
+        if ended and source.damage is None:
+            break
+        end, lines = _whole_records(text, form)
+        if end:
+            yield Piece(number, source.name, form, text[:end], line)
+            text, line, wanted = text[end:], line + lines, block_bytes
+        elif ended:
+            break
+        else:
+            # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
+            wanted = 2 * len(text)
+    yield Piece(number, source.name, form, text, line, True, source.damage, is_empty_file=is_empty_file)
+
+
+def _whole_records(text: bytes, form: Format) -> tuple[int, int]:
+    """How many bytes of `text` are whole records, if they are regular, and how many lines those have."""
+    if form == "fasta":
+        end = text.rfind(b"\n>") + 1
+        lines = _newlines(text[:end])
+    else:
+        end, lines = len(text), _newlines(text)
+        for _ in range(lines % 4 + 1):
+            end = text.rfind(b"\n", 0, end)
+        end, lines = (end + 1, lines - lines % 4) if lines >= 4 else (0, 0)
+    if end == 0 and b"\r" in text.removesuffix(b"\r").replace(b"\r\n", b""):
+        return len(text), _newlines(text)  # lines end otherwise here: whoever reads this will see it
+    return end, lines
+
+
+def _newlines(text: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == _NEWLINE))  # many times as fast as bytes.count
+
+
+def _format(data: bytes, name: str) -> Format:
+    first = data[:1]
+    if first in (b">", b";"):
+        return "fasta"
+    if data.startswith((b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")):
+        raise InputError("this is SAM, not FASTQ", file=name, hint="convert it: samtools fastq")
+    if first == b"@":
+        return "fastq"
+    known = {b"BAM\1": "BAM; convert it: samtools fastq", b"PK\3\4": "a zip archive; unpack it first"}
+    kind = known.get(data[:4], f"neither FASTA nor FASTQ: it starts with {data[:12]!r}, expected '>' or '@'")
+    raise InputError(f"this is {kind}", file=name)

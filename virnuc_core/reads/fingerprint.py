@@ -15,7 +15,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import pairwise
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -25,6 +26,8 @@ from virnuc_core.reads.fast_parser import ReadBatch
 
 Words = NDArray[np.uint64]
 
+BUCKET: Final = 1 << 21  # digests looked for repeats at a time, about
+_READ_AT_ONCE: Final = 1 << 17  # digests
 LONGEST: Final = 1024  # bytes; longer strings are digested one by one
 _LEAF_READS: Final = np.uint64(64)  # on average
 _BLOCK: Final = 16
@@ -180,3 +183,106 @@ class Fingerprint:
         root = self._root.copy()
         root.update(self._leaf.digest())
         return root.hexdigest()
+
+
+# repeats among any number of digests: in one bucket of them after the other, so that memory is bounded
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """Entries of several values in a file, read by stretches: none are held."""
+
+    path: Path
+    kind: type[np.generic]
+    width: int  # values of one entry
+
+    def __len__(self) -> int:
+        return self.path.stat().st_size // (np.dtype(self.kind).itemsize * self.width)
+
+    def read(self, low: int, high: int) -> NDArray[Any]:
+        """The entries `low` to `high`, fewer at the end: [n, width]."""
+        offset = low * self.width * np.dtype(self.kind).itemsize
+        values: NDArray[Any] = np.fromfile(self.path, self.kind, (high - low) * self.width, offset=offset)
+        return values.reshape(-1, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Those of a column of digests that equal ones can be among."""
+
+    digests: Column  # [n, 2]
+    number: int
+    buckets: int  # a power of two
+
+    @classmethod
+    def all_of(cls, digests: Column) -> list[Bucket]:
+        """All buckets of a column; every digest is in one."""
+        buckets = 1 << max(0, -(-len(digests) // BUCKET) - 1).bit_length()
+        return [cls(digests, number, buckets) for number in range(buckets)]
+
+    def records(self) -> NDArray[np.uint64]:
+        """Both halves of the digests and their places in the column: uint64 [n, 3]."""
+        records = [np.empty((0, 3), np.uint64)]
+        for low in range(0, len(self.digests), _READ_AT_ONCE):
+            found = self.digests.read(low, low + _READ_AT_ONCE)
+            own = np.flatnonzero(found[:, 0] & np.uint64(self.buckets - 1) == self.number)
+            records.append(np.column_stack([found[own], (low + own).astype(np.uint64)]))
+        return np.concatenate(records)
+
+
+def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
+    """The entries of a bucket that equal an earlier one, in order: int64 [n, 3].
+
+    Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
+    """
+    records = bucket.records()
+    # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
+    order = np.argsort(records[:, 0])
+    low = records[order, 0]
+    same = low[1:] == low[:-1]
+    in_company = np.zeros(len(order), bool)
+    in_company[1:] |= same
+    in_company[:-1] |= same
+    records = records[order[in_company]]
+    low, high, place = records[np.lexsort((records[:, 2], records[:, 1], records[:, 0]))].T
+    begins = np.ones(len(place), bool)
+    begins[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
+    first = np.maximum.accumulate(np.where(begins, np.arange(len(place)), 0))
+    again = np.flatnonzero(~begins)
+    found = np.column_stack([place[again], place[first[again]], again - first[again] + 1]).astype(np.int64)
+    return found[np.argsort(found[:, 0])]
+
+
+class Repeats:
+    """What repeats in a whole column of digests, kept in a file by stretches of the column."""
+
+    def __init__(self, path: Path, edges: list[int]) -> None:
+        self._column = Column(path, np.int64, 3)
+        self._edges = edges  # where stretches begin, and where the last ends
+        self._bounds: list[NDArray[np.int64]] = []  # of each bucket: where its repeats of each stretch begin
+        path.touch()
+
+    def __len__(self) -> int:
+        return len(self._column)
+
+    def add(self, found: NDArray[np.int64]) -> None:
+        """Keep the repeats of one more bucket."""
+        self._bounds.append(len(self) + np.searchsorted(found[:, 0], self._edges))
+        with self._column.path.open("ab") as file:
+            file.write(found.data)
+
+    def of(self, stretch: int) -> NDArray[np.int64]:
+        """The repeats within the stretch of this number: [n, 3] as of `repeats_in`, in order of their buckets."""
+        return np.concatenate([self._column.read(at[stretch], at[stretch + 1]) for at in self._bounds])
+
+    def first(self) -> tuple[int, int] | None:
+        """The first place of all that repeats another, and that one; none where nothing repeats."""
+        found = [self._column.read(at[0], at[0] + 1)[0].tolist() for at in self._bounds if at[-1] > at[0]]
+        return min(((place, first) for place, first, _ in found), default=None)
+
+
+def share_a_digest(pair: tuple[Bucket, Bucket]) -> bool:
+    """Whether a digest stands in the same bucket of both columns."""
+    one, other = (bucket.records() for bucket in pair)
+    one, other = one[np.isin(one[:, 0], other[:, 0])], other[np.isin(other[:, 0], one[:, 0])]
+    return not {*map(tuple, one[:, :2].tolist())}.isdisjoint(map(tuple, other[:, :2].tolist()))

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,11 +21,9 @@ from pydantic import Field, ValidationError
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
-from virnuc_core.reads.fast_parser import ReadBatch
-from virnuc_core.reads.parse import OnError, ParseLog, parse
+from virnuc_core.reads.parse import OnError, ParseLog, parse_by
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import OrfStore, StoreCounts
-from virnuc_core.reads.store_writer import StoreWriter, fingerprint_for
+from virnuc_core.reads.store import OrfStore, StoreCounts, StoreWriter, fingerprint_for
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, fingerprint_batch, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
@@ -48,7 +46,7 @@ class Timings(Spec):
     """Seconds that making a store took; what several workers did at once counts as shared evenly among them."""
 
     fingerprint: str  # of the store
-    parse_s: float = 0.0  # unpacking and parsing, which one process does for all
+    parse_s: float = 0.0  # unpacking and cutting, which one process does for all, and parsing
     chunk_s: float = 0.0
     translate_s: float = 0.0
     store_s: float = 0.0
@@ -153,10 +151,7 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
                         "choose another directory or --force"
                     )
                 log = new_log()
-                with closing(StoreWriter(folder, spec.model_length)) as writer:
-                    _fill(writer, spec, inputs, log, workers, seconds)
-                    with _measured(seconds, "store_s"):
-                        writer.write(out, workers)
+                _make(spec, inputs, out, StoreWriter(folder, spec.model_length), log, workers, seconds)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -168,36 +163,30 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
     return summary
 
 
-def _fill(
-    writer: StoreWriter,
+def _make(
     spec: StageSpec,
     inputs: Inputs,
+    out: Path,
+    writer: StoreWriter,
     log: ParseLog,
     workers: Workers,
     seconds: dict[str, float],
 ) -> None:
-    """Give the writer all reads, translated, and find what repeats among them."""
-
-    def parsed() -> Iterator[ReadBatch]:
-        batches = parse(inputs.files, log)
-        while True:
-            with _measured(seconds, "parse_s"):
-                batch = next(batches, None)
-            if batch is None:
-                return
-            yield batch.without_text()
-
-    for segment in workers.map(partial(process, model_length=spec.model_length), parsed(), ReadBatch.nbytes):
+    """Read and translate everything, find what repeats, write the store."""
+    work = partial(process, model_length=spec.model_length, folder=writer.folder)
+    for segment in parse_by(workers, work, inputs.files, log):
         with _measured(seconds, "store_s"):
             writer.add(segment)
         for part, taken in segment.seconds.items():
             seconds[part] += taken / spec.workers  # side by side with those of others
+    seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
         raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
     with _measured(seconds, "store_s"):
         twice = writer.find_repeats(workers)
         if spec.strict and twice is not None:
             raise _shared_id(writer, log, *twice)
+        writer.write(out, workers)
 
 
 def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
@@ -222,8 +211,7 @@ def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, worke
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
         return False
     fingerprint = fingerprint_for(spec.model_length)
-    batches = (batch.without_text() for batch in parse(inputs.files, log))
-    for leaves in workers.map(fingerprint_batch, batches, ReadBatch.nbytes):
+    for leaves in parse_by(workers, fingerprint_batch, inputs.files, log):
         fingerprint.add(leaves)
     return fingerprint.hexdigest() == store.fingerprint
 

@@ -1,25 +1,34 @@
 """The ORF store: one HDF5 file of plain columns, written once, then mapped into memory.
 
 Every dataset is contiguous and uncompressed, so that a process reads only the stretches it needs. The same reads and
-settings give the same bytes.
+settings give the same bytes. `StoreWriter` makes one of segments, `OrfStore` is one.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import h5py
 import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.translate import FRAMES
+from virnuc_core.reads.fast_parser import Strings, offsets_of
+from virnuc_core.reads.fingerprint import Bucket, Column, Fingerprint, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment, SegmentFile
+from virnuc_core.reads.workers import Workers
+from virnuc_core.rundir import whole_file
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
+STRETCH_BYTES: Final = 1 << 22  # of segments put into the store together, at least
+_ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 
 COLUMNS: Final[dict[str, type[np.generic]]] = {
     "read_length": np.int32,
@@ -38,6 +47,11 @@ COLUMNS: Final[dict[str, type[np.generic]]] = {
     "dna_offsets": np.int64,
     "protein_bytes": np.uint8,
     "dna_bytes": np.uint8,
+}
+_AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a column has an entry for
+    "read_id_bytes": "id",
+    "protein_offsets": "unique",
+    "dna_offsets": "unique",
 }
 
 
@@ -169,3 +183,221 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> NDArray[np.generic]:
     if dataset.size == 0:
         return np.zeros(dataset.shape, dataset.dtype)
     return np.memmap(path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
+
+
+# making a store
+
+
+def fingerprint_for(model_length: int) -> Fingerprint:
+    """The fingerprint of a store that holds no reads yet."""
+    return Fingerprint(f"{FORMAT} {SCHEMA_VERSION} {model_length}")
+
+
+class StoreWriter:
+    """Takes segments in the order of the reads, then writes the store whole.
+
+    Neighbouring segments are put together to stretches. Nothing is held that grows with the number of reads, but two
+    bits for each row, and a little for each segment.
+    """
+
+    def __init__(self, folder: Path, model_length: int) -> None:
+        self.folder, self._model_length = folder, model_length
+        self._stretches: list[list[SegmentFile]] = []
+        self._room = 0  # bytes for which the last stretch takes in more
+        self._counts: Counter[str] = Counter()
+        self._fingerprint = fingerprint_for(model_length)
+        self._digests = {axis: Column(folder / f"{axis}_digests", np.uint64, 2) for axis in ("read", "row")}
+        for column in self._digests.values():
+            column.path.touch()
+
+    def add(self, segment: Segment) -> None:
+        """Take in the next segment."""
+        if self._room <= 0:
+            self._stretches.append([])
+            self._room = STRETCH_BYTES
+        self._room -= sum(segment.file.sizes.values())
+        self._stretches[-1].append(segment.file)
+        self._counts.update(segment.counts)
+        self._fingerprint.add(segment.leaves)
+        for name, axis in (("read_id_digest", "read"), ("row_digest", "row")):
+            with self._digests[axis].path.open("ab") as file:
+                file.write(segment.file.read(name).data)
+
+    def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
+        """Find what repeats among rows and ids; gives the first read whose id an earlier one has, and that one."""
+        self._at = {  # entries of each axis before each stretch, and in all
+            axis: offsets_of(np.array([sum(file.sizes[name] for file in files) for files in self._stretches], np.int64))
+            for axis, name in (("read", "read_length"), ("row", "row_frame"), ("id", "read_id_bytes"))
+        }
+        buckets = {axis: Bucket.all_of(column) for axis, column in self._digests.items()}
+        found = workers.map(repeats_in, buckets["read"] + buckets["row"], may_start=False)
+        self._repeats = {}
+        for axis, some in buckets.items():
+            self._repeats[axis] = Repeats(self.folder / f"{axis}_repeats", self._at[axis].tolist())
+            for _ in some:
+                self._repeats[axis].add(next(found))
+        self._counts["n_duplicate_ids"] = len(self._repeats["read"])
+        return self._repeats["read"].first()
+
+    def place(self, read: int) -> tuple[str, int]:
+        """Id of a read, and the line of its header."""
+        stretch = int(np.searchsorted(self._at["read"], read, side="right")) - 1
+        files, i = self._stretches[stretch], read - int(self._at["read"][stretch])
+        end = int(_column(files, "read_id_length")[: i + 1].sum())
+        name = _column(files, "read_id_bytes")[end - int(_column(files, "read_id_length")[i]) : end]
+        return name.tobytes().decode(), int(_column(files, "read_line")[i])
+
+    def write(self, path: Path, workers: Workers) -> None:
+        """Write the store to `path`, whole, once repeats have been found."""
+        mark = self._free_mark(workers)
+        repeated, uniques = self._uniques()
+        self._counts["n_uniques"] = int(uniques["unique"][-1])
+        about: dict[str, str | int] = {
+            "format": FORMAT,
+            "schema_version": SCHEMA_VERSION,
+            "fingerprint": self._fingerprint.hexdigest(),
+        }
+        about |= {"model_length": self._model_length, "duplicate_mark": mark}
+        about |= {name: self._counts[name] for name in StoreCounts.__slots__}
+        with whole_file(path) as aside:
+            starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
+            for _ in workers.map(_write_stretch, self._parts(aside, starts, repeated, uniques), may_start=False):
+                pass
+
+    def _free_mark(self, workers: Workers) -> str:
+        """What stands between an id and its number: a dot, or as many as it takes that no such name is an id yet."""
+        ids = Bucket.all_of(self._digests["read"])
+        for mark in map(".".__mul__, itertools.count(1)):
+            names = self._digests_of_names(mark)
+            pairs = [(Bucket(names, bucket.number, bucket.buckets), bucket) for bucket in ids]
+            if not len(names) or not any([*workers.map(share_a_digest, pairs, may_start=False)]):
+                return mark
+        raise AssertionError
+
+    def _digests_of_names(self, mark: str) -> Column:
+        """Digests of the names that reads with an earlier one's id would get."""
+        names = Column(self.folder / f"names{len(mark)}", np.uint64, 2)
+        with names.path.open("wb") as out:
+            for number, files in enumerate(self._stretches):
+                repeats = self._repeats["read"].of(number)
+                if len(repeats):
+                    ids = Strings(
+                        _column(files, "read_id_bytes").tobytes(), offsets_of(_column(files, "read_id_length"))
+                    )
+                    places = (repeats[:, 0] - self._at["read"][number]).tolist()
+                    made = [ids[i] + f"{mark}{n}".encode() for i, n in zip(places, repeats[:, 2].tolist(), strict=True)]
+                    named = Strings.of(made)
+                    out.write(digests(named.data, named.offsets).data)
+        return names
+
+    def _uniques(self) -> tuple[_Repeated, dict[str, NDArray[np.int64]]]:
+        """Which rows repeat an earlier one; uniques, and letters of them, before each stretch and in all."""
+        repeated = np.zeros((int(self._at["row"][-1]) >> 6) + 1, np.uint64)
+        held: list[tuple[int, ...]] = []
+        for number, files in enumerate(self._stretches):
+            rows = self._repeats["row"].of(number)[:, 0]
+            np.bitwise_or.at(repeated, rows >> 6, np.uint64(1) << (rows & 63).astype(np.uint64))
+            lengths = [_column(files, f"{kind}_length") for kind in ("protein", "dna")]
+            dropped = rows - self._at["row"][number]
+            held.append((len(lengths[0]) - len(rows), *(int(n.sum() - n[dropped].sum()) for n in lengths)))
+        at = np.array([(0, 0, 0), *held], np.int64).cumsum(axis=0)
+        before = offsets_of(np.bitwise_count(repeated))
+        return _Repeated(repeated, before), dict(zip(("unique", "protein", "dna"), at.T, strict=True))
+
+    def _create(self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]) -> dict[str, int]:
+        """Make the file with room for all columns, as zeros; gives the byte at which each begins."""
+        layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+        layout.set_layout(h5py.h5d.CONTIGUOUS)
+        layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+        layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        starts = {}
+        with h5py.File(path, "w", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_times=False) as file:
+            file.attrs.update(about)
+            for name, kind in COLUMNS.items():
+                length = entries[_AXES[name]] + name.endswith("_offsets")
+                dataset = file.create_dataset(name, (length,), kind, dcpl=layout)
+                starts[name] = dataset.id.get_offset() if length else 0
+        return starts
+
+    def _parts(
+        self, path: Path, starts: Mapping[str, int], repeated: _Repeated, uniques: dict[str, NDArray[np.int64]]
+    ) -> Iterator[_Part]:
+        for number, files in enumerate(self._stretches):
+            begin = {axis: int(at[number]) for axis, at in (self._at | uniques).items()}
+            copies, rows = (self._repeats[axis].of(number) for axis in ("read", "row"))
+            again = np.column_stack([rows[:, 0], repeated.uniques_before(rows[:, 1])])
+            yield _Part(path, starts, tuple(files), begin, copies, again)
+
+
+@dataclass(frozen=True, slots=True)
+class _Repeated:
+    """Which rows repeat an earlier one."""
+
+    words: NDArray[np.uint64]  # a bit for each row, lowest first
+    before: NDArray[np.int64]  # repeating rows before each word
+
+    def uniques_before(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many rows before each of `rows` are the first of their kind: the unique of a row that is one itself."""
+        word = rows >> 6
+        lower = (np.uint64(1) << (rows & 63).astype(np.uint64)) - np.uint64(1)
+        uniques: NDArray[np.int64] = rows - self.before[word] - np.bitwise_count(self.words[word] & lower)
+        return uniques
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A stretch of segments, and all that whoever puts it into the store needs to know of the others."""
+
+    path: Path
+    starts: Mapping[str, int]  # byte at which each column begins
+    files: tuple[SegmentFile, ...]
+    begin: Mapping[str, int]  # entries of each axis before
+    copies: NDArray[np.int64]  # [n, 3] repeats of ids: read, first read of that id, how many-th
+    again: NDArray[np.int64]  # [n, 2] rows that repeat an earlier one, and their uniques
+
+
+def _write_stretch(part: _Part) -> None:
+    """Copy the columns of a stretch to their places in the store."""
+    begin, low = part.begin, part.begin["read"]
+
+    def of(name: str) -> NDArray[Any]:
+        return _column(part.files, name)
+
+    with part.path.open("rb+") as file:
+
+        def put(name: str, values: NDArray[Any]) -> None:
+            kind = np.dtype(COLUMNS[name])
+            file.seek(part.starts[name] + begin[_AXES[name]] * kind.itemsize)
+            file.write(np.ascontiguousarray(values, kind).data)
+
+        for name in ("read_length", "read_chunks", "read_rows", "read_id_bytes", "row_chunk", "row_frame"):
+            put(name, of(name))
+        copy = np.zeros(len(of("read_length")), np.int32)
+        copy[part.copies[:, 0] - low] = part.copies[:, 2]
+        put("read_copy", copy)
+        put("read_flags", of("read_flags") | (copy > 0) * np.uint8(DUPLICATE_ID))
+        put("read_id_offsets", begin["id"] + offsets_of(of("read_id_length")))
+        put("row_read", np.repeat(np.arange(low, low + len(copy)), of("read_rows")))
+        firsts = np.ones(len(of("row_frame")), bool)
+        firsts[part.again[:, 0] - begin["row"]] = False
+        unique = begin["unique"] + np.cumsum(firsts) - 1
+        unique[part.again[:, 0] - begin["row"]] = part.again[:, 1]
+        put("row_unique", unique)
+        put("unique_row", begin["row"] + np.flatnonzero(firsts))
+        for kind in ("protein", "dna"):
+            lengths = of(f"{kind}_length")
+            put(f"{kind}_offsets", begin[kind] + offsets_of(lengths[firsts]))
+            put(f"{kind}_bytes", _kept(of(f"{kind}_bytes"), offsets_of(lengths), firsts))
+
+
+def _column(files: Sequence[SegmentFile], name: str) -> NDArray[Any]:
+    """A column of neighbouring segments."""
+    return np.concatenate([file.read(name) for file in files])
+
+
+def _kept(letters: NDArray[np.uint8], offsets: NDArray[np.int64], keep: NDArray[np.bool_]) -> NDArray[np.uint8]:
+    """The sequences that are kept, end to end; neighbours are copied in one piece."""
+    if keep.all():
+        return letters
+    at = offsets[np.flatnonzero(np.diff(keep, prepend=False, append=False))].tolist()
+    return np.concatenate([np.empty(0, np.uint8), *(letters[a:b] for a, b in zip(at[::2], at[1::2], strict=True))])

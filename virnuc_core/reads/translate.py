@@ -1,6 +1,6 @@
 """Reads to open frames: chunks of the model's length, six reading frames of each, those without a stop kept.
 
-`process` is what a worker does with one batch of reads; it gives the batch's part of the store, as columns.
+`process` is what a worker does with one batch of reads: it writes the batch's part of the store.
 
 Letters other than A, C, G, T make their codons vanish (the protein closes up), and the DNA of a frame is cut by the
 length of its protein plus one base: both are part of the method.
@@ -8,10 +8,12 @@ length of its protein plus one base: both are part of the method.
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -215,16 +217,36 @@ def _gather(
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentFile:
+    """The columns that one batch adds to a store, in a scratch file."""
+
+    path: str
+    sizes: Mapping[str, int]  # values of each of the `SEGMENT_COLUMNS`, as they follow each other
+
+    def read(self, name: str) -> NDArray[Any]:
+        """One column."""
+        at = 0
+        for other, size in self.sizes.items():
+            kind = SEGMENT_COLUMNS[other]
+            if other == name:
+                values: NDArray[Any] = np.fromfile(self.path, kind, size, offset=at)
+                return values
+            at += size * np.dtype(kind).itemsize
+        raise KeyError(name)
+
+
+@dataclass(frozen=True, slots=True)
 class Segment:
     """The part of a store that one batch makes."""
 
-    columns: Mapping[str, NDArray[Any]]  # by the names of `SEGMENT_COLUMNS`
+    file: SegmentFile
+    counts: Mapping[str, int]  # by the names of `StoreCounts`, as far as one batch tells
     leaves: Leaves
     seconds: Mapping[str, float]  # of staging's stages
 
 
-def process(batch: ReadBatch, model_length: int) -> Segment:
-    """Cut the reads of a batch, translate the chunks in six frames, digest ids and open frames."""
+def process(batch: ReadBatch, model_length: int, folder: Path) -> Segment:
+    """Cut the reads of a batch, translate the chunks in six frames, digest ids and rows; columns go to `folder`."""
     started = time.perf_counter()
     bases, offsets, lengths = batch.bases.data, batch.bases.offsets, batch.bases.lengths
     chunks = chunk(lengths, model_length)
@@ -237,11 +259,12 @@ def process(batch: ReadBatch, model_length: int) -> Segment:
     odd = np.flatnonzero(np.frombuffer(bases.translate(_ODD), np.bool_))
     ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
     short = (lengths > 0) & (2 * lengths < model_length)
+    read_rows = np.bincount(row_read, minlength=len(batch))
     id_digests = digests(batch.ids.data, batch.ids.offsets)
-    columns = {
+    columns: dict[str, NDArray[Any]] = {
         "read_length": lengths,
         "read_chunks": np.bincount(chunks.read, minlength=len(batch)),
-        "read_rows": np.bincount(row_read, minlength=len(batch)),
+        "read_rows": read_rows,
         "read_flags": (lengths == 0) * EMPTY + short * SHORT_FOR_MODEL + ambiguous * AMBIGUOUS,
         "read_line": batch.lines,
         "read_id_length": batch.ids.lengths,
@@ -255,8 +278,14 @@ def process(batch: ReadBatch, model_length: int) -> Segment:
         "protein_bytes": orfs.proteins,
         "dna_bytes": orfs.dna,
     }
+    with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+        for name, kind in SEGMENT_COLUMNS.items():
+            file.write(np.ascontiguousarray(columns[name], kind).data)
+    counts = {"n_reads": len(batch), "n_rows": len(orfs), "n_chunks": len(chunks.read), "n_bases": len(bases)}
+    marked = {"n_open_reads": read_rows, "n_empty": lengths == 0, "n_short": short, "n_ambiguous": ambiguous}
     return Segment(
-        columns={name: columns[name].astype(kind, copy=False) for name, kind in SEGMENT_COLUMNS.items()},
+        file=SegmentFile(file.name, {name: len(columns[name]) for name in SEGMENT_COLUMNS}),
+        counts=counts | {name: int(np.count_nonzero(reads)) for name, reads in marked.items()},
         leaves=leaves_of(batch, id_digests),
         seconds={
             "chunk_s": chunked - started,

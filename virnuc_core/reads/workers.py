@@ -1,4 +1,4 @@
-"""Worker processes for staging: one function over many items, here or in a pool that dies with its parent."""
+"""Worker processes for staging: one function over many items, here and in a pool that dies with its parent."""
 
 from __future__ import annotations
 
@@ -18,46 +18,65 @@ from typing import Final, TypeVar
 from virnuc_core.errors import WorkerError
 from virnuc_core.rundir import die_with_parent
 
-_AHEAD: Final = 3  # items of each worker: one under way, one in its pipe, one to come
+_AHEAD: Final = 3  # items of each other process: one under way, one in its pipe, one to come
 _MOST_HELD_BYTES: Final = 64_000_000  # of items under way: few whole chromosomes at a time
 I = TypeVar("I")  # noqa: E741  # an item
 O = TypeVar("O")  # noqa: E741  # what comes of it
 
 
 class Workers:
-    """`count` workers: this process if it is one, else a process pool; use it in a `with` statement.
+    """`count` workers: this process, and a pool of the others; use it in a `with` statement.
 
-    Processes are started when there is more than one item. They end when their caller does, however it ends.
+    Processes end when their caller does, however it ends.
     """
 
     def __init__(self, count: int) -> None:
-        self.count: Final = count
+        self._others = count - 1
         self._pool: ProcessPoolExecutor | None = None
         self._members: set[BaseProcess] = set()
 
-    def map(self, work: Callable[[I], O], items: Iterable[I], nbytes: Callable[[I], int] = lambda _: 0) -> Iterator[O]:
+    def map(
+        self,
+        work: Callable[[I], O],
+        items: Iterable[I],
+        nbytes: Callable[[I], int] = lambda _: 0,
+        *,
+        may_start: bool = True,
+    ) -> Iterator[O]:
         """What `work` makes of each item, in order; a bounded number of items, and of their `nbytes`, is under way.
 
-        Errors: what `items` raises; `OSError` of the work; `WorkerError` for its other errors in another process, and
-        for a process that dies. In this process errors are raised as they are.
+        The first item is worked on here, and so is each for which the other processes have no time. Those are started
+        by the second item if they `may_start`. Errors: what `items` raises, and the work here; from another process
+        `OSError` of the work, `WorkerError` for its other errors and for a process that dies.
         """
         waiting: deque[tuple[Future[O], int]] = deque()
-        for number, item in enumerate(items):
-            if self.count == 1 or (number == 0 and self._pool is None):
-                yield work(item)  # what is little work needs no other process
-                continue
-            waiting.append((self._submit(work, item), nbytes(item)))
-            while len(waiting) > _AHEAD * self.count or sum(size for _, size in waiting) > _MOST_HELD_BYTES:
+        try:
+            for number, item in enumerate(items):
+                busy = sum(not future.done() for future, _ in waiting)
+                if busy < _AHEAD * self._others and (self._pool is not None or (may_start and number)):
+                    future = self._submit(work, item)
+                else:
+                    future = Future()
+                    future.set_result(work(item))
+                waiting.append((future, nbytes(item)))
+                while waiting and (
+                    waiting[0][0].done()
+                    or len(waiting) > 2 * _AHEAD * self._others
+                    or sum(size for _, size in waiting) > _MOST_HELD_BYTES
+                ):
+                    yield self._result(waiting.popleft()[0])
+            while waiting:
                 yield self._result(waiting.popleft()[0])
-        while waiting:
-            yield self._result(waiting.popleft()[0])
+        finally:
+            for future, _ in waiting:
+                future.cancel()
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
-        others = {*multiprocessing.active_children()}
+        before = {*multiprocessing.active_children()}
         with _start_of_processes():
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self.count, context, die_with_parent, (os.getpid(),))
+                self._pool = ProcessPoolExecutor(self._others, context, die_with_parent, (os.getpid(),))
             try:
                 return self._pool.submit(work, item)
             except BrokenProcessPool as error:
@@ -65,7 +84,7 @@ class Workers:
             except OSError as error:  # no more processes, or one that was killed as it began
                 raise WorkerError(f"a staging worker process could not be started: {error}") from error
             finally:
-                self._members |= {*multiprocessing.active_children()} - others
+                self._members |= {*multiprocessing.active_children()} - before
         raise self._death() from broken
 
     def _result(self, future: Future[O]) -> O:

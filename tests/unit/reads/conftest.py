@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.reads import store_writer
-from virnuc_core.reads.parse import parse
+from virnuc_core.reads import fingerprint, store
+from virnuc_core.reads.parse import parse_by
 
 WriteReads = Callable[..., str]
 
@@ -26,12 +26,12 @@ def write(tmp_path: Path) -> WriteReads:
     return make
 
 
-def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 64) -> None:
+def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 1500) -> None:
     """Sizes so small that every carry between blocks, stretches and buckets happens in a small test."""
-    patch.setattr(store_writer, "STRETCH", stretch)
-    patch.setattr(store_writer, "BUCKET", stretch - 1)
+    patch.setattr(store, "STRETCH_BYTES", stretch)
+    patch.setattr(fingerprint, "BUCKET", 63)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
-    patch.setitem(parse.__kwdefaults__, "block_bytes", block_bytes)
+    patch.setitem(parse_by.__kwdefaults__, "block_bytes", block_bytes)
 
 
 @pytest.fixture

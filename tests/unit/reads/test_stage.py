@@ -241,7 +241,7 @@ def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monk
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("virnuc_core.reads.store_writer.StoreWriter.add", refuse)
+    monkeypatch.setattr("virnuc_core.reads.store.StoreWriter.add", refuse)
     with pytest.raises(ConfigError, match="No space left on device"):
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []

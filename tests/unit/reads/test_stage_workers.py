@@ -50,7 +50,7 @@ def mixed_files(write: WriteReads) -> tuple[str, ...]:
 def test_workers_give_the_same_bytes_and_leave_nobody_behind(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shrink(monkeypatch, block_bytes=20_000, stretch=1024)
+    shrink(monkeypatch, block_bytes=20_000, stretch=100_000)
     files = mixed_files(write)
     made = set()
     for workers in (1, 2, 3):
@@ -83,7 +83,7 @@ def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: 
 CHILD = """
 import sys, time
 from pathlib import Path
-from virnuc_core.reads import store_writer
+from virnuc_core.reads import store
 from virnuc_core.reads.stage import StageSpec, stage
 calls = []
 def stop(*_, **__):
@@ -92,7 +92,7 @@ def stop(*_, **__):
         print("here", flush=True)
         time.sleep(60)
 if sys.argv[3] != "none":
-    setattr(store_writer.StoreWriter, sys.argv[3], stop)
+    setattr(store.StoreWriter, sys.argv[3], stop)
 try:
     stage(StageSpec(reads=(sys.argv[1],), workers=3), Path(sys.argv[2]))
 except KeyboardInterrupt:
@@ -249,7 +249,7 @@ def test_results_stand_in_order_and_little_work_needs_no_other_process() -> None
         assert workers_of(os.getpid()) == []
     with Workers(2) as workers:
         assert list(workers.map(abs, range(-50, 0))) == list(range(50, 0, -1))
-        assert here not in list(workers.map(os.readlink, ["/proc/self"] * 4))
+        assert {*workers.map(os.readlink, ["/proc/self"] * 4)} - {here}
     assert workers_of(os.getpid()) == []
 
 
@@ -259,7 +259,7 @@ def test_few_items_are_drawn_ahead(count: int, nbytes: int) -> None:
     with Workers(count) as workers:
         for done, _ in enumerate(workers.map(abs, items, lambda _: nbytes), 1):
             drawn = 40 - items.__length_hint__()
-            assert drawn <= done + (2 if nbytes else 3 * count)
+            assert drawn <= done + (2 if nbytes else 6 * (count - 1) + 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
