@@ -248,10 +248,13 @@ def report(out: Directory, /, *, profile: str | None = None) -> int:
 
 def verify(out: Directory, /) -> int:
     """Recompute every number of a report from raw files, and name what differs; 1 when any does."""
-    from virnuc_core.report.verify import report_lines, verify_report
+    from virnuc_core.report.verify import verify_report
 
     found = verify_report(out)
-    print("\n".join(report_lines(found)))
+    summed = f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
+    if found.ok:
+        summed = f"{found.figures:,} figures computed again, all as reported"
+    print("\n".join([*found.differences, *found.remarks, summed]))
     return 0 if found.ok else 1
 
 
@@ -308,14 +311,30 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         chart: also draw the newest series of like runs, as SVG
     """
     from virnuc_core.report.charts import history as draw
-    from virnuc_core.report.formatting import cell
-    from virnuc_core.report.regression import points, read_history, trend
+    from virnuc_core.report.formatting import cell, number, percent
+    from virnuc_core.report.regression import check, points, read_history
 
     if not file.is_file():
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
-    told = trend(kept)
-    show(next(iter(told.rows), ()), (map(cell, row.values()) for row in told.rows))
+    rows: list[dict[str, object]] = []
+    for entry in kept:  # each against the one before that is like it
+        found = check(kept, entry)
+        rows.append(
+            {
+                "when": entry.created,
+                "commit": entry.commit[:12],
+                "profile": entry.profile,
+                "devices": f"{entry.devices} {entry.precision}",
+                "reads": entry.n_reads,
+                "total s": number(entry.total_s),
+                "tokens/s": number(entry.tokens_per_s, 0),
+                "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
+                "met": entry.criteria_met,
+                "regression": ": ".join(filter(None, (found.verdict, found.reason))),
+            }
+        )
+    show(next(iter(rows), ()), (map(cell, row.values()) for row in rows))
     if chart is None:
         return 0
     drawing = draw(points(kept, kept[-1])) if kept else None

@@ -16,7 +16,6 @@ from typing import Final
 from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
-from virnuc_core.report.formatting import Table, number, percent
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 
 SCHEMA_VERSION: Final = 1
@@ -143,22 +142,3 @@ def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
 def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[HistoryEntry, ...]:
     """The trend that `entry` belongs to, itself included, oldest first."""
     return (*(old for old in earlier(history, entry) if old.same(entry, LIKE)), entry)
-
-
-def trend(history: Sequence[HistoryEntry]) -> Table:
-    """The runs, each with what became of it against the one before that is like it."""
-    return Table(
-        {
-            "when": entry.created,
-            "commit": entry.commit[:12],
-            "profile": entry.profile,
-            "devices": f"{entry.devices} {entry.precision}",
-            "reads": entry.n_reads,
-            "total s": number(entry.total_s),
-            "tokens/s": number(entry.tokens_per_s, 0),
-            "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
-            "met": entry.criteria_met,
-            "regression": ": ".join(filter(None, (found.verdict, found.reason))),
-        }
-        for entry, found in ((entry, check(history, entry)) for entry in history)
-    )

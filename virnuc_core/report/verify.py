@@ -108,16 +108,6 @@ def _brief(value: object) -> str:
     return text if len(text) <= 90 else f"{text[:87]}…"
 
 
-def report_lines(found: Verification) -> Iterator[str]:
-    """What a person reads: one line a difference, and a last line that sums up."""
-    yield from found.differences
-    yield from found.remarks
-    if found.ok:
-        yield f"{found.figures:,} figures computed again, all as reported"
-    else:
-        yield f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
-
-
 def verify_report(out: Path) -> Verification:
     """Compute every number of `out/report/` again. Raises `InputError` when there is no report to verify."""
     folder = RunDir(out).report

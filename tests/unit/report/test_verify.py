@@ -11,10 +11,11 @@ from pathlib import Path
 import h5py
 import pytest
 
+from flows.cli import main
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report.render import rerender, write_report
-from virnuc_core.report.verify import report_lines, verify_report
+from virnuc_core.report.verify import verify_report
 
 from .validate_directory import Recipe, build, edit_json
 
@@ -123,12 +124,13 @@ LAUNDERED: dict[str, Change] = {
 }
 
 
-def test_an_untouched_report_is_verified(finished: tuple[Path, Profile]) -> None:
+def test_an_untouched_report_is_verified(finished: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]) -> None:
     found = verify_report(finished[0])
     assert found.differences == []
     assert found.ok
     assert found.figures > 1_000
-    assert list(report_lines(found)) == [f"{found.figures:,} figures computed again, all as reported"]
+    assert main(["verify", str(finished[0])]) == 0
+    assert capsys.readouterr().out == f"{found.figures:,} figures computed again, all as reported\n"
 
 
 @pytest.mark.parametrize("name", REPORTED)
@@ -180,10 +182,13 @@ def test_a_changed_shipped_profile_is_caught(tmp_path: Path) -> None:
     assert any(line.startswith("profile.min_reads") for line in verify_report(tmp_path).differences)
 
 
-def test_a_missing_form_is_named(copied: tuple[Path, Profile]) -> None:
+def test_a_missing_form_is_named(copied: tuple[Path, Profile], capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = copied
     (out / "report" / "report.md").unlink()
-    assert verify_report(out).differences == ["report/report.md: missing"]
+    assert main(["verify", str(out)]) == 1
+    said = capsys.readouterr().out.splitlines()
+    assert said[0] == "report/report.md: missing"
+    assert said[1].startswith("1 of ")
 
 
 @pytest.mark.parametrize(
