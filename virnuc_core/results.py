@@ -90,10 +90,8 @@ class _Block:
         new = np.ones(len(chunk), bool)
         new[1:] = (np.diff(self.read) != 0) | (np.diff(chunk) != 0)
         self.starts = np.flatnonzero(new)  # [chunks] first row of each chunk
-        top = pd.DataFrame(self.scores).groupby(np.cumsum(new)).idxmax().to_numpy()
-        self.top_others, self.top_virus = (
-            top.T
-        )  # [chunks] a row with the chunk's largest score1, with its largest score2
+        # [chunks] a row with the chunk's largest score1, and one with its largest score2
+        self.top_others, self.top_virus = pd.DataFrame(self.scores).groupby(np.cumsum(new)).idxmax().to_numpy().T
         top1, top2 = self.scores[self.top_others, 0], self.scores[self.top_virus, 1]
         # [chunks] exact: the difference of two float32 numbers has the right sign in float64
         self.margin = top2.astype(np.float64) - top1.astype(np.float64)
