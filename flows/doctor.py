@@ -1,9 +1,12 @@
-"""`virnuc doctor`: is this machine sound? One line a check, and an exit code."""
+"""`virnuc doctor`: is this machine sound, and what virnuc is installed with? One line a check, and an exit code."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import platform
+import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +26,7 @@ NOT_SOUND: Final = 1
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
 PREFECT_WAIT_S: Final = 3.0
 SERVER: Final = "Prefect server"
+IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
 CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
@@ -47,8 +51,8 @@ def doctor(
     """
     prepare_prefect()
     asked: list[Callable[[], Iterable[Finding]]] = [  # cheap ones first
-        checks.requirements,
-        partial(checks.tested_versions, CONSTRAINTS),
+        requirements,
+        partial(tested_versions, CONSTRAINTS),
         partial(checks.room, out),
         partial(checks.file_system, out),
         checks.locks,
@@ -71,6 +75,55 @@ def doctor(
         word = "sound" if sound else "not sound"
         print(f"\nThis machine is {word}: {counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s")
     return 0 if sound else NOT_SOUND
+
+
+def requirements() -> Iterator[Finding]:
+    """Do the bounds of virnuc hold for this Python and the packages?
+
+    Nothing says what they are where virnuc runs from its source without being installed.
+    """
+    from packaging.requirements import Requirement
+    from packaging.specifiers import SpecifierSet
+
+    installed, python = _version("virnuc") is not None, platform.python_version()
+    required = metadata.metadata("virnuc")["Requires-Python"] if installed else ""
+    said = f"{python} ({sys.executable}); wanted {required or 'not told'}"
+    yield Finding("Python", "ok" if SpecifierSet(required).contains(python) else "fail", said)
+    if not installed:
+        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
+        return
+    wanted = [Requirement(text) for text in metadata.requires("virnuc") or []]
+    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
+    here = {one.name: _version(one.name) for one in wanted}
+    broken = [
+        f"{one.name} {here[one.name] or 'is absent'} (wanted {one.specifier})"
+        for one in wanted
+        if (found := here[one.name]) is None or not one.specifier.contains(found, prereleases=True)
+    ]
+    yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
+
+
+def tested_versions(constraints: Path) -> Iterator[Finding]:
+    """The packages that matter most, against the versions that were tested together."""
+    here = {name: _version(name) or "absent" for name in IMPORTANT}
+    listed = ", ".join(f"{name} {version}" for name, version in here.items())
+    if not constraints.is_file():
+        yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
+        return
+    pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
+    other = [
+        f"{name} {version} (tested: {pins[name]})"
+        for name, version in here.items()
+        if name in pins and pins[name] != version.split("+")[0]
+    ]
+    yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def prefect_server() -> Iterator[Finding]:

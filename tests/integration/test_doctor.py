@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
 
+from flows import doctor as command
 from flows.doctor import doctor
 from virnuc_core.measure import doctor as checks
 from virnuc_core.measure.doctor import judge, together
@@ -57,12 +58,12 @@ def test_what_is_wrong_is_named_one_line_a_check(tmp_path: Path, capsys: pytest.
 def test_versions_other_than_those_tested_are_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pins = tmp_path / "constraints.txt"
     pins.write_text("# tested\ntorch==1.0.0\n")
-    [found] = checks.tested_versions(pins)
+    [found] = command.tested_versions(pins)
     assert found.verdict == "warn"
     assert "(tested: 1.0.0)" in found.detail
-    assert next(checks.tested_versions(tmp_path / "absent")).verdict == "not run"
+    assert next(command.tested_versions(tmp_path / "absent")).verdict == "not run"
     monkeypatch.setattr("platform.python_version", lambda: "3.9.1")
-    assert next(checks.requirements()).verdict == "fail"
+    assert next(command.requirements()).verdict == "fail"
 
 
 def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What can be asked of a machine before work: versions, driver, GPUs, locks, disk, weights, and whether it computes.
+"""What can be asked of a machine before work: driver, GPUs, locks, disk, weights, and whether it computes.
 
 Each check is a function to one or more `Finding`s. None raises: what cannot be found out is a finding, too.
 """
@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import logging
 import os
-import platform
-import re
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -46,7 +42,6 @@ SHM_WARN: Final = GIB  # loader processes hand batches over through /dev/shm
 HASHED_BYTES: Final = 2 * GIB  # more is hashed only when asked: it would take longer than all else
 MEMORY_NEEDED: Final = 16 * GIB  # ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
 FSYNC_WARN_S: Final = 0.5
-IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
 READS: Final = 40
 LENGTH: Final = 200
 SEED: Final = 11
@@ -62,55 +57,6 @@ class Finding:
     check: str
     verdict: Verdict
     detail: str
-
-
-def requirements() -> Iterator[Finding]:
-    """Do the bounds of virnuc hold for this Python and the packages?
-
-    Nothing says what they are where virnuc runs from its source without being installed.
-    """
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-
-    installed, python = _version("virnuc") is not None, platform.python_version()
-    required = metadata.metadata("virnuc")["Requires-Python"] if installed else ""
-    said = f"{python} ({sys.executable}); wanted {required or 'not told'}"
-    yield Finding("Python", "ok" if SpecifierSet(required).contains(python) else "fail", said)
-    if not installed:
-        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
-        return
-    wanted = [Requirement(text) for text in metadata.requires("virnuc") or []]
-    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    here = {one.name: _version(one.name) for one in wanted}
-    broken = [
-        f"{one.name} {here[one.name] or 'is absent'} (wanted {one.specifier})"
-        for one in wanted
-        if (found := here[one.name]) is None or not one.specifier.contains(found, prereleases=True)
-    ]
-    yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
-
-
-def tested_versions(constraints: Path) -> Iterator[Finding]:
-    """The packages that matter most, against the versions that were tested together."""
-    here = {name: _version(name) or "absent" for name in IMPORTANT}
-    listed = ", ".join(f"{name} {version}" for name, version in here.items())
-    if not constraints.is_file():
-        yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
-        return
-    pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
-    other = [
-        f"{name} {version} (tested: {pins[name]})"
-        for name, version in here.items()
-        if name in pins and pins[name] != version.split("+")[0]
-    ]
-    yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def driver_and_gpus() -> Iterator[Finding]:
