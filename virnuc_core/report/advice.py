@@ -136,9 +136,6 @@ def _course(run: RunMetrics, accounts: Accounting | None) -> Iterator[str]:
     yield from (f"{run.name}: {name} is missing." for name in run.missing_files)
 
 
-# --- where the time goes ----------------------------------------------------------------------------------------------
-
-
 def _utilisation(run: RunMetrics, stage: str) -> float | None:
     """Lowest device's utilisation while a GPU stage ran."""
     if run.telemetry is None or stage not in GPU_STAGES:

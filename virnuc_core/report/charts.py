@@ -28,11 +28,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FAINT: Final = "#8c959f"
+GENERATOR: Final = f"virnuc, matplotlib {version('matplotlib')}"  # other versions draw the same in other bytes
 LINES: Final = ("#0969da", "#bc4c00", "#1a7f37", "#8250df", "#bf3989", "#9a6700", "#0550ae", "#6e7781")
 SECONDS: Final = "seconds since the start"
-
-
-# --- the series ------------------------------------------------------------------------------------------------------
 
 
 def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, profile: Profile) -> Charts:
@@ -123,14 +121,6 @@ def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | No
 def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
     counts, _ = np.histogram(values, edges)
     return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(counts.tolist()))
-
-
-# --- the drawing -----------------------------------------------------------------------------------------------------
-
-
-def generator() -> str:
-    """What draws the charts: other versions draw the same figures in other bytes."""
-    return f"virnuc, matplotlib {version('matplotlib')}"
 
 
 def all_charts(report: Report) -> list[tuple[str, str, str]]:

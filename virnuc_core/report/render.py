@@ -20,7 +20,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report import views
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
-from virnuc_core.report.charts import all_charts, generator
+from virnuc_core.report.charts import GENERATOR, all_charts
 from virnuc_core.report.formatting import Mark, answered_text, cell, number, shown, stage_text, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
@@ -42,8 +42,7 @@ def read_report(path: Path) -> Report:
         raise InputError(f"cannot be read ({error.strerror})", file=path, hint="run virnuc report DIR") from error
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(str(step) for step in first["loc"])
-        why = f"not a report of this version ({place}: {first['msg']})"
+        why = f"not a report of this version ({'.'.join(map(str, first['loc']))}: {first['msg']})"
         raise InputError(why, file=path, hint="virnuc report DIR writes it anew") from error
 
 
@@ -87,9 +86,6 @@ def _write(out: Path, forms: dict[str, str]) -> None:
         write_text_whole(RunDir(out).report / name, content)
 
 
-# --- the forms -------------------------------------------------------------------------------------------------------
-
-
 def render(report: Report) -> dict[str, str]:
     """File name to content, for every form of the report."""
     stamp = re.sub(r"[^0-9A-Za-z]+", "_", report.provenance.created).strip("_") or "unknown"
@@ -130,8 +126,8 @@ def _templates() -> Environment:
         "markdown": markdown_cell,
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, stage_text, answered_text, fill, stage_results, all_charts, generator)
-    found.globals |= {"views": views, "stages": STAGES, **{function.__name__: function for function in texts}}
+    texts = (shown, target_text, stage_text, answered_text, fill, stage_results, all_charts)
+    found.globals |= {"views": views, "stages": STAGES, "generator": GENERATOR} | {f.__name__: f for f in texts}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 
@@ -140,9 +136,6 @@ def markdown_cell(value: object) -> str:
     """A value that cannot break a Markdown table or become markup."""
     text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
     return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
-
-
-# --- the benchmark, for other tools ----------------------------------------------------------------------------------
 
 
 def stage_results(report: Report) -> list[dict[str, Any]]:

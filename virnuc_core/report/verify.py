@@ -24,7 +24,7 @@ from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
-from virnuc_core.report.charts import generator
+from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import agreement, compare, derive_consensus, load_results
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import Report
@@ -164,7 +164,7 @@ def _forms(found: Verification, folder: Path, again: Report) -> None:
             found.wrong(f"report/{name}: missing")
             continue
         pages = [path.read_text(encoding="utf-8", errors="replace"), content]
-        if name.endswith(".html") and f'content="{generator()}"' not in pages[0]:  # another version may draw otherwise
+        if name.endswith(".html") and f'content="{GENERATOR}"' not in pages[0]:  # another version may draw otherwise
             pages = [DRAWN.sub("", page) for page in pages]
         found.figures += 1
         if pages[0] != pages[1]:

@@ -64,9 +64,6 @@ def sections(report: Report) -> list[Section]:
     return [section for section in found if section.prose or any(table.rows for table in section.tables)]
 
 
-# --- what several forms ask of a report ------------------------------------------------------------------------------
-
-
 def warnings(report: Report) -> tuple[str, ...]:
     """The report's warnings, and one on an answer that is older than the figures it stands beside."""
     too_old = "The approval was given before these figures were measured: it speaks of an earlier run."
@@ -90,9 +87,6 @@ def curve(report: Report) -> tuple[ScalingMetrics, ...]:
 def share_of(target: Target | None, devices: int) -> Target | None:
     """The target of a speed-up as efficiency: percent of the devices."""
     return None if target is None else Target(op=target.op, value=100.0 * target.value / devices)
-
-
-# --- the sections ----------------------------------------------------------------------------------------------------
 
 
 def _approval(report: Report) -> Section:
