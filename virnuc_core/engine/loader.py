@@ -68,22 +68,18 @@ Slice = tuple[int, int]
 Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, row offsets
 
 
-def open_store(path: Path, fingerprint: str) -> OrfStore:
-    """The store a plan was made for; `ConfigError` when another lies there now."""
+@cache  # once a process
+def opened(path: Path, fingerprint: str, models: Path) -> tuple[OrfStore, Esm2Tokenizer, DnabertTokenizer]:
+    """The store a plan was made for, and the tokenizers; `ConfigError` when another store lies there now."""
     store = OrfStore.open(path)
     if store.fingerprint != fingerprint:
         raise ConfigError(f"{path} is no longer the store this run was started on; run it again")
-    return store
-
-
-@cache  # what a process reads from
-def _opened(store: Path, fingerprint: str, models: Path) -> tuple[OrfStore, Esm2Tokenizer, DnabertTokenizer]:
-    return open_store(store, fingerprint), Esm2Tokenizer(), DnabertTokenizer(models)
+    return store, Esm2Tokenizer(), DnabertTokenizer(models)
 
 
 def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
     """Protein and DNA tokens of the uniques `[lo, hi)`."""
-    store, proteins, dnas = _opened(*source)
+    store, proteins, dnas = opened(*source)
     protein, dna = proteins.encode(store.protein(*span)), dnas.encode(store.dna(*span))
     return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
 
@@ -203,7 +199,7 @@ class Loader:
 
     def __init__(self, source: Source, engine: EngineSpec, *, pin: bool) -> None:
         self.engine, self.pin, self._source = engine, pin, source
-        self._pads = _opened(*source)[1].pad_id, _opened(*source)[2].pad_id
+        self.store, self._proteins, self._dnas = opened(*source)
         self._processes: ProcessPoolExecutor | None = None
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
@@ -217,8 +213,8 @@ class Loader:
         parts = list(each(partial(tokenise, self._source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
         encoders: tuple[tuple[Encoder, Tokens, int, int], ...] = (
-            ("dnabert_s", dna, self.engine.dna_token_budget, self._pads[1]),
-            ("esm2", protein, self.engine.token_budget, self._pads[0]),
+            ("dnabert_s", dna, self.engine.dna_token_budget, self._dnas.pad_id),
+            ("esm2", protein, self.engine.token_budget, self._proteins.pad_id),
         )
         for name, tokens, budget, pad_id in encoders:
             for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad_id)):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -217,12 +216,6 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         else:
             good.append(shard)
     return good, moved
-
-
-def results(run: RunDir, plan: ShardPlan) -> Iterator[tuple[int, ShardResult]]:
-    """Every shard's result in order, each proven."""
-    for shard in range(len(plan)):
-        yield shard, read_shard(run, plan, shard)
 
 
 def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ from torch import Tensor
 from virnuc_core.encoders.checkpoint import load_all, open_head
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.models import Head
-from virnuc_core.engine.loader import Batch, Loader, ShardEnd, Take, open_store, packed
+from virnuc_core.engine.loader import Batch, Loader, ShardEnd, Take, packed
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.errors import ShardError
@@ -51,16 +51,6 @@ def milliseconds(span: Span) -> float:
     raise TypeError(span)
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """One batch on its way through the device."""
-
-    batch: Batch
-    wait_ms: float
-    launched_s: float
-    span: Span
-
-
 @dataclass(slots=True)
 class Pending:
     """A shard whose batches have been launched; its results arrive on a side stream."""
@@ -69,17 +59,17 @@ class Pending:
     started_s: float
     embeddings: Tensor  # float32 [rows, dna + protein], on the device, then on the host
     tokens: ShardEnd | None = None
-    launched: list[Launched] = field(default_factory=list)
+    launched: list[tuple[BatchRecord, Span]] = field(default_factory=list)
     head: Span = (0.0, 0.0)
     scores: Tensor | None = None  # host, float32 [rows, 2]
     arrived: torch.cuda.Event | None = None
 
 
 class Runner:
-    """Both encoders and the head on one device."""
+    """Both encoders and the head on one device, which its records of batches call `name`."""
 
-    def __init__(self, esm2: Encoder, dnabert_s: Encoder, head: Head, device: torch.device) -> None:
-        self.esm2, self.dnabert_s, self.head, self.device = esm2, dnabert_s, head, device
+    def __init__(self, esm2: Encoder, dnabert_s: Encoder, head: Head, device: torch.device, name: str = "") -> None:
+        self.esm2, self.dnabert_s, self.head, self.device, self.name = esm2, dnabert_s, head, device, name
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.progress_s = time.monotonic()
 
@@ -138,7 +128,20 @@ class Runner:
             pooled = encoder.embed(batch.packed.to(self.device))  # [row_capacity, width]
             rows = batch.rows.to(self.device, non_blocking=True)
             pending.embeddings[:, first : first + encoder.width].index_copy_(0, rows, pooled[: batch.packed.rows])
-        pending.launched.append(Launched(batch, wait_ms, launched_s, (start, self._mark())))
+        record = BatchRecord(
+            device=self.name,
+            encoder=batch.encoder,
+            shard=pending.task.shard,
+            index=batch.index,
+            rows=batch.packed.rows,
+            tokens=batch.packed.real_tokens,
+            slots=batch.packed.slots,
+            wait_ms=wait_ms,
+            arrived_s=batch.arrived_s,
+            launched_s=launched_s,
+            device_ms=None,  # not known yet
+        )
+        pending.launched.append((record, (start, self._mark())))
 
     def _finish(self, pending: Pending) -> None:
         """Score the shard, and send its results to the host."""
@@ -229,9 +232,9 @@ class Worker:
         spec, engine = self.spec, self.spec.engine
         self.run_dir = RunDir(Path(job.run))
         self.plan = read_plan(self.run_dir)
-        self.store = open_store(Path(job.store), job.reads)
         pin = engine.pin_memory and spec.device.kind == "cuda"
         loader = Loader((Path(job.store), job.reads, Path(spec.models)), engine, pin=pin)
+        self.store = loader.store
         depth = engine.prefetch_factor * max(1, engine.num_workers)
         taking = loader.feed(lambda: self._receive(ShardTask), depth)
         self.runner = runner or self._load()
@@ -259,7 +262,7 @@ class Worker:
             "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
             "precision": {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
         }
-        return Runner(esm2, dnabert_s, head, device)
+        return Runner(esm2, dnabert_s, head, device, self.spec.device.id)
 
     def _warm_up(self, runner: Runner, length: int) -> None:
         """On a GPU: kernels compiled for rows of `length` tokens, and proof that the budgets fit."""
@@ -281,7 +284,7 @@ class Worker:
         assert pending.scores is not None
         assert pending.tokens is not None
         result = ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
-        task, device = pending.task, self.spec.device.id
+        task = pending.task
         finished_s = time.monotonic()
         if task.probe:
             self.parent.send(Computed(done=None))
@@ -297,9 +300,9 @@ class Worker:
         if self.spec.engine.commit:
             commit(self.run_dir, self.plan, task.shard, result)
         commit_s = time.monotonic() - finished_s
-        batches = tuple(_record(one, task.shard, device) for one in pending.launched)
+        batches = tuple(replace(record, device_ms=milliseconds(span)) for record, span in pending.launched)
         done = ShardDone(
-            device=device,
+            device=self.spec.device.id,
             shard=task.shard,
             rows=task.hi - task.lo,
             protein_tokens=pending.tokens.protein_tokens,
@@ -316,23 +319,6 @@ class Worker:
             skipped=len(task.skip),
         )
         self.parent.send(Computed(done=done))
-
-
-def _record(one: Launched, shard: int, device: str) -> BatchRecord:
-    """What the launch loop saw of a batch."""
-    return BatchRecord(
-        device=device,
-        encoder=one.batch.encoder,
-        shard=shard,
-        index=one.batch.index,
-        rows=one.batch.packed.rows,
-        tokens=one.batch.packed.real_tokens,
-        slots=one.batch.packed.slots,
-        wait_ms=one.wait_ms,
-        arrived_s=one.batch.arrived_s,
-        launched_s=one.launched_s,
-        device_ms=milliseconds(one.span),
-    )
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

@@ -173,7 +173,8 @@ def stored_embeddings(run: RunDir, wanted: NDArray[np.int64], width: int) -> Ten
     Errors: `ShardError` when a shard is missing, damaged, or a wanted sequence failed.
     """
     plan, found = shards.read_plan(run), np.full((len(wanted), width), np.nan, dtype=np.float32)
-    for shard, result in shards.results(run, plan):
+    for shard in range(len(plan)):
+        result = shards.read_shard(run, plan, shard)
         lo, hi = plan.range(shard)
         here = np.flatnonzero((wanted >= lo) & (wanted < hi))
         found[here] = result.embeddings[wanted[here] - lo]
@@ -337,7 +338,8 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         shape, tensors = open_head_folder(folder)
         _check_fit(shape, store, record.widths, folder)
         head, digest = Head(shape, tensors.read, torch.device("cpu")), part_digest(folder)
-        for shard, result in shards.results(run, plan):
+        for shard in range(len(plan)):
+            result = shards.read_shard(run, plan, shard)
             scores[slice(*plan.range(shard))] = head.scores(torch.from_numpy(result.embeddings)).numpy()
         failed = np.isnan(scores[:, 0])
     summary = RescoreSummary(

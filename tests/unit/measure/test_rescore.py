@@ -88,7 +88,7 @@ def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
     assert content(run) == before, "the run itself is left alone"
     assert content(out) != before
     store, plan = OrfStore.open(run.store), shards.read_plan(run)
-    embeddings = np.concatenate([result.embeddings for _, result in shards.results(run, plan)])
+    embeddings = np.concatenate([shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))])
     scores = load_head(other, torch.device("cpu")).scores(torch.from_numpy(embeddings)).numpy()
     lines = [line.split("\t") for line in (out.root / FILES[0]).read_text().splitlines()[1:]]
     unique = store.row_unique[:]
