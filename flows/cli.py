@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
-from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.errors import ConfigError, VirnucError, printable
 
 INTERRUPTED: Final = 130
 FAILURE: Final = 1
@@ -131,7 +131,7 @@ def _with_dashes(value: Any) -> Any:
 
 
 def _complain(problem: str, code: int) -> int:
-    sys.stderr.write(f"virnuc: {' '.join(problem.split())}\n")
+    sys.stderr.write(f"virnuc: {printable(' '.join(problem.split()))}\n")
     return code
 
 

@@ -48,8 +48,9 @@ from pydantic import BaseModel
 from flows.parameters import RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.step import NotMetError, core_logs, no_orphans
-from virnuc_core.errors import VirnucError
+from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
+from virnuc_core.reads.sources import hidden, is_address
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
 
@@ -95,13 +96,24 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
         def body(settings: Settings) -> State[T]:
             try:
                 with no_orphans(), core_logs(), _ended_when_cancelled():
-                    return function(settings)
+                    return function(_without_queries(settings))
             except VirnucError as error:
                 return Failed(message=str(error), data=error)
 
         return flow_parameters(model)(body)
 
     return decorate
+
+
+def _without_queries(settings: Settings) -> Settings:
+    """The settings with what may be recorded of addresses; whoever made the run on a server gave them whole."""
+    reads = getattr(settings, "reads", ())
+    shown, context = tuple(map(hidden, reads)), FlowRunContext.get()
+    if shown == reads or context is None or context.flow_run is None:
+        return settings
+    with get_client(sync_client=True) as client:
+        client.update_flow_run(context.flow_run.id, parameters={**context.flow_run.parameters, "reads": list(shown)})
+    return settings.model_copy(update={"reads": shown})
 
 
 def sample_of(reads: Sequence[str]) -> str:
@@ -112,7 +124,8 @@ def sample_of(reads: Sequence[str]) -> str:
     """
     if not reads:
         return "no-reads"
-    name = "stdin" if reads[0] == "-" else ENDINGS.sub("", Path(reads[0]).name)
+    first = re.split(r"[?#]", reads[0])[0] if is_address(reads[0]) else reads[0]
+    name = "stdin" if first == "-" else ENDINGS.sub("", Path(" ".join(printable(first).split())).name)
     more = f"+{len(reads) - 1}" if len(reads) > 1 else ""
     return (name[:MAX_NAME] or "reads") + more
 
@@ -133,7 +146,7 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
             parts.append(Path(value).name.removesuffix(".toml"))
         elif value is not None:
             parts.append(str(value))
-    return " · ".join(part for part in parts if part)
+    return printable(" · ".join(part for part in parts if part))
 
 
 def place() -> str:
@@ -200,7 +213,7 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool
     for handler in () if debug else logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.addFilter(lambda one: one.name.startswith("virnuc_core") or one.levelno == logging.WARNING)
-            handler.setFormatter(logging.Formatter("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+            handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     cancelled: list[UUID] = []
     by_hand = _cancelled.set(cancelled)
     try:
@@ -218,6 +231,13 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
     return state
+
+
+class _Printable(logging.Formatter):
+    """Lines in which nothing that a file calls itself moves the cursor."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def keep_server_ours() -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flows.parameters import FlowSettings, PredictSettings, RunSettings, command
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, printable
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -56,9 +56,12 @@ def by_hand(flow: str, settings: FlowSettings, debug: bool) -> State[Any]:
     prepare_prefect()
     check(settings, base)
     from flows import flow_run
+    from virnuc_core.reads.sources import hidden
 
     module, _, name = flow.partition(":")
     values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    if "reads" in values:  # which Prefect keeps
+        values["reads"] = tuple(map(hidden, values["reads"]))
     return flow_run.run_flow(getattr(importlib.import_module(module), name), values, debug=debug)
 
 
@@ -72,7 +75,7 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
 
 
 def say(*lines: object) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    sys.stdout.write("".join(f"{printable(str(line))}\n" for line in lines))
 
 
 def check(settings: FlowSettings, base: EngineSpec) -> Devices:

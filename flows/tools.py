@@ -17,7 +17,7 @@ from flows.flow_commands import SWEPT, ProfileSettings, TrainSettings, TuneSetti
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
-from tasks.step import Rows, done, markdown_table, publish_markdown, publish_table
+from tasks.step import Markdown, Rows, cell, done, markdown_table, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, run_trial, trace, trial_rows
 from tasks.tools import train as fit
 from virnuc_core.config import TraceSpec
@@ -53,7 +53,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)
     rows = trial_rows(tried, chosen, tolerance)
-    publish_table(f"tune-{label}-{devices}", rows, f"**{chosen.reason}** — {label} on {devices}")
+    publish_table(f"tune-{label}-{devices}", rows, Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}"))
     sweep.write(tried, chosen, profile, settings.search, tuple(SWEPT.values()))
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")

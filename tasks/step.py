@@ -43,7 +43,7 @@ from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
 from virnuc_core.engine.process import end_all_children
-from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError
+from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError, printable
 from virnuc_core.runfiles import Device
 
 P = ParamSpec("P")
@@ -283,7 +283,7 @@ def cell(value: object) -> str:
             return "–" if math.isnan(value) else "∞" if value > 0 else "-∞"
         case Markdown():
             return value
-    text = str(value).replace("\r", " ").replace("\n", " ").replace("<=", "≤").replace(">=", "≥")
+    text = printable(str(value).replace("\r", " ").replace("\n", " ")).replace("<=", "≤").replace(">=", "≥")
     return _MARKDOWN.sub(r"\\\1", text)
 
 
@@ -319,15 +319,18 @@ def markdown_table(rows: Rows) -> str:
 
 
 def publish_table(name: str, rows: Rows, description: str) -> None:
-    """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing."""
+    """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing.
+
+    A description that is not `Markdown` is shown as it stands, like a cell.
+    """
     if inside_a_run():
-        create_table_artifact(bounded_rows(rows), key=key(name), description=description)
+        create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
 
 
 def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
     """Record a text under `name`, cut to size."""
     if inside_a_run():
-        create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=description)
+        create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=cell(description))
 
 
 def inside_a_run() -> bool:

@@ -113,7 +113,8 @@ def publish(judged: Report, out: Path, label: str) -> None:
     Called by the flow itself, whose artifacts its page shows before those of its tasks.
     """
     name, folder = judged.profile.name, RunDir(out).report
-    publish_table(f"criteria-{name}", rows_of(*criteria(judged)), f"**{met_sentence(judged)}** — {label}, {name}")
+    told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
+    publish_table(f"criteria-{name}", rows_of(*criteria(judged)), told)
     if judged.accounting is not None:
         publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
     if judged.scaling:

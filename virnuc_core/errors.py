@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Final
+
+# what moves a terminal's cursor or turns the order of letters round, and bytes of a file name that are no letters
+_UNPRINTABLE: Final = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    r"""A text with its control characters written out: what a file calls itself must not act on who reads of it.
+
+    >>> printable("reads\x1b[2J.fa")
+    'reads\\x1b[2J.fa'
+    """
+    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
 class VirnucError(Exception):
     """Root of the family. ``exit_code`` is what the command line returns for it."""
 
     exit_code = 1
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(printable(problem))
 
 
 class InputError(VirnucError):

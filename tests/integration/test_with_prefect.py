@@ -21,12 +21,15 @@ from prefect.cache_policies import NO_CACHE
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import State
+from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
 from prefect.states import Cancelled, Running
 from pydantic import Field
 
 from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
+from flows.predict import predict
 from flows.validate import ask
 from tasks.step import (
     Markdown,
@@ -162,6 +165,26 @@ def test_artifacts_are_recorded_as_written() -> None:
     progress = Artifact.get("progress-x")
     assert progress is not None
     assert progress.data == 100.0
+
+
+def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path: Path) -> None:
+    address = "https://localhost:1/lung.fq.gz?X-Amz-Signature="  # refused: that is no public address
+    files = list(Path(str(PREFECT_SERVER_DATABASE_CONNECTION_URL.value()).partition("///")[2]).parent.glob("*.db*"))
+    assert main(["predict", f"{address}5ec4e7", "-o", str(tmp_path / "a"), "--models", str(models)]) == 2
+    with get_client(sync_client=True) as client:
+        (by_hand,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+        assert (by_hand.name, by_hand.state_name) == ("lung · auto", "Failed")
+        assert "private address" in str(by_hand.state)
+        assert by_hand.parameters["reads"][0].startswith("https://localhost:1/lung.fq.gz#query-")
+        assert files
+        assert not [file for file in files if b"5ec4e7" in file.read_bytes()]
+        # one that was made on a server, as a form does: it stood there until the run began
+        assert predict(reads=(f"{address}4ec4e7",), out=tmp_path / "b", models=models, return_state=True).is_failed()
+        (served,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
+        assert served.id != by_hand.id
+        logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[served.id])))
+    assert "4ec4e7" not in f"{served} {logs}"
+    assert not [file for file in tmp_path.rglob("*") if file.is_file() and b"ec4e7" in file.read_bytes()]
 
 
 def test_a_run_bears_its_tags() -> None:

@@ -1,34 +1,49 @@
-"""Reads from elsewhere: http(s) downloads that go on where they broke off, and NCBI accessions."""
+"""Reads from elsewhere: http(s) downloads that go on where they broke off, and NCBI accessions.
+
+What is named may come from a form in a browser, and what a server answers from anywhere. Private addresses are not
+asked unless the environment allows it, nor is anything but http and https; sizes and speeds have limits. The query of
+an address may be a signature that opens the file to whoever reads it: it stays in this process.
+"""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
+import ipaddress
 import logging
 import os
 import re
 import shutil
+import socket
+import string
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Final, TypeVar, cast
+from typing import Any, BinaryIO, Final, TypeVar
 
 from pydantic import ValidationError
 
 from virnuc_core.config import Spec
-from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.sources import NCBI_PREFIX, is_remote
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.errors import ConfigError, InputError, printable
+from virnuc_core.reads.sources import NCBI_PREFIX, hidden, is_address, whole_address
+from virnuc_core.rundir import whole_file, write_text_whole
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
+PRIVATE: Final = "VIRNUC_PRIVATE_ADDRESSES"  # set to `allow`, addresses inside this network are fetched too
+MAX_BYTES = 1 << 40
+MIN_BYTES_PER_S = 1024  # over SLOW_S; a connection that gives less counts as broken off
+SLOW_S = 60.0
 _TIMEOUT_S: Final = 60.0
 _ATTEMPTS: Final = 4
 _PAUSE_S: Final = 1.0  # after the first attempt
+_MAX_REDIRECTS: Final = 5
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
+_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
@@ -36,7 +51,7 @@ T = TypeVar("T")
 class _Remembered(Spec):
     """What is known of a download, whole or in part, kept beside it."""
 
-    url: str
+    url: str  # without its query
     validator: str  # ETag or date by which the server recognises the same content; empty if it named none
     sha256: str | None  # of the whole file; unset while it is incomplete
 
@@ -51,27 +66,32 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
         if name.startswith(NCBI_PREFIX):
             local.append(str(fetch_accessions(name.removeprefix(NCBI_PREFIX).split(","), folder, email=email)))
         else:
-            local.append(str(fetch(name, folder)) if is_remote(name) else name)
+            local.append(str(fetch(name, folder)) if is_address(name) else name)
     return tuple(local)
 
 
 def fetch(url: str, folder: Path) -> Path:
-    """Download `url` into `folder` and give the file; one that is there and still current is not downloaded again.
+    """Download `url`, whole or as `hidden` shows it, into `folder` and give the file; a current one is kept.
 
-    A broken-off download goes on where it stopped if the server's file is still the same. Errors: `InputError` when
-    the server refuses or cannot be reached after all attempts.
+    The file's name begins with a digest of the address: two addresses are two files. A broken-off download goes on
+    where it stopped if the server's file is still the same. Errors: `InputError` when the server refuses or cannot be
+    reached after all attempts, for a private address, or beyond the limits.
     """
-    if not url.startswith(("http://", "https://")):
+    if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
-    name = Path(urllib.parse.unquote(urllib.parse.urlsplit(url).path)).name
-    target = folder / (re.sub(r"[^\w.+-]", "_", name).lstrip(".") or "download")
+    shown, whole = hidden(url), whole_address(url)
+    if not re.fullmatch(r"[!-~]+", whole):
+        raise ConfigError(f"{shown}: not a valid address; blanks and letters beyond ASCII are written as %20")
+    name = Path(urllib.parse.unquote(re.split(r"[?#]", whole)[0].partition("//")[2].partition("/")[2])).name
+    name = re.sub(r"[^\w.+-]", "_", name, flags=re.ASCII).lstrip(".")[-150:] or "download"
+    target = folder / f"{hashlib.sha256(whole.encode()).hexdigest()[:12]}-{name}"
     folder.mkdir(parents=True, exist_ok=True)
-    _patiently(url, lambda: _download(url, target))
+    _patiently(shown, lambda: _download(whole, target))
     return target
 
 
 def _patiently(name: str, work: Callable[[], T]) -> T:
-    """What `work` gives in one of some attempts, each pause twice as long. Errors: `InputError`, in words."""
+    """What `work` gives in one of several attempts, each pause twice as long. Errors: `InputError`, in words."""
     attempt = 1
     while True:
         try:
@@ -82,7 +102,9 @@ def _patiently(name: str, work: Callable[[], T]) -> T:
                 if error.code < 500 and error.code not in (408, 416, 425, 429):
                     problem = f"the server says {error.code} {error.reason}"
                     raise InputError(problem, file=name, hint="check it") from error
-            _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, error)
+            elif getattr(error, "errno", None) in _DISK:
+                raise
+            _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, printable(str(error)))
             if attempt >= _ATTEMPTS:
                 hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
                 problem = f"cannot be fetched: {getattr(error, 'reason', None) or error}"
@@ -94,17 +116,18 @@ def _patiently(name: str, work: Callable[[], T]) -> T:
 def _download(url: str, target: Path) -> None:
     """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
     part, notes = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.json")
+    shown = hidden(url)
     headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity"}
     have = 0
     with suppress(OSError, ValidationError):  # else all of it is asked for
         known = _Remembered.model_validate_json(notes.read_bytes())
-        if known.url == url and known.validator and known.sha256 is None:
+        if known.url == shown and known.validator and known.sha256 is None:
             have = part.stat().st_size
             headers |= {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
-        elif known.url == url and known.validator and known.sha256 == _sha256(target):
+        elif known.url == shown and known.validator and known.sha256 == _sha256(target):
             headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
     try:
-        answer = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=_TIMEOUT_S)
+        answer = _open(url, headers)
     except urllib.error.HTTPError as error:
         if error.code == 304:
             error.close()
@@ -115,26 +138,113 @@ def _download(url: str, target: Path) -> None:
     with answer:
         told = answer.headers
         span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", told.get("Content-Range", ""))
-        goes_on = answer.status == 206 and span is not None and int(span[1]) == have
+        goes_on = answer.status == 206 and span is not None and span[1] == str(have)
         tag = told.get("ETag", "")  # a weak one (W/"…") does not stand for the very bytes: no part can go on by it
         validator = tag if tag.startswith('"') else told.get("Last-Modified", "")
-        write_text_whole(notes, _Remembered(url=url, validator=validator, sha256=None).model_dump_json())
+        write_text_whole(notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json())
         with part.open("ab" if goes_on else "wb") as out:
-            before = out.tell()
-            shutil.copyfileobj(answer, out)
-            out.flush()
-            os.fsync(out.fileno())
-            missing = int(told.get("Content-Length", out.tell() - before)) - (out.tell() - before)
-            if missing:
-                raise http.client.IncompleteRead(b"", missing)
-    whole = _Remembered(url=url, validator=validator, sha256=_sha256(part))
+            _copy(answer, out, shown)
+    whole = _Remembered(url=shown, validator=validator, sha256=_sha256(part))
     os.replace(part, target)
     write_text_whole(notes, whole.model_dump_json())
+
+
+def _copy(answer: Any, out: BinaryIO, name: str) -> None:
+    """All of an answer, to the disk; `InputError` beyond the limits, `OSError` where it breaks off or is too slow."""
+    room = min(MAX_BYTES - out.tell(), shutil.disk_usage(out.name).free)
+    told = f"{answer.length:,} bytes" if answer.length else "more"
+    began, came = time.monotonic(), 0
+    while (answer.length or 0) <= room and (piece := answer.read1(1 << 18)):
+        room -= out.write(piece)
+        came += len(piece)
+        if (spent := time.monotonic() - began) > SLOW_S:
+            if came < spent * MIN_BYTES_PER_S:
+                raise TimeoutError(f"too slow: {came:,} bytes in {spent:.0f} s")
+            began, came = time.monotonic(), 0
+    if (answer.length or 0) > room:
+        problem = f"{told} to come, at most {MAX_BYTES:,} are taken, and what the disk has free"
+        raise InputError(problem, file=name, hint="make room, or fetch the file yourself")
+    out.flush()
+    os.fsync(out.fileno())
+    if answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# -- connections -------------------------------------------------------------------------------------------------------
+
+
+def _open(url: str, headers: Mapping[str, str], sent: bytes | None = None) -> Any:
+    """The answer to a request, redirects followed. Errors: `OSError`; `InputError` for where nobody should be sent."""
+    shown, opener = hidden(url), urllib.request.OpenerDirector()
+    errors = urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()
+    for handler in (urllib.request.ProxyHandler(), _Handler(), *errors):
+        opener.add_handler(handler)
+    for _ in range(_MAX_REDIRECTS + 1):
+        try:
+            to = urllib.parse.urlsplit(url)
+            _refuse_private(to.hostname or "", to.port)
+            return opener.open(urllib.request.Request(url, sent, dict(headers)), timeout=_TIMEOUT_S)
+        except ValueError as error:  # a port that is no number, a host name with an empty part
+            raise InputError("is not, or redirects to, an address that can be read", file=shown) from error
+        except urllib.error.HTTPError as error:
+            place = error.headers.get("Location")
+            if error.code not in (301, 302, 303, 307, 308) or not place or sent:
+                raise
+            error.close()
+            url = urllib.parse.urljoin(url, urllib.parse.quote(place, encoding="latin-1", safe=string.punctuation))
+            scheme = url.partition(":")[0].lower()
+            if scheme not in ("http", to.scheme, "https") or (to.scheme, scheme) == ("https", "http"):
+                problem = f"redirects to {scheme}: from {to.scheme}:"
+                raise InputError(problem, file=shown, hint="fetch the file yourself") from None
+    raise InputError("redirects too often", file=shown, hint="check the address")
+
+
+class _Handler(urllib.request.AbstractHTTPHandler):
+    """Opens http and https, the hosts checked; a proxy that the environment names may stand at a private address."""
+
+    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
+        direct = request.host == urllib.parse.urlsplit(request.full_url).netloc
+
+        def connection(*place: Any, **options: Any) -> http.client.HTTPConnection:
+            kind = http.client.HTTPSConnection if request.type == "https" else http.client.HTTPConnection
+            made = kind(*place, **options)
+            vars(made).update({"_create_connection": _connect} if direct else {})
+            return made
+
+        return self.do_open(connection, request)
+
+    https_open = http_open
+    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+
+
+def _connect(address: tuple[str, int], *options: Any) -> socket.socket:
+    opened = socket.create_connection(address, *options)
+    try:
+        _refuse_private(opened.getpeername()[0], address[1])
+    except InputError:
+        opened.close()
+        raise
+    return opened
+
+
+def _refuse_private(host: str, port: int | None) -> None:
+    """`InputError` for a host with an address that only this network or this machine knows, unless that is allowed."""
+    if os.environ.get(PRIVATE) == "allow":
+        return
+    with suppress(OSError):  # a name that is not known here: the connection, or the proxy, will say so
+        for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            address = ipaddress.ip_address(str(place[0]).partition("%")[0])
+            if not (getattr(address, "ipv4_mapped", None) or address).is_global:
+                hint = f"set {PRIVATE}=allow where reads may come from there"
+                raise InputError(f"leads to the private address {address}", file=host, hint=hint)
+
+
+# -- NCBI --------------------------------------------------------------------------------------------------------------
 
 
 def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | None) -> Path:
@@ -155,15 +265,17 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
         raise ConfigError("NCBI asks for a mail address with each request; give one, or download the FASTA yourself")
     query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
     sent = urllib.parse.urlencode(query | {"tool": "virnuc", "email": email}).encode()
+    name = f"{NCBI_PREFIX}{','.join(wanted)}"
+    with whole_file(target) as aside:
 
-    def ask() -> str:
-        with urllib.request.urlopen(NCBI_ADDRESS, sent, timeout=_TIMEOUT_S) as answer:
-            return cast(bytes, answer.read()).decode()
+        def ask() -> None:
+            with _open(NCBI_ADDRESS, {}, sent) as answer, aside.open("wb") as out:
+                _copy(answer, out, name)
 
-    text = _patiently(f"{NCBI_PREFIX}{','.join(wanted)}", ask)
-    given = {line[1:].split()[0] for line in text.splitlines() if line.startswith(">") and line[1:].strip()}
-    missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
-    if missing:
-        raise InputError(f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions")
-    write_text_whole(target, text)
+        _patiently(name, ask)
+        with aside.open("rb") as file:
+            given = {line[1:].split()[0].decode("latin-1") for line in file if line[:1] == b">" and line[1:].strip()}
+        missing = [word for word in wanted if word not in given and not any(g.partition(".")[0] == word for g in given)]
+        if missing:
+            raise InputError(f"NCBI has nothing for {', '.join(missing)}", hint="check the accessions")
     return target

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import bz2
+import hashlib
 import importlib
 import lzma
+import re
 import stat
 import sys
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from typing import Any, BinaryIO, Final
 
 from xopen import xopen
 
-from virnuc_core.errors import InputError
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import whole_file
 
 try:  # ISA-L is about three times as fast; both check the sums of every member
@@ -27,6 +29,8 @@ except ImportError:
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
+_HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
+_addresses: dict[str, str] = {}  # whole ones, by how they are shown
 _PIECE_BYTES: Final = 1 << 16  # compressed bytes unpacked at a time; bounds what one call can swell to
 
 
@@ -38,9 +42,41 @@ class Inputs:
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
 
 
+def is_address(name: str) -> bool:
+    """Whether `name` is an http(s) address."""
+    return name[:8].lower().startswith(("http://", "https://"))
+
+
 def is_remote(name: str) -> bool:
     """Whether `name` is an http(s) address or `ncbi:` accessions."""
-    return name.startswith(("http://", "https://", NCBI_PREFIX))
+    return is_address(name) or name.startswith(NCBI_PREFIX)
+
+
+def hidden(name: str) -> str:
+    """An input as it may be shown and recorded: a digest stands for the query of an address.
+
+    That may be a signature, which opens the file to whoever reads it; it stays in this process, whose `whole_address`
+    knows it. Errors: `ConfigError` for an address with a password.
+    """
+    if not is_address(name):
+        return name
+    bare = re.split(r"[?#]", name, maxsplit=1)[0]
+    _, at, host = bare.split("/")[2].rpartition("@")
+    if at:
+        raise ConfigError(f"{host}: an address with a user name or password is not taken; sign it, or fetch the file")
+    if bare == name or _HIDDEN.fullmatch(name):
+        return name
+    shown = f"{bare}#query-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+    _addresses[shown] = name
+    return shown
+
+
+def whole_address(name: str) -> str:
+    """The address that `hidden` shows as `name`, or `name`; `InputError` when another process was given its query."""
+    whole = _addresses.get(name, name)
+    if _HIDDEN.fullmatch(whole):
+        raise InputError("the query of this address was not kept", file=name, hint="give the whole address again")
+    return whole
 
 
 def can_be_read_twice(name: str) -> bool:

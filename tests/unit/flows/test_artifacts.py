@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tasks.step import (
     MAX_BYTES,
+    Markdown,
     bounded_markdown,
     bounded_rows,
     cell,
@@ -43,6 +44,7 @@ from tasks.step import (
         ("a_b_c", "a_b_c"),
         ("two\nlines", "two lines"),
         ("<script>", "\\<script\\>"),
+        ("a\x1b[2J\u202e", "a\\\\x1b\\[2J\\\\u202e"),
     ],
 )
 def test_cells(value: object, shown: str) -> None:
@@ -96,3 +98,18 @@ def test_tables_as_markdown() -> None:
 def test_outside_a_run_nothing_is_published() -> None:
     publish_table("criteria", [{"a": "b"}], "")
     publish_markdown("report", "text", "", "file")
+
+
+def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
+    for kind in ("table", "markdown"):
+        monkeypatch.setattr(
+            f"tasks.step.create_{kind}_artifact", lambda *_, description, **__: said.append(description)
+        )
+    odd = "[x](javascript:alert(1))\x1b"
+    publish_table("t", [{"a": 1}], f"What became of {odd}")
+    publish_markdown("m", "text", odd, Path("/r"))
+    publish_table("t", [{"a": 1}], Markdown(f"**7 of 9** {cell(odd)}"))
+    shown = "\\[x\\](javascript:alert(1))\\\\x1b"
+    assert said == [f"What became of {shown}", shown, f"**7 of 9** {shown}"]

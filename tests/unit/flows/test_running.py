@@ -32,6 +32,9 @@ from virnuc_core.errors import (
         (["run.2026.fq.zst"], "run.2026"),
         ([".gz"], ".gz"),
         (["x" * 200 + ".fa"], "x" * 60),
+        (["https://h/lung%20R1.fastq.gz?X-Amz-Signature=5ec4e7/a.fa"], "lung%20R1"),
+        (["HTTP://h/lung.fq#query-0123456789ab", "https://h/b?5ec4e7"], "lung+1"),
+        (["a\x1b[2J\nb.fa"], "a\\x1b[2J b"),
         ([], "no-reads"),
     ],
 )

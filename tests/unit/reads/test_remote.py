@@ -7,7 +7,6 @@ import io
 import threading
 import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +15,8 @@ import pytest
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads import remote
-from virnuc_core.reads.remote import fetch, fetch_accessions, fetch_all
-from virnuc_core.reads.sources import is_remote
+from virnuc_core.reads.remote import PRIVATE, fetch, fetch_accessions, fetch_all
+from virnuc_core.reads.sources import hidden, is_remote
 
 CONTENT = b"".join(b">r%d\nACGT\n" % i for i in range(50_000))
 
@@ -32,15 +31,25 @@ class Behaviour:
     cuts: list[int] = field(default_factory=list)  # bytes after which the next answers break off
     codes: list[int] = field(default_factory=list)  # errors given before anything else
     requests: list[dict[str, str]] = field(default_factory=list)
+    paths: list[str] = field(default_factory=list)
+    redirects: dict[str, str] = field(default_factory=dict)  # where requests for a path are sent
+    length: int | None = None  # what is told instead of the true one
 
 
 @pytest.fixture
-def server() -> Iterator[tuple[str, Behaviour]]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, Behaviour]]:
+    monkeypatch.setenv(PRIVATE, "allow")  # the loopback is no public address
     behaviour = Behaviour()
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             behaviour.requests.append(dict(self.headers))
+            behaviour.paths.append(self.path)
+            if to := behaviour.redirects.get(self.path):
+                self.send_response(302)
+                self.send_header("Location", to)
+                self.end_headers()
+                return
             if behaviour.codes:
                 self.send_error(behaviour.codes.pop(0))
                 return
@@ -59,7 +68,7 @@ def server() -> Iterator[tuple[str, Behaviour]]:
                 self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
             else:
                 self.send_response(200)
-            self.send_header("Content-Length", str(len(content) - start))
+            self.send_header("Content-Length", str(behaviour.length or len(content) - start))
             if behaviour.etag is not None:
                 self.send_header("ETag", behaviour.etag)
             self.end_headers()
@@ -96,7 +105,8 @@ def broken_off(url: str, folder: Path) -> None:
 def test_a_whole_download(server: Server, tmp_path: Path) -> None:
     url, _ = server
     path = fetch(url, tmp_path)
-    assert (path.name, path.read_bytes()) == ("reads_one.fa", CONTENT)
+    assert path.name.endswith("-reads_one.fa")
+    assert path.read_bytes() == CONTENT
     assert not list(tmp_path.glob("*.part"))
 
 
@@ -111,7 +121,7 @@ def test_it_goes_on_in_a_later_call(server: Server, tmp_path: Path) -> None:
     url, behaviour = server
     behaviour.cuts = [100_000]
     broken_off(url, tmp_path)
-    assert not (tmp_path / "reads_one.fa").exists()
+    assert not list(tmp_path.glob("*.fa"))
     assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert behaviour.requests[-1]["Range"] == "bytes=100000-"
 
@@ -142,7 +152,7 @@ def test_a_part_longer_than_the_file_is_dropped(server: Server, tmp_path: Path) 
     url, behaviour = server
     behaviour.cuts = [100_000]
     broken_off(url, tmp_path)
-    (tmp_path / "reads_one.fa.part").write_bytes(bytes(10_000_000))
+    next(tmp_path.glob("*-reads_one.fa.part")).write_bytes(bytes(10_000_000))
     assert fetch(url, tmp_path).read_bytes() == CONTENT
     assert [request.get("Range") for request in behaviour.requests] == [None, "bytes=10000000-", None]
 
@@ -175,7 +185,8 @@ def test_server_errors_are_tried_again_and_refusals_are_not(server: Server, tmp_
     assert len(behaviour.requests) == 4
 
 
-def test_nobody_there(tmp_path: Path) -> None:
+def test_nobody_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PRIVATE, "allow")
     with pytest.raises(InputError, match="offline") as caught:
         fetch("http://127.0.0.1:9/reads.fa", tmp_path)
     assert "\n" not in str(caught.value)
@@ -198,11 +209,130 @@ def test_names_cannot_leave_the_folder(server: Server, tmp_path: Path) -> None:
 
 def test_fetch_all_leaves_files_alone(server: Server, tmp_path: Path) -> None:
     url, _ = server
-    assert fetch_all(("a.fa", "-", url), tmp_path) == ("a.fa", "-", str(tmp_path / "reads_one.fa"))
+    assert fetch_all(("a.fa", "-", url), tmp_path) == ("a.fa", "-", str(fetch(url, tmp_path)))
     assert [is_remote(name) for name in ("a.fa", "-", url, "ncbi:NC_045512.2")] == [False, False, True, True]
 
 
+def test_two_addresses_with_one_file_name_are_two_files(server: Server, tmp_path: Path) -> None:
+    url, behaviour = server
+    first = fetch(url.replace("some", "lung"), tmp_path)
+    behaviour.content, behaviour.etag = b">other\nA\n", '"other"'
+    second, third = fetch(url.replace("some", "liver"), tmp_path), fetch(url + "&file=2", tmp_path)
+    assert len({first, second, third}) == 3
+    assert first.read_bytes() == CONTENT
+
+
+def test_redirects_stay_with_http_and_with_public_addresses(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, behaviour = server
+    base = url[: url.index("/some")]
+    behaviour.redirects = {"/a": "/some/b", "/f": "file:///etc/passwd", "/x": "ftp://127.0.0.1/x", "/loop": "/loop"}
+    assert fetch(f"{base}/a", tmp_path).read_bytes() == CONTENT
+    for path, words in {"/f": "redirects to file:", "/x": "redirects to ftp:", "/loop": "redirects too often"}.items():
+        asked = len(behaviour.paths)
+        with pytest.raises(InputError, match=words):
+            fetch(base + path, tmp_path)
+        assert len(behaviour.paths) - asked <= 6  # refused, not tried again
+    monkeypatch.delenv(PRIVATE)
+    for address in (url, "http://localhost:1/x", "http://[::1]:1/x", "http://169.254.169.254/latest", "http://0/x"):
+        asked = len(behaviour.paths)
+        with pytest.raises(InputError, match=f"private address.*{PRIVATE}"):
+            fetch(address, tmp_path)
+        assert len(behaviour.paths) == asked
+
+
+def test_a_name_that_turns_private_is_refused_where_it_is_connected(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, behaviour = server
+    monkeypatch.delenv(PRIVATE)
+    known = remote._refuse_private  # of names; of addresses it is asked again
+    monkeypatch.setattr(
+        remote, "_refuse_private", lambda host, port: known(host, port) if host == "127.0.0.1" else None
+    )
+    with pytest.raises(InputError, match="private address"):
+        fetch(url, tmp_path)
+    assert behaviour.paths == []
+
+
+def test_a_download_has_limits(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    url, behaviour = server
+    behaviour.length = 1 << 60
+    with pytest.raises(InputError, match="1,152,921,504,606,846,976 bytes"):
+        fetch(url, tmp_path)
+    behaviour.length = None
+    monkeypatch.setattr(remote, "MAX_BYTES", 100_000)
+    with pytest.raises(InputError, match="at most 100,000 are"):
+        fetch(url, tmp_path)
+    monkeypatch.setattr(remote, "MIN_BYTES_PER_S", 1 << 50)
+    monkeypatch.setattr(remote, "SLOW_S", 0.0)
+    monkeypatch.setattr(remote, "MAX_BYTES", 1 << 40)
+    with pytest.raises(InputError, match="too slow"):
+        fetch(url, tmp_path)
+    assert len(behaviour.paths) == 6
+
+
+def test_a_query_is_written_and_said_nowhere(server: Server, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    url, behaviour = server
+    signed = url + "&X-Amz-Signature=5ec4e7"
+    shown = hidden(signed)
+    assert [hidden(name) for name in (shown, "-", "a?b@c", "https://h/a@2/b")] == [
+        shown,
+        "-",
+        "a?b@c",
+        "https://h/a@2/b",
+    ]
+    assert "5ec4e7" not in shown
+    assert shown.startswith(url.partition("?")[0] + "#")
+    assert hidden(url) != shown
+    (path,) = fetch_all((shown,), tmp_path)
+    assert behaviour.paths == [signed[signed.index("/some") :]]
+    assert Path(path).read_bytes() == CONTENT
+    behaviour.codes = [403]
+    with pytest.raises(InputError, match="403") as refused:
+        fetch_all((shown,), tmp_path)
+    behaviour.codes = [500] * 4
+    with pytest.raises(InputError) as failed:
+        fetch(signed, tmp_path)
+    with pytest.raises(InputError, match="not kept") as unknown:
+        fetch(shown.replace(shown[-4:], "0000"), tmp_path)
+    with pytest.raises(ConfigError) as odd:
+        fetch(signed + " x", tmp_path)
+    behaviour.redirects = {signed[signed.index("/some") :]: "ftp://x/?again=5ec4e7"}
+    with pytest.raises(InputError) as sent_on:
+        fetch(signed, tmp_path)
+    said = [str(one.value) for one in (refused, failed, unknown, odd, sent_on)] + [caplog.text]
+    said += [file.name + file.read_bytes().decode() for file in tmp_path.iterdir()]
+    assert "attempt 1 of 4" in caplog.text
+    assert not [text for text in said if "5ec4e7" in text]
+
+
+@pytest.mark.parametrize("url", ["https://lab:5ec4e7@example.org/x.fa", "http://5ec4e7@h/x"])
+def test_an_address_with_a_password_is_refused_without_saying_it(tmp_path: Path, url: str) -> None:
+    for use in (lambda: fetch(url, tmp_path), lambda: hidden(url)):
+        with pytest.raises(ConfigError, match="password") as caught:
+            use()
+        assert "5ec4e7" not in str(caught.value)
+
+
+def test_a_full_disk_is_no_network_trouble(server: Server, tmp_path: Path) -> None:
+    url, behaviour = server
+    name = fetch(url, tmp_path).name
+    behaviour.etag = '"new"'
+    (tmp_path / f"{name}.part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        fetch(url, tmp_path)
+    assert len(behaviour.paths) == 2
+
+
 # NCBI
+
+
+class Answer(io.BytesIO):
+    """As of a server that does not say how much will come."""
+
+    length = None
 
 
 @pytest.fixture
@@ -210,15 +340,14 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str]]:
     """Requests to NCBI, which is played from here: it knows NC_1.1 and NC_2.1 only."""
     requests: list[dict[str, str]] = []
 
-    def answer(address: str, sent: bytes, timeout: float) -> io.BytesIO:
+    def answer(address: str, headers: object = None, sent: bytes = b"") -> Answer:
         assert address.startswith("https://eutils.ncbi.nlm.nih.gov/")
-        assert timeout > 0
         query = dict(urllib.parse.parse_qsl(sent.decode()))
         requests.append(query)
         known = {"NC_000001": ">NC_000001.1 one\nACGT\n", "NC_000002": ">NC_000002.1 two\nGG\n"}
-        return io.BytesIO("".join(known.get(name.split(".")[0], "") for name in query["id"].split(",")).encode())
+        return Answer("".join(known.get(name.split(".")[0], "") for name in query["id"].split(",")).encode())
 
-    monkeypatch.setattr(urllib.request, "urlopen", answer)
+    monkeypatch.setattr(remote, "_open", answer)
     return requests
 
 
@@ -259,7 +388,7 @@ def test_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, erro
     def refuse(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(urllib.request, "urlopen", refuse)
+    monkeypatch.setattr(remote, "_open", refuse)
     with pytest.raises(InputError, match=words) as caught:
         fetch_accessions(["NC_045512.2"], tmp_path, email="lab@example.org")
     assert "\n" not in str(caught.value)
