@@ -81,7 +81,7 @@ def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "
         out: file to write; .gz packs it
         seed: equal seeds draw equal reads
     """
-    from virnuc_core.reads.sample import sample as draw
+    from virnuc_core.reads.subsets import sample as draw
 
     print("\n".join(draw(source, reads, out, seed).lines()))
     return 0

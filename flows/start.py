@@ -91,13 +91,14 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     from virnuc_core.encoders.checkpoint import check_models
     from virnuc_core.engine.devices import resolve, resolve_engine
     from virnuc_core.reads.sources import is_remote
-    from virnuc_core.results import readable_twice
 
     if isinstance(settings, RunSettings):
         local = tuple(name for name in settings.reads if not is_remote(name))
         if local:
             readable(local, settings.on_error, alone=len(local) == len(settings.reads))
         if local and isinstance(settings, PredictSettings) and settings.write_viral:
+            from virnuc_core.reads.subsets import readable_twice  # few runs need it
+
             readable_twice(local)
     settings.check_own_files()
     check_models(settings.models)

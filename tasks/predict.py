@@ -30,7 +30,6 @@ from virnuc_core.reads.parse import OnError
 from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import write_viral
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.tables import STAGES
@@ -116,6 +115,8 @@ def embed(
 @step("viral reads", "viral reads")
 def viral_reads(run: RunDir, staging: StageSummary, *, threshold: float, on_error: OnError) -> State[int]:
     """Write `viral.fastq.gz` or `viral.fasta.gz` in `run`, from the files that were staged."""
+    from virnuc_core.reads.subsets import write_viral  # few runs need it
+
     written = write_viral(run, OrfStore.open(staging.store), staging.files, threshold=threshold, on_error=on_error)
     return done(written, f"{written:,} viral reads written")
 

@@ -25,7 +25,7 @@ from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.results import write_results, write_viral
+from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
 from virnuc_core.telemetry.live import pipeline_summary
@@ -61,6 +61,8 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         staging = stage_reads(reads, run.store, force=spec.force)
         summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed)
     if spec.write_viral:
+        from virnuc_core.reads.subsets import write_viral  # few runs need it
+
         write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
     return summary
 

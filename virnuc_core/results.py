@@ -4,7 +4,6 @@
 - `prediction_results_highestscore.csv`: one line per chunk that has a scored row, in input order. A chunk is a virus
   when the largest `score2` of its rows is at least the largest `score1`; a tie is a virus.
 - `reads.tsv`: one line per read, in input order, with exactly one fate. `failed.tsv`: rows that were not embedded.
-- `viral.fastq.gz`, `viral.fasta.gz`: on request, the viral reads as they came.
 
 VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.md. Its files name reads as the input
 does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
@@ -12,11 +11,9 @@ does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
 
 from __future__ import annotations
 
-import csv
-import gzip
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,9 +24,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.config import THRESHOLD
-from virnuc_core.errors import InputError, ShardError, VirnucError
-from virnuc_core.reads.parse import OnError, ParseLog, parse
-from virnuc_core.reads.sources import STDIN, can_be_read_twice, find_inputs
+from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
 from virnuc_core.rundir import RunDir, whole_file
@@ -218,7 +213,7 @@ def _spans(store: OrfStore) -> Iterator[tuple[slice, slice]]:
         raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")
 
 
-def _open_whole(stack: ExitStack, path: Path, header: str = "") -> BinaryIO:
+def _open_whole(stack: ExitStack, path: Path, header: str) -> BinaryIO:
     """A file that begins with `header` and appears under its name when `stack` closes without an error."""
     handle = stack.enter_context(stack.enter_context(whole_file(path)).open("wb"))
     handle.write(header.encode("utf-8"))
@@ -240,65 +235,3 @@ def _lines(*columns: Sequence[str] | NDArray[np.object_]) -> bytes:
     """Columns of equal length as TAB-separated lines."""
     text = "\n".join(map("\t".join, zip(*columns, strict=True)))
     return f"{text}\n".encode() if text else b""
-
-
-def readable_twice(reads: Sequence[str]) -> tuple[str, ...]:
-    """The files that `reads` names; `InputError` for what is gone once it was read, so that none can be picked."""
-    files = find_inputs(tuple(reads)).files
-    for name in files:
-        if not can_be_read_twice(name):
-            what = f"{'standard input' if name == STDIN else name} cannot be read twice"
-            raise InputError(what, hint="put the reads into a file to get the viral ones")
-    return files
-
-
-def write_viral(
-    run: RunDir, store: OrfStore, reads: Sequence[str], *, threshold: float = THRESHOLD, on_error: OnError = "stop"
-) -> int:
-    """Write the reads whose `viral_score` in `reads.tsv` reaches `threshold`, as they stand in the input; their number.
-
-    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
-    input gives the same bytes. `reads` and `on_error` are those the store was made from. Errors: `InputError` when
-    the input is not what was staged, or came through a pipe.
-    """
-    files = readable_twice(reads)
-    viral_score = read_reads_table(run, {"viral_score": "float32"})["viral_score"].to_numpy()
-    if len(viral_score) != store.n_reads:
-        raise InputError(f"{len(viral_score)} lines for {store.n_reads} reads", file=run.reads_table)
-    wanted, read = viral_score >= threshold, 0
-    with ExitStack() as stack:
-        out: dict[str, gzip.GzipFile] = {}
-        for batch in parse(files, ParseLog(on_error)):
-            last = read + len(batch)
-            if last > store.n_reads or store.original_ids(read, last) != [batch.id(i) for i in range(len(batch))]:
-                raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
-            if batch.form not in out:  # without name or time in it
-                raw = _open_whole(stack, run.viral(batch.form))
-                packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
-                out[batch.form] = stack.enter_context(packed)
-            for i in np.flatnonzero(wanted[read:last]).tolist():
-                out[batch.form].write(batch.text[i])
-            read = last
-        if read != store.n_reads:
-            raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
-        for form in {"fasta", "fastq"} - set(out):
-            run.viral(form).unlink(missing_ok=True)  # of an earlier run with reads of this form
-    return int(wanted.sum())
-
-
-def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Some columns of `reads.tsv`, by name and type. Errors: `InputError`."""
-    try:
-        return pd.read_csv(
-            run.reads_table,
-            sep="\t",
-            usecols=list(columns),
-            dtype=dict(columns),
-            quoting=csv.QUOTE_NONE,
-            keep_default_na=False,  # a read may be called NA
-            na_values={"viral_score": [""]},
-            encoding_errors="surrogateescape",
-        )
-    except ValueError as error:  # pandas' own errors are such
-        why = f"not a table of reads ({str(error).splitlines()[0]})"
-        raise InputError(why, file=run.reads_table, hint="run predict again") from error

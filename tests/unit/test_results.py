@@ -17,8 +17,9 @@ from virnuc_core import results
 from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore, StoreCounts
+from virnuc_core.reads.subsets import write_viral
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
-from virnuc_core.results import write_covered, write_results, write_viral
+from virnuc_core.results import write_covered, write_results
 from virnuc_core.rundir import RunDir
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.profiles import Profile
+from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.report.advice import bottleneck, findings, notes, warnings_of
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, judge
@@ -15,7 +16,7 @@ from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, R
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, check, points
-from virnuc_core.results import FATES, read_reads_table
+from virnuc_core.results import FATES
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
 from virnuc_core.validation import ApprovalRecord, ComparisonFile, StagingTally, ValidationRecord

@@ -18,8 +18,8 @@ import numpy as np
 import pandas as pd
 
 from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.report.files import BASELINE, COMPARISON
-from virnuc_core.results import read_reads_table
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.validation import (

@@ -22,6 +22,7 @@ from pydantic import BaseModel
 from virnuc_core.errors import InputError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
 from virnuc_core.report.charts import GENERATOR
@@ -30,7 +31,6 @@ from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawF
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
-from virnuc_core.results import read_reads_table
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file

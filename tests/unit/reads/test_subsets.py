@@ -18,7 +18,7 @@ from xopen import xopen
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sample import _bins, _quotas, sample
+from virnuc_core.reads.subsets import _bins, _quotas, sample
 
 from .conftest import WriteReads
 

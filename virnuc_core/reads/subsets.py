@@ -1,23 +1,30 @@
-"""A subset of reads with the same distribution of lengths, drawn by a seed, from input of any size.
+"""Some of the reads as they stand in the input: a sample with the same distribution of lengths, or the viral ones.
 
-The reads are gone through twice: once to count lengths, once to draw, so that every length bin gives exactly its share
-and nothing but the chosen places is held in memory.
+For a sample the reads are gone through twice: once to count lengths, once to draw, so that every length bin gives
+exactly its share and nothing but the chosen places is held in memory, however large the input.
 """
 
 from __future__ import annotations
 
+import csv
+import gzip
 import tempfile
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.parse import ParseLog, parse
-from virnuc_core.reads.sources import STDIN, Source, find_inputs, reads_file
+from virnuc_core.reads.parse import OnError, ParseLog, parse
+from virnuc_core.reads.sources import STDIN, Source, can_be_read_twice, find_inputs, reads_file
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir, whole_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,3 +153,65 @@ def _draw(files: tuple[str, ...], bins: list[LengthBin], out: Path, rng: np.rand
                 target.write(batch.text[i])
                 drawn[int(lengths[i])] += 1
     return drawn
+
+
+def readable_twice(reads: Sequence[str]) -> tuple[str, ...]:
+    """The files that `reads` names; `InputError` for what is gone once it was read, so that none can be picked."""
+    files = find_inputs(tuple(reads)).files
+    for name in files:
+        if not can_be_read_twice(name):
+            what = f"{'standard input' if name == STDIN else name} cannot be read twice"
+            raise InputError(what, hint="put the reads into a file to get the viral ones")
+    return files
+
+
+def write_viral(
+    run: RunDir, store: OrfStore, reads: Sequence[str], *, threshold: float = THRESHOLD, on_error: OnError = "stop"
+) -> int:
+    """Write the reads whose `viral_score` in `reads.tsv` reaches `threshold`, as they stand in the input; their number.
+
+    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
+    input gives the same bytes. `reads` and `on_error` are those the store was made from. Errors: `InputError` when
+    the input is not what was staged, or came through a pipe.
+    """
+    files = readable_twice(reads)
+    viral_score = read_reads_table(run, {"viral_score": "float32"})["viral_score"].to_numpy()
+    if len(viral_score) != store.n_reads:
+        raise InputError(f"{len(viral_score)} lines for {store.n_reads} reads", file=run.reads_table)
+    wanted, read = viral_score >= threshold, 0
+    with ExitStack() as stack:
+        out: dict[str, gzip.GzipFile] = {}
+        for batch in parse(files, ParseLog(on_error)):
+            last = read + len(batch)
+            if last > store.n_reads or store.original_ids(read, last) != [batch.id(i) for i in range(len(batch))]:
+                raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
+            if batch.form not in out:  # without name or time in it
+                raw = stack.enter_context(stack.enter_context(whole_file(run.viral(batch.form))).open("wb"))
+                packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
+                out[batch.form] = stack.enter_context(packed)
+            for i in np.flatnonzero(wanted[read:last]).tolist():
+                out[batch.form].write(batch.text[i])
+            read = last
+        if read != store.n_reads:
+            raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
+        for form in {"fasta", "fastq"} - set(out):
+            run.viral(form).unlink(missing_ok=True)  # of an earlier run with reads of this form
+    return int(wanted.sum())
+
+
+def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
+    """Some columns of `reads.tsv`, by name and type. Errors: `InputError`."""
+    try:
+        return pd.read_csv(
+            run.reads_table,
+            sep="\t",
+            usecols=list(columns),
+            dtype=dict(columns),
+            quoting=csv.QUOTE_NONE,
+            keep_default_na=False,  # a read may be called NA
+            na_values={"viral_score": [""]},
+            encoding_errors="surrogateescape",
+        )
+    except ValueError as error:  # pandas' own errors are such
+        why = f"not a table of reads ({str(error).splitlines()[0]})"
+        raise InputError(why, file=run.reads_table, hint="run predict again") from error
