@@ -85,23 +85,17 @@ class ReadBatch:
         return self.ids[index].decode()
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
-    """Records cut from the front of some text, as they stand in the file."""
-
-    ids: Strings  # some may be unprintable
-    bases: Strings
-    lines: NDArray[np.int64]  # [n] line of each header
-    text: Strings
-    irregular: int = 0  # bytes at the end of the text, from the first record on that the cutter does not handle
-    next_line: int = 0  # line on which those begin
-
-
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """Where each of the segments starts, and the end of the last: int64 [n + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def within(width: int, lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which of `width` columns lie within each row's length: [n, width]."""
+    inside: NDArray[np.bool_] = np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
+    return inside
 
 
 def shortened(text: str) -> str:
@@ -188,7 +182,7 @@ class _Lines:
             return Strings(b"".join([data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]), offsets)
         table = sliding_window_view(self.letters, longest)[starts]  # much faster where the lengths are much alike
         if even > total:
-            table = table[np.arange(longest, dtype=np.int32) < (ends - starts).astype(np.int32)[:, None]]
+            table = table[within(longest, ends - starts)]
         return Strings(table.tobytes(), offsets)
 
     def id_ends(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -199,17 +193,16 @@ class _Lines:
         return firsts
 
 
-def _nothing(data: bytes, line: int) -> Block:
-    none = Strings.of([])
-    return Block(none, none, np.zeros(0, np.int64), none, len(data) if data.strip() else 0, line)
+def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
+    """Four-line records from the front of a piece, and how many bytes are left from the first irregular one on.
 
-
-def cut_fastq(data: bytes, line: int) -> Block:
-    """Four-line records from the front of `data`, which begins on line `line`."""
+    Ids may be unprintable.
+    """
+    data = piece.data
     lines = _Lines.of(data if data.endswith(b"\n") else data + b"\n")
     n = len(lines.starts) // 4
     if lines.stray_return or n == 0:
-        return _nothing(data, line)
+        return None, len(data) if data.strip() else 0
     starts, ends = lines.starts[: 4 * n].reshape(n, 4), lines.ends[: 4 * n].reshape(n, 4)
     fits = _regular_fastq(lines, starts, ends)
     id_starts = starts[:, 0] + 1
@@ -217,16 +210,17 @@ def cut_fastq(data: bytes, line: int) -> Block:
     fits &= id_ends > id_starts
     whole = n if fits.all() else int(np.argmin(fits))
     if whole == 0:
-        return _nothing(data, line)
+        return None, len(data)
     rest = data[lines.nexts[4 * whole - 1] :]
-    return Block(
+    batch = ReadBatch(
+        file=piece.file,
+        form="fastq",
         ids=lines.pick(id_starts[:whole], id_ends[:whole]),
         bases=lines.pick(starts[:whole, 1], ends[:whole, 1]),
-        lines=line + 4 * np.arange(whole, dtype=np.int64),
+        lines=piece.line + 4 * np.arange(whole, dtype=np.int64),
         text=Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4])),
-        irregular=len(rest) if rest.strip() else 0,
-        next_line=line + 4 * whole,
     )
+    return batch, len(rest) if rest.strip() else 0
 
 
 def _regular_fastq(lines: _Lines, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -248,9 +242,9 @@ def _regular_fastq(lines: _Lines, starts: NDArray[np.int64], ends: NDArray[np.in
     return fits
 
 
-def cut_fasta(data: bytes, line: int) -> Block:
-    """Records of `data`, which begins on line `line`; all of them or none. No comments."""
-    lines = _Lines.of(data if data.endswith(b"\n") else data + b"\n")
+def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
+    """The same for FASTA: all records of a piece, or none. No comments."""
+    lines = _Lines.of(piece.data if piece.data.endswith(b"\n") else piece.data + b"\n")
     first = lines.letters[lines.starts]
     is_header = first == _HEADER_FASTA
     is_sequence = ~is_header & (lines.ends > lines.starts)
@@ -266,15 +260,18 @@ def cut_fasta(data: bytes, line: int) -> Block:
         and bool((id_ends > id_starts).all())
     )
     if not regular:
-        return _nothing(data, line)
+        return None, len(piece.data)
     starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], record_of[is_sequence]
     base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(np.int64)
-    return Block(
+    batch = ReadBatch(
+        file=piece.file,
+        form="fasta",
         ids=lines.pick(id_starts, id_ends),
         bases=Strings(lines.pick(starts, ends).data, offsets_of(base_lengths)),
-        lines=line + np.flatnonzero(is_header),
+        lines=piece.line + np.flatnonzero(is_header),
         text=Strings(lines.data, np.append(id_starts - 1, len(lines.data))),
     )
+    return batch, 0
 
 
 def pieces_of(files: tuple[str, ...], block_bytes: int) -> Iterator[Piece]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import ReadBatch
+from virnuc_core.reads.fast_parser import ReadBatch, within
 
 Words = NDArray[np.uint64]
 
@@ -84,7 +84,7 @@ def _words(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArr
     width = blocks * _BLOCK
     room = np.concatenate([letters, np.zeros(width, np.uint8)])
     table = sliding_window_view(room, width)[starts]
-    table *= np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
+    table *= within(width, lengths)
     return np.ascontiguousarray(table.view("<u8").T)
 
 

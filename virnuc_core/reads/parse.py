@@ -84,7 +84,6 @@ class _Made(Generic[O]):
     reads: int = 0
     illegal: tuple[InputError, ...] = ()  # one for each read left out
     irregular: int = 0  # bytes at the end of the piece that are left for Biopython
-    next_line: int = 0  # where those begin
     parse_s: float = 0.0
 
 
@@ -148,7 +147,8 @@ def parse_by(
             log.empty_files += item.is_empty_file
             if made.irregular:
                 again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
-                rest = replace(item, data=item.data[-made.irregular :], line=made.next_line)
+                read = item.data[: -made.irregular].count(b"\n")
+                rest = replace(item, data=item.data[-made.irregular :], line=item.line + read)
                 irregular = _through_biopython(rest, pieces(), log, block_bytes)
                 break
             if item.refused:
@@ -164,15 +164,15 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O
     if item.damage is not None or not item.data:
         return _Made(None)
     started = time.perf_counter()
-    block = (cut_fastq if item.form == "fastq" else cut_fasta)(item.data, item.line)
-    ids = printable_ids(block.ids)
+    read, irregular = (cut_fastq if item.form == "fastq" else cut_fasta)(item)
+    if read is None:
+        return _Made(None, irregular=irregular)
+    ids = printable_ids(read.ids)
     if not ids.lengths.all():  # their names need the number of reads before, which is not known here
-        return _Made(None, irregular=len(item.data), next_line=item.line)
-    read = ReadBatch(item.file, item.form, ids, block.bases, block.lines, block.text)
-    batch, illegal = without_illegal(read, item.name)
+        return _Made(None, irregular=len(item.data))
+    batch, illegal = without_illegal(replace(read, ids=ids), item.name)
     parse_s = time.perf_counter() - started
-    value = work(batch) if len(batch) else None
-    return _Made(value, len(batch), tuple(illegal), block.irregular, block.next_line, parse_s)
+    return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s)
 
 
 @dataclass(frozen=True, slots=True)

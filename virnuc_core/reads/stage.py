@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +21,10 @@ from pydantic import Field, ValidationError
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
+from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import OnError, ParseLog, parse_by
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import OrfStore, StoreCounts, StoreWriter, fingerprint_for
+from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts, StoreWriter
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, fingerprint_batch, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
@@ -109,14 +110,6 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-@contextmanager
-def _measured(seconds: dict[str, float], part: str) -> Iterator[None]:
-    """Add what the body takes."""
-    before = time.perf_counter()
-    yield
-    seconds[part] += time.perf_counter() - before
-
-
 def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
     """Read everything, cut it, translate it and write the store `out`; or find that it is there already.
 
@@ -173,20 +166,29 @@ def _make(
     seconds: dict[str, float],
 ) -> None:
     """Read and translate everything, find what repeats, write the store."""
+    fingerprint = _no_reads(spec.model_length)
     work = partial(process, model_length=spec.model_length, folder=writer.folder)
-    for segment in parse_by(workers, work, inputs.files, log):
-        with _measured(seconds, "store_s"):
-            writer.add(segment)
-        for part, taken in segment.seconds.items():
-            seconds[part] += taken / spec.workers  # side by side with those of others
+    for segment, leaves, taken in parse_by(workers, work, inputs.files, log):
+        before = time.perf_counter()
+        writer.add(segment)
+        fingerprint.add(leaves)
+        seconds["store_s"] += time.perf_counter() - before
+        for part, part_s in taken.items():
+            seconds[part] += part_s / spec.workers  # side by side with those of others
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
         raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
-    with _measured(seconds, "store_s"):
-        twice = writer.find_repeats(workers)
-        if spec.strict and twice is not None:
-            raise _shared_id(writer, log, *twice)
-        writer.write(out, workers)
+    before = time.perf_counter()
+    twice = writer.find_repeats(workers)
+    if spec.strict and twice is not None:
+        raise _shared_id(writer, log, *twice)
+    writer.write(out, fingerprint.hexdigest(), workers)
+    seconds["store_s"] += time.perf_counter() - before
+
+
+def _no_reads(model_length: int) -> Fingerprint:
+    """The fingerprint of a store that holds no reads yet."""
+    return Fingerprint(f"{FORMAT} {SCHEMA_VERSION} {model_length}")
 
 
 def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
@@ -210,7 +212,7 @@ def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, worke
         return False  # unreadable, or of an earlier version: made anew
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
         return False
-    fingerprint = fingerprint_for(spec.model_length)
+    fingerprint = _no_reads(spec.model_length)
     for leaves in parse_by(workers, fingerprint_batch, inputs.files, log):
         fingerprint.add(leaves)
     return fingerprint.hexdigest() == store.fingerprint
@@ -223,7 +225,9 @@ def _summary(
     kept = out.with_name(f"{out.stem}.made.json")
     timings = Timings(fingerprint=store.fingerprint, **seconds)
     if reused:
-        timings = _kept_timings(kept, store.fingerprint) or timings
+        with suppress(OSError, ValidationError, UnicodeDecodeError):  # not kept: then the times of now
+            made = Timings.model_validate_json(kept.read_text(encoding="utf-8"))
+            timings = made if made.fingerprint == store.fingerprint else timings
     else:
         write_text_whole(kept, timings.model_dump_json() + "\n")
     return StageSummary(
@@ -237,15 +241,6 @@ def _summary(
         ignored_files=inputs.ignored,
         skipped_records=counted.skipped_by_file.total(),
     )
-
-
-def _kept_timings(path: Path, fingerprint: str) -> Timings | None:
-    """What making the store took; None where that was not kept, or belongs to another store."""
-    try:
-        timings = Timings.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
-        return None
-    return timings if timings.fingerprint == fingerprint else None
 
 
 def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[FileReads, ...]:

@@ -20,14 +20,14 @@ from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_of
-from virnuc_core.reads.fingerprint import Bucket, Column, Fingerprint, Repeats, digests, repeats_in, share_a_digest
-from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment, SegmentFile
+from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
-STRETCH_BYTES: Final = 1 << 22  # of segments put into the store together, at least
+STRETCH: Final = 1 << 22  # values of segments put into the store together, at least
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 
 COLUMNS: Final[dict[str, type[np.generic]]] = {
@@ -185,14 +185,6 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> NDArray[np.generic]:
     return np.memmap(path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
 
 
-# making a store
-
-
-def fingerprint_for(model_length: int) -> Fingerprint:
-    """The fingerprint of a store that holds no reads yet."""
-    return Fingerprint(f"{FORMAT} {SCHEMA_VERSION} {model_length}")
-
-
 class StoreWriter:
     """Takes segments in the order of the reads, then writes the store whole.
 
@@ -202,10 +194,9 @@ class StoreWriter:
 
     def __init__(self, folder: Path, model_length: int) -> None:
         self.folder, self._model_length = folder, model_length
-        self._stretches: list[list[SegmentFile]] = []
-        self._room = 0  # bytes for which the last stretch takes in more
+        self._stretches: list[list[Segment]] = []
+        self._room = 0  # values that the last stretch still takes in
         self._counts: Counter[str] = Counter()
-        self._fingerprint = fingerprint_for(model_length)
         self._digests = {axis: Column(folder / f"{axis}_digests", np.uint64, 2) for axis in ("read", "row")}
         for column in self._digests.values():
             column.path.touch()
@@ -214,14 +205,13 @@ class StoreWriter:
         """Take in the next segment."""
         if self._room <= 0:
             self._stretches.append([])
-            self._room = STRETCH_BYTES
-        self._room -= sum(segment.file.sizes.values())
-        self._stretches[-1].append(segment.file)
+            self._room = STRETCH
+        self._room -= sum(segment.sizes.values())
+        self._stretches[-1].append(segment)
         self._counts.update(segment.counts)
-        self._fingerprint.add(segment.leaves)
         for name, axis in (("read_id_digest", "read"), ("row_digest", "row")):
             with self._digests[axis].path.open("ab") as file:
-                file.write(segment.file.read(name).data)
+                file.write(segment.read(name).data)
 
     def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
         """Find what repeats among rows and ids; gives the first read whose id an earlier one has, and that one."""
@@ -243,20 +233,14 @@ class StoreWriter:
         """Id of a read, and the line of its header."""
         stretch = int(np.searchsorted(self._at["read"], read, side="right")) - 1
         files, i = self._stretches[stretch], read - int(self._at["read"][stretch])
-        end = int(_column(files, "read_id_length")[: i + 1].sum())
-        name = _column(files, "read_id_bytes")[end - int(_column(files, "read_id_length")[i]) : end]
-        return name.tobytes().decode(), int(_column(files, "read_line")[i])
+        return _ids(files)[i].decode(), int(_column(files, "read_line")[i])
 
-    def write(self, path: Path, workers: Workers) -> None:
-        """Write the store to `path`, whole, once repeats have been found."""
+    def write(self, path: Path, fingerprint: str, workers: Workers) -> None:
+        """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
         mark = self._free_mark(workers)
         repeated, uniques = self._uniques()
         self._counts["n_uniques"] = int(uniques["unique"][-1])
-        about: dict[str, str | int] = {
-            "format": FORMAT,
-            "schema_version": SCHEMA_VERSION,
-            "fingerprint": self._fingerprint.hexdigest(),
-        }
+        about: dict[str, str | int] = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint}
         about |= {"model_length": self._model_length, "duplicate_mark": mark}
         about |= {name: self._counts[name] for name in StoreCounts.__slots__}
         with whole_file(path) as aside:
@@ -281,9 +265,7 @@ class StoreWriter:
             for number, files in enumerate(self._stretches):
                 repeats = self._repeats["read"].of(number)
                 if len(repeats):
-                    ids = Strings(
-                        _column(files, "read_id_bytes").tobytes(), offsets_of(_column(files, "read_id_length"))
-                    )
+                    ids = _ids(files)
                     places = (repeats[:, 0] - self._at["read"][number]).tolist()
                     made = [ids[i] + f"{mark}{n}".encode() for i, n in zip(places, repeats[:, 2].tolist(), strict=True)]
                     named = Strings.of(made)
@@ -350,7 +332,7 @@ class _Part:
 
     path: Path
     starts: Mapping[str, int]  # byte at which each column begins
-    files: tuple[SegmentFile, ...]
+    files: tuple[Segment, ...]
     begin: Mapping[str, int]  # entries of each axis before
     copies: NDArray[np.int64]  # [n, 3] repeats of ids: read, first read of that id, how many-th
     again: NDArray[np.int64]  # [n, 2] rows that repeat an earlier one, and their uniques
@@ -390,7 +372,11 @@ def _write_stretch(part: _Part) -> None:
             put(f"{kind}_bytes", _kept(of(f"{kind}_bytes"), offsets_of(lengths), firsts))
 
 
-def _column(files: Sequence[SegmentFile], name: str) -> NDArray[Any]:
+def _ids(files: Sequence[Segment]) -> Strings:
+    return Strings(_column(files, "read_id_bytes").tobytes(), offsets_of(_column(files, "read_id_length")))
+
+
+def _column(files: Sequence[Segment], name: str) -> NDArray[Any]:
     """A column of neighbouring segments."""
     return np.concatenate([file.read(name) for file in files])
 

@@ -21,7 +21,7 @@ from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import ReadBatch, Strings, offsets_of
+from virnuc_core.reads.fast_parser import ReadBatch, Strings, offsets_of, within
 from virnuc_core.reads.fingerprint import Leaves, digests, leaves_of
 
 EMPTY: Final = 1  # bits of read_flags: no bases
@@ -118,14 +118,12 @@ def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) 
 
     `starts` and `ends` [n] both ascend. A frame is open when its protein has no stop and is not empty.
     """
+    if not len(starts):
+        letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
+        return Orfs(np.zeros(0, np.int64), letters, letters, lengths, letters, lengths)
     parts = [_translate_group(bases, starts[a:b], ends[a:b], a) for a, b in _groups(starts, ends)]
-    columns = zip(*(map(part.__getattribute__, Orfs.__slots__) for part in parts or [_no_frames()]), strict=True)
+    columns = zip(*(map(part.__getattribute__, Orfs.__slots__) for part in parts), strict=True)
     return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, columns))
-
-
-def _no_frames() -> Orfs:
-    letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
-    return Orfs(np.zeros(0, np.int64), letters, letters, lengths, letters, lengths)
 
 
 def _groups(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
@@ -148,7 +146,7 @@ def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.i
     segment = bases[low:high]
     strands = (segment.translate(_UPPER), segment.translate(_COMPLEMENT)[::-1])
     begins = (starts - low, high - ends)
-    inside = _shorter(3 * width, lengths - 2)
+    inside = within(3 * width, lengths[:1] - 2 if lengths.min() == lengths.max() else lengths - 2)
     by_frame: list[NDArray[np.uint8]] = []
     is_open = np.empty((len(starts), 6), bool)
     for strand, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
@@ -171,14 +169,6 @@ def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np
     # the reverse codon at forward base p begins, on the other strand, at base n - 3 - p
     back = codons[: max(n - 2, 0)].translate(reverse)[::-1] + pad + bytes(2)
     return ahead, np.frombuffer(back, np.uint8)
-
-
-def _shorter(width: int, lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which of `width` columns lie within each row's length: [n, width], or [1, width] when all rows are alike."""
-    if len(lengths) and lengths.min() == lengths.max():
-        lengths = lengths[:1]
-    inside: NDArray[np.bool_] = np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
-    return inside
 
 
 def _gather(
@@ -217,11 +207,12 @@ def _gather(
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentFile:
-    """The columns that one batch adds to a store, in a scratch file."""
+class Segment:
+    """The part of a store that one batch makes; its columns are in a scratch file."""
 
     path: str
     sizes: Mapping[str, int]  # values of each of the `SEGMENT_COLUMNS`, as they follow each other
+    counts: Mapping[str, int]  # by the names of `StoreCounts`, as far as one batch tells
 
     def read(self, name: str) -> NDArray[Any]:
         """One column."""
@@ -235,18 +226,11 @@ class SegmentFile:
         raise KeyError(name)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """The part of a store that one batch makes."""
+def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment, Leaves, dict[str, float]]:
+    """The batch's part of a store, in a file of `folder`; its part of the fingerprint; seconds of staging's stages.
 
-    file: SegmentFile
-    counts: Mapping[str, int]  # by the names of `StoreCounts`, as far as one batch tells
-    leaves: Leaves
-    seconds: Mapping[str, float]  # of staging's stages
-
-
-def process(batch: ReadBatch, model_length: int, folder: Path) -> Segment:
-    """Cut the reads of a batch, translate the chunks in six frames, digest ids and rows; columns go to `folder`."""
+    Reads are cut, their chunks translated in six frames, ids and open frames digested.
+    """
     started = time.perf_counter()
     bases, offsets, lengths = batch.bases.data, batch.bases.offsets, batch.bases.lengths
     chunks = chunk(lengths, model_length)
@@ -283,16 +267,11 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> Segment:
             file.write(np.ascontiguousarray(columns[name], kind).data)
     counts = {"n_reads": len(batch), "n_rows": len(orfs), "n_chunks": len(chunks.read), "n_bases": len(bases)}
     marked = {"n_open_reads": read_rows, "n_empty": lengths == 0, "n_short": short, "n_ambiguous": ambiguous}
-    return Segment(
-        file=SegmentFile(file.name, {name: len(columns[name]) for name in SEGMENT_COLUMNS}),
-        counts=counts | {name: int(np.count_nonzero(reads)) for name, reads in marked.items()},
-        leaves=leaves_of(batch, id_digests),
-        seconds={
-            "chunk_s": chunked - started,
-            "translate_s": translated - chunked,
-            "store_s": time.perf_counter() - translated,
-        },
-    )
+    counts |= {name: int(np.count_nonzero(reads)) for name, reads in marked.items()}
+    segment = Segment(file.name, {name: len(columns[name]) for name in SEGMENT_COLUMNS}, counts)
+    leaves = leaves_of(batch, id_digests)
+    stored_s = time.perf_counter() - translated
+    return segment, leaves, {"chunk_s": chunked - started, "translate_s": translated - chunked, "store_s": stored_s}
 
 
 def fingerprint_batch(batch: ReadBatch) -> Leaves:

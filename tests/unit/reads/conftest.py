@@ -28,7 +28,7 @@ def write(tmp_path: Path) -> WriteReads:
 
 def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 1500) -> None:
     """Sizes so small that every carry between blocks, stretches and buckets happens in a small test."""
-    patch.setattr(store, "STRETCH_BYTES", stretch)
+    patch.setattr(store, "STRETCH", stretch)
     patch.setattr(fingerprint, "BUCKET", 63)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
     patch.setitem(parse_by.__kwdefaults__, "block_bytes", block_bytes)
