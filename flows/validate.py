@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 from uuid import UUID
@@ -60,9 +61,19 @@ POLL_S: Final = 5
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What a flow's state keeps of a report; the whole is in its directory."""
+
+    folder: Path
+    met: int
+    failed: tuple[str, ...]  # titles of the criteria that were missed
+    approval: str | None = None  # the reviewer's verdict
+
+
 @flow(name="validate", flow_run_name=named("reads", "profile", "devices"))
 @with_parameters(ValidateSettings)
-def validate(settings: ValidateSettings) -> State[Report]:
+def validate(settings: ValidateSettings) -> State[Judged]:
     """Proves a machine: the same reads by the baseline, on one device and on all, compared and judged by a profile.
 
     A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
@@ -70,26 +81,27 @@ def validate(settings: ValidateSettings) -> State[Report]:
     judged, message = measure(settings, lambda devices: sorted({1, devices}), with_baseline=True)
     emit_outcome(judged, settings.out)
     approval = _approval(settings, judged) if settings.approval else None
+    result = in_short(settings.out, judged, approval)
     message = f"{met_sentence(judged)}{message}"
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
     if approval is not None and approval.verdict == "rejected":
-        return not_met(judged, message, fails=settings.fail_on_criteria, name=REJECTED)
+        return not_met(result, message, fails=settings.fail_on_criteria, name=REJECTED)
     if judged.failed:
-        return not_met(judged, message, fails=settings.fail_on_criteria)
-    return done(judged, message)
+        return not_met(result, message, fails=settings.fail_on_criteria)
+    return done(result, message)
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
 @with_parameters(ScaleSettings)
-def scale(settings: ScaleSettings) -> State[Report]:
+def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
     judged, message = measure(settings, steps, with_baseline=False)
     curve = [
         f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)})" for row in judged.scaling
     ]
     told = "; ".join(curve) or "one device only: there is no curve"
-    return done(judged, told + message)
+    return done(in_short(settings.out, judged), told + message)
 
 
 def steps(devices: int) -> list[int]:
@@ -100,6 +112,11 @@ def steps(devices: int) -> list[int]:
     """
     doubled = [1 << power for power in range(devices.bit_length()) if 1 << power <= devices]
     return sorted({*doubled, devices})
+
+
+def in_short(out: Path, judged: Report, approval: ApprovalRecord | None = None) -> Judged:
+    failed = tuple(criterion.title for criterion in judged.failed)
+    return Judged(RunDir(out).report, judged.met, failed, None if approval is None else approval.verdict)
 
 
 def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, with_baseline: bool) -> tuple[Report, str]:
