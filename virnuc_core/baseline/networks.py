@@ -19,7 +19,6 @@ from torch.nn.utils.rnn import pad_sequence
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import Tokenizer
 
-ESM2_PAD: Final = 1
 ESM2_MASK: Final = 32
 MASKED_IN_TRAINING: Final = 0.15 * 0.8
 

@@ -88,10 +88,6 @@ class WorkerSlot:
     ready: bool = False  # whether the present worker has said so
     unready_deaths: int = 0
 
-    @property
-    def device(self) -> str:
-        return self.spec.device.id
-
 
 class Pool:
     """Computes shards on workers. Use `run` once; what there was to count can be read afterwards."""
@@ -147,7 +143,7 @@ class Pool:
 
     def _start(self, slot: WorkerSlot) -> None:
         slot.ready = False
-        slot.worker = self._workers.start(slot.spec, self._logs / f"worker-{slot.device}.log")
+        slot.worker = self._workers.start(slot.spec, self._logs / f"worker-{slot.spec.device.id}.log")
         slot.worker.send(self._job)
         self._feed(slot)
 
@@ -167,8 +163,8 @@ class Pool:
         match heard:
             case Ready(record=record):
                 slot.ready, slot.unready_deaths = True, 0
-                self.records[slot.device] = record
-                log.info("%s ready after %.1f s", slot.device, record["ready_s"])
+                self.records[worker.device] = record
+                log.info("%s ready after %.1f s", worker.device, record["ready_s"])
             case Computed(done=done):
                 task = slot.held.popleft()
                 if done is None:
@@ -180,7 +176,7 @@ class Pool:
                     self._on_done(done)
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
-                log.error("%s: %s: %s", slot.device, heard.kind, heard.message)
+                log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
                 if (error := heard.own_error()) is not None:
                     raise error
             case Closed():
@@ -191,7 +187,7 @@ class Pool:
         now = time.monotonic()
         for slot in self._slots:
             if slot.worker is not None and slot.held and now - slot.worker.progress_s > self._silence_s:
-                log.error("%s has been silent for more than %.0f s; ending it", slot.device, self._silence_s)
+                log.error("%s has been silent for more than %.0f s; ending it", slot.worker.device, self._silence_s)
                 slot.worker.progress_s = now
                 slot.worker.end(0.5)
 
@@ -202,18 +198,18 @@ class Pool:
             raise WorkerError(INTERRUPTED)
         said = f"{failed.kind}: {failed.message}" if failed else worker.last_words
         held = [task.shard for task in slot.held]
-        self.deaths.append(f"worker on {slot.device} ended (status {status}), holding shards {held}; it said: {said}")
+        self.deaths.append(f"worker on {worker.device} ended (status {status}), holding shards {held}; it said: {said}")
         log.warning("%s", self.deaths[-1])
         out_of_memory = failed is not None and failed.kind == "OutOfMemoryError"
         if slot.ready and slot.held:
             slot.held[0] = self._after_death(slot.held[0], said, out_of_memory=out_of_memory)
         elif not slot.ready and out_of_memory:
-            slot.spec = slot.spec.model_copy(update={"divisor": _doubled(slot.spec.divisor, slot.device)})
+            slot.spec = slot.spec.model_copy(update={"divisor": _doubled(slot.spec.divisor, worker.device)})
         elif not slot.ready:
             slot.unready_deaths += 1
             if slot.unready_deaths >= MAX_DEATHS_BEFORE_READY:
                 raise WorkerError(
-                    f"workers on {slot.device} ended {slot.unready_deaths} times before they were ready; "
+                    f"workers on {worker.device} ended {slot.unready_deaths} times before they were ready; "
                     f"last words: {said}; see {worker.log}",
                     worker_traceback=failed.traceback if failed else "",
                 )
