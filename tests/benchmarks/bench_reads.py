@@ -195,7 +195,7 @@ def table(result: Numbers) -> Iterator[str]:
         )
         yield f"{line['kind']:10} {line['workers']:>7} {line['reads_per_s']:>10,.0f} {line['over_one']:>7.2f}{tail}"
     yield f"one worker is {result['times_the_twin']:.1f} times as fast as the slow twin"
-    yield f"parsing, which one process does for all, is {result['parse_share']:.1%} of one worker's time"
+    yield f"unpacking, cutting and parsing are {result['parse_share']:.1%} of one worker's time"
 
 
 def memory(folder: Path, sizes: list[int], workers: list[int]) -> Numbers:

@@ -132,7 +132,7 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
 
 
 def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> StageSummary:
-    began, seconds = time.perf_counter(), defaultdict[str, float](float)
+    began, seconds = time.perf_counter(), dict[str, float]()
     try:
         with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers) as workers:
             log = new_log()
@@ -144,7 +144,7 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
                         "choose another directory or --force"
                     )
                 log = new_log()
-                _make(spec, inputs, out, StoreWriter(folder, spec.model_length), log, workers, seconds)
+                seconds = _make(spec, inputs.files, out, folder, log, workers)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -157,18 +157,13 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
 
 
 def _make(
-    spec: StageSpec,
-    inputs: Inputs,
-    out: Path,
-    writer: StoreWriter,
-    log: ParseLog,
-    workers: Workers,
-    seconds: dict[str, float],
-) -> None:
-    """Read and translate everything, find what repeats, write the store."""
-    fingerprint = _no_reads(spec.model_length)
-    work = partial(process, model_length=spec.model_length, folder=writer.folder)
-    for segment, leaves, taken in parse_by(workers, work, inputs.files, log):
+    spec: StageSpec, files: tuple[str, ...], out: Path, folder: Path, log: ParseLog, workers: Workers
+) -> dict[str, float]:
+    """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
+    writer, fingerprint = StoreWriter(folder, spec.model_length), _no_reads(spec.model_length)
+    seconds = defaultdict[str, float](float)
+    work = partial(process, model_length=spec.model_length, folder=folder)
+    for segment, leaves, taken in parse_by(workers, work, files, log):
         before = time.perf_counter()
         writer.add(segment)
         fingerprint.add(leaves)
@@ -176,14 +171,15 @@ def _make(
         for part, part_s in taken.items():
             seconds[part] += part_s / spec.workers  # side by side with those of others
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
-    if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
-        raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
+    if log.reads == 0 and not all(can_be_read_twice(name) for name in files):
+        raise InputError(f"no read came in from {', '.join(files)}", hint="did what writes to it fail?")
     before = time.perf_counter()
     twice = writer.find_repeats(workers)
     if spec.strict and twice is not None:
         raise _shared_id(writer, log, *twice)
     writer.write(out, fingerprint.hexdigest(), workers)
     seconds["store_s"] += time.perf_counter() - before
+    return seconds
 
 
 def _no_reads(model_length: int) -> Fingerprint:

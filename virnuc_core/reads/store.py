@@ -193,7 +193,7 @@ class StoreWriter:
     """
 
     def __init__(self, folder: Path, model_length: int) -> None:
-        self.folder, self._model_length = folder, model_length
+        self._folder, self._model_length = folder, model_length
         self._stretches: list[list[Segment]] = []
         self._room = 0  # values that the last stretch still takes in
         self._counts: Counter[str] = Counter()
@@ -223,7 +223,7 @@ class StoreWriter:
         found = workers.map(repeats_in, buckets["read"] + buckets["row"], may_start=False)
         self._repeats = {}
         for axis, some in buckets.items():
-            self._repeats[axis] = Repeats(self.folder / f"{axis}_repeats", self._at[axis].tolist())
+            self._repeats[axis] = Repeats(self._folder / f"{axis}_repeats", self._at[axis].tolist())
             for _ in some:
                 self._repeats[axis].add(next(found))
         self._counts["n_duplicate_ids"] = len(self._repeats["read"])
@@ -260,7 +260,7 @@ class StoreWriter:
 
     def _digests_of_names(self, mark: str) -> Column:
         """Digests of the names that reads with an earlier one's id would get."""
-        names = Column(self.folder / f"names{len(mark)}", np.uint64, 2)
+        names = Column(self._folder / f"names{len(mark)}", np.uint64, 2)
         with names.path.open("wb") as out:
             for number, files in enumerate(self._stretches):
                 repeats = self._repeats["read"].of(number)
