@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from flows.parameters import FlowSettings, PredictSettings, RunSettings, command
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.errors import ConfigError, InputError, printable
+from virnuc_core.errors import ConfigError, InputError, printable, storage_error
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -142,6 +142,6 @@ def writable(out: Path) -> None:
             file.write(b"virnuc")
             file.flush()
     except OSError as error:
-        raise ConfigError(
+        raise storage_error(error, out) or ConfigError(
             f"{out}: cannot write in {nearest}: {error.strerror or error}; make room or choose another directory"
         ) from error

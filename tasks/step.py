@@ -43,7 +43,7 @@ from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
 from virnuc_core.engine.process import end_all_children
-from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError, printable
+from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError, printable, storage_error
 from virnuc_core.runfiles import Device
 
 P = ParamSpec("P")
@@ -100,7 +100,7 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Task[P, 
 
 def can_help(error: BaseException) -> bool:
     """Whether the same call may succeed later: a dead worker or a busy disk may, a wrong setting or bad input never."""
-    return isinstance(error, WORTH_A_RETRY) and not isinstance(error, HOPELESS)
+    return isinstance(error, WORTH_A_RETRY) and not isinstance(error, HOPELESS) and storage_error(error) is None
 
 
 def _retry_condition(_task: Any, _task_run: TaskRun, state: State[Any]) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import shutil
 from pathlib import Path
 from typing import Final
 
@@ -82,6 +85,41 @@ class WorkerError(VirnucError):
         super().__init__(problem)
         if worker_traceback:
             self.add_note(worker_traceback)
+
+
+# what a disk that takes no more says, and the way out
+_STORAGE: Final = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room, or have the quota raised",
+    errno.EFBIG: "have the limit on file sizes raised (ulimit -f)",
+    errno.EIO: "have the disk looked at, or choose another",
+    errno.EROFS: "have it mounted for writing, or choose another directory",
+}
+
+
+class StorageError(VirnucError):
+    """A disk that is full, broken or read-only, or a limit that is reached: told at once, for no other try can help."""
+
+
+def storage_error(error: BaseException, path: Path | None = None) -> StorageError | None:
+    """What the system said of a disk while `path` was written, with the room that is left there; None for all else."""
+    if not isinstance(error, OSError) or error.errno not in _STORAGE:
+        return None
+    path = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
+    free = next((shutil.disk_usage(folder).free for folder in path.parents if folder.is_dir()), 0) if path else None
+    left = "" if free is None else f"; {size(free)} free there"
+    place = "" if path is None else f"{path}: "
+    way_out = _STORAGE[error.errno]
+    return StorageError(f"{place}{os.strerror(error.errno)}{left}; {way_out} and run again, what was committed stays")
+
+
+def size(nbytes: int) -> str:
+    """Bytes as people say them.
+
+    >>> size(2_000_000), size(72_300_000_000)
+    ('2.0 MB', '72.3 GB')
+    """
+    return f"{nbytes / 1e9:,.1f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:,.1f} MB"
 
 
 class SpentInputError(VirnucError):

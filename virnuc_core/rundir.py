@@ -9,17 +9,21 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import shutil
 import signal
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
-from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.errors import ConfigError, DeviceError, StorageError, size, storage_error
+
+if TYPE_CHECKING:
+    import h5py
 
 SYSTEM_LOCKS: Final = Path("/run/lock")
 
@@ -64,25 +68,62 @@ class RunDir:
 
 
 @contextmanager
+def storing(path: Path) -> Iterator[None]:
+    """What the disk refuses while `path` is written is raised as `StorageError`, which names it."""
+    try:
+        yield
+    except OSError as error:
+        if (told := storage_error(error, path)) is None:
+            raise
+        raise told from error
+
+
+def check_room(folder: Path, nbytes: int, what: str) -> None:
+    """See to it that so many bytes can be written in `folder`, which exists. Errors: `StorageError` says how many."""
+    if nbytes > (free := shutil.disk_usage(folder).free):
+        raise StorageError(
+            f"{folder}: {what} need about {size(nbytes)}, {size(free)} are free; make room or choose another directory"
+        )
+
+
+@contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success flush it and rename it into place, else remove it.
 
-    Errors: whatever the body raises; `OSError` of the flush or the rename. A reader never sees half a file.
+    Errors: whatever the body raises; `StorageError` for what the disk refuses. A reader never sees half a file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield aside
-        with aside.open("rb+") as handle:
-            os.fsync(handle.fileno())
-        os.replace(aside, path)
-        folder = os.open(path.parent, os.O_RDONLY)
+    with storing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            os.fsync(folder)  # so that the rename survives a power cut
+            yield aside
+            with aside.open("rb+") as handle:
+                os.fsync(handle.fileno())
+            os.replace(aside, path)
+            folder = os.open(path.parent, os.O_RDONLY)
+            try:
+                os.fsync(folder)  # so that the rename survives a power cut
+            finally:
+                os.close(folder)
         finally:
-            os.close(folder)
-    finally:
-        aside.unlink(missing_ok=True)
+            aside.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any) -> Iterator[h5py.File]:
+    """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them.
+
+    It is made in memory: HDF5 does not live through a disk that refuses. Errors: `StorageError` for one that does.
+    """
+    import h5py  # takes a while, and few who name a path write HDF5
+
+    with h5py.File(path.name, "w", driver="core", backing_store=False, **options) as file:
+        yield file
+        file.flush()
+        image = file.id.get_file_image()  # without the block for the user
+    with whole_file(path) as aside, aside.open("wb") as whole:
+        whole.write(head(image))
+        whole.write(image)
 
 
 def write_text_whole(path: Path, text: str) -> None:

@@ -15,7 +15,7 @@ import pytest
 from flows import cli, start
 from flows.parameters import PredictSettings
 from virnuc_core.config import EngineSpec
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import InputError, StorageError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 FASTA = b">r1\nACGTACGTACGTACGTACGT\n"
@@ -246,5 +246,5 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("flows.start.tempfile.TemporaryFile", full)
-    with pytest.raises(ConfigError, match="No space left on device; make room"):
+    with pytest.raises(StorageError, match=r"No space left on device; .* free there; make room"):
         start.writable(tmp_path / "out")

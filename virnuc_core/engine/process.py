@@ -28,7 +28,17 @@ from pydantic import Field
 
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment
-from virnuc_core.errors import ConfigError, DeviceError, InputError, ShardError, VirnucError, WeightsError, WorkerError
+from virnuc_core.errors import (
+    ConfigError,
+    DeviceError,
+    InputError,
+    ShardError,
+    StorageError,
+    VirnucError,
+    WeightsError,
+    WorkerError,
+    storage_error,
+)
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
@@ -42,7 +52,9 @@ from virnuc_core.engine.process import serve
 serve(sys.argv[1])
 """
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
-OWN_ERRORS: Final = {e.__name__: e for e in (InputError, ConfigError, WeightsError, DeviceError, ShardError)}
+OWN_ERRORS: Final = {
+    e.__name__: e for e in (InputError, ConfigError, WeightsError, DeviceError, ShardError, StorageError)
+}
 SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
@@ -395,6 +407,6 @@ class Parent:
 
     def give_up(self, error: Exception) -> NoReturn:
         """Tell the parent what went wrong, in whichever thread it did, and end the process."""
-        trace = "".join(traceback.format_exception(error))
-        self.send(Failed(kind=type(error).__name__, message=str(error), traceback=trace))
+        trace, told = "".join(traceback.format_exception(error)), storage_error(error) or error
+        self.send(Failed(kind=type(told).__name__, message=str(told), traceback=trace))
         os._exit(1)

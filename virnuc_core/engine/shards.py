@@ -8,7 +8,6 @@ remembers progress.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 from virnuc_core.config import RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ShardError
-from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.rundir import RunDir, whole_hdf5, write_text_whole
 from virnuc_core.telemetry.tables import ShardDone
 
 SCHEMA_VERSION: Final = 1
@@ -143,30 +142,24 @@ def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) ->
 def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
     """Make a shard's result permanent: write aside, flush, checksum, rename. The same result gives the same bytes.
 
-    Errors: `ShardError` when the result has not one finite row per unique; `OSError` of the disk.
+    Errors: `ShardError` when the result has not one finite row per unique; `StorageError` of the disk.
     """
     lo, hi = plan.range(shard)
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_file(path) as aside:
-        with h5py.File(aside, "w", libver="latest", userblock_size=SEAL_BYTES) as shard_file:
-            for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
-                dataset = shard_file.create_dataset(name, data=array)
-                dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
-            shard_file.attrs.update({"schema_version": SCHEMA_VERSION, "shard": shard})
-            shard_file.attrs.update({"range": [lo, hi], "fingerprint": plan.fingerprint})
-        with aside.open("rb+") as file:
-            seal = _seal(file)
-            file.seek(0)
-            file.write(seal)
+    with whole_hdf5(path, _sealed, libver="latest", userblock_size=SEAL_BYTES) as shard_file:
+        for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
+            dataset = shard_file.create_dataset(name, data=array)
+            dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
+        shard_file.attrs.update({"schema_version": SCHEMA_VERSION, "shard": shard})
+        shard_file.attrs.update({"range": [lo, hi], "fingerprint": plan.fingerprint})
     return path
 
 
-def _seal(file: io.BufferedIOBase) -> bytes:
-    """The user block of a shard's file: a digest of everything behind it, so that any changed bit is seen."""
-    file.seek(SEAL_BYTES)
-    digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
+def _sealed(body: bytes | memoryview) -> bytes:
+    """What stands before the bytes of a shard: a digest of them all, so that any changed bit is seen."""
+    digest = hashlib.blake2b(body, digest_size=32)
     return f"virnuc shard {SCHEMA_VERSION}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
 
 
@@ -174,9 +167,9 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     """A committed shard, proven to the last bit; `ShardError` says what is wrong with the file."""
     path = shard_path(run, shard)
     try:
-        with path.open("rb") as file:
-            if file.read(SEAL_BYTES) != _seal(file):
-                raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
+        body = path.read_bytes()
+        if body[:SEAL_BYTES] != _sealed(memoryview(body)[SEAL_BYTES:]):
+            raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
     embeddings, scores = _read(run, plan, shard, ("embeddings", "scores"))
@@ -236,7 +229,7 @@ def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
 def write_virtual_embeddings(run: RunDir) -> Path:
     """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved."""
     plan = read_plan(run)
-    with whole_file(run.embeddings) as aside, h5py.File(aside, "w", libver="latest") as file:
+    with whole_hdf5(run.embeddings, libver="latest") as file:
         if len(plan) == 0:
             file.create_dataset("embeddings", shape=(0, 0), dtype=np.float32)
             file.create_dataset("scores", shape=(0, 2), dtype=np.float32)

@@ -20,7 +20,14 @@ import psutil
 from pydantic import Field, ValidationError
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
-from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError
+from virnuc_core.errors import (
+    ConfigError,
+    InputError,
+    RunMismatchError,
+    SpentInputError,
+    WorkerError,
+    storage_error,
+)
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import OnError, ParseLog, parse_by
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
@@ -146,7 +153,7 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
                 log = new_log()
                 seconds = _make(spec, inputs.files, out, folder, log, workers)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
-        raise ConfigError(
+        raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
         ) from error
     seconds["total_s"] = time.perf_counter() - began

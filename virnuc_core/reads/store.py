@@ -7,6 +7,7 @@ settings give the same bytes. `StoreWriter` makes one of segments, `OrfStore` is
 from __future__ import annotations
 
 import itertools
+import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,11 +24,12 @@ from virnuc_core.reads.fast_parser import Strings, offsets_of
 from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in, share_a_digest
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
-from virnuc_core.rundir import whole_file
+from virnuc_core.rundir import check_room, whole_file
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
 STRETCH: Final = 1 << 22  # values of segments put into the store together, at least
+HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 
 COLUMNS: Final[dict[str, type[np.generic]]] = {
@@ -292,12 +294,16 @@ class StoreWriter:
         layout.set_layout(h5py.h5d.CONTIGUOUS)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+        length_of = {name: entries[_AXES[name]] + name.endswith("_offsets") for name in COLUMNS}
+        nbytes = sum(length * np.dtype(COLUMNS[name]).itemsize for name, length in length_of.items()) + HEADERS_BYTES
+        check_room(path.parent, nbytes, "the staged reads")
+        path.touch()
+        os.truncate(path, nbytes)  # refused here and not in HDF5, which does not live through it
         starts = {}
         with h5py.File(path, "w", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_times=False) as file:
             file.attrs.update(about)
-            for name, kind in COLUMNS.items():
-                length = entries[_AXES[name]] + name.endswith("_offsets")
-                dataset = file.create_dataset(name, (length,), kind, dcpl=layout)
+            for name, length in length_of.items():
+                dataset = file.create_dataset(name, (length,), COLUMNS[name], dcpl=layout)
                 starts[name] = dataset.id.get_offset() if length else 0
         return starts
 

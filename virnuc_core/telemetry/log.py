@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 
 from virnuc_core.errors import InputError
-from virnuc_core.rundir import whole_file
+from virnuc_core.rundir import whole_hdf5
 from virnuc_core.runfiles import Positive, RunFile, write
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, StageTime
@@ -191,12 +191,12 @@ def write_telemetry(folder: Path, measured: Telemetry, *, n_reads: int, wall_s: 
     """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
 
     In HDF5 the columns of the batches lie at the root, the other tables in groups of their names.
-    Errors: `OSError` of the disk.
+    Errors: `StorageError` of the disk.
     """
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
     path = next(path for name in names if not (path := folder / f"{name}.json").exists())
-    with whole_file(path.with_suffix(".h5")) as aside, h5py.File(aside, "w") as file:
+    with whole_hdf5(path.with_suffix(".h5")) as file:
         file.attrs.update(schema_version=SCHEMA_VERSION, origin_s=measured.origin_s, started=measured.started)
         _write_table(file, batch_frame(measured))
         for name in ("samples", "host", "shards"):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from virnuc_core.engine import shards
 from virnuc_core.engine.shards import ShardPlan, ShardResult, make_plan
-from virnuc_core.errors import ShardError
+from virnuc_core.errors import ShardError, StorageError
 from virnuc_core.rundir import RunDir
 
 
@@ -66,7 +66,7 @@ def test_a_failed_write_leaves_nothing(run: RunDir, monkeypatch: pytest.MonkeyPa
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(StorageError, match="No space"):
         shards.commit(run, ShardPlan(bounds=(0, 3), fingerprint="f"), 0, result(3))
     assert list(run.shards.iterdir()) == []
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from xopen import xopen
 
 from virnuc_core.config import Spec
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, StorageError
 from virnuc_core.reads.stage import FileReads, StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
@@ -242,7 +242,7 @@ def test_a_full_disk_is_said_in_one_line(write: WriteReads, tmp_path: Path, monk
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("virnuc_core.reads.store.StoreWriter.add", refuse)
-    with pytest.raises(ConfigError, match="No space left on device"):
+    with pytest.raises(StorageError, match=r"orfs\.h5: No space left on device; .* free there; make room"):
         stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []
 

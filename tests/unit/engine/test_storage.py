@@ -1,0 +1,82 @@
+"""A disk that takes no more: said at once, by path and room, in every process; no row is accused of it."""
+
+from __future__ import annotations
+
+import errno
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tasks.step import can_help
+from virnuc_core.config import Devices
+from virnuc_core.errors import StorageError, storage_error
+from virnuc_core.pipeline import read_summary
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.rundir import RunDir, whole_file
+
+from .test_runs import copy_of, go, no_children, result_bytes
+
+ONE = Devices.parse("cpu:1")
+
+
+@contextmanager
+def largest_file(nbytes: int) -> Iterator[None]:
+    """No process started meanwhile, nor this one, can make a file larger; a full disk refuses in the same way."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    root = tmp_path / "run"
+    sizes = sorted(path.stat().st_size for path in (reference / "shards").glob("*.h5"))
+    with largest_file(sizes[-1] - 1), pytest.raises(StorageError, match=r"shards/\d+\.h5: File too large") as caught:
+        go(root, staged, tiny_models, ONE)
+    assert not can_help(caught.value)
+    assert caught.value.exit_code == 1
+    logs = "".join(path.read_text() for path in (root / "logs").glob("worker-*.log"))
+    assert "Traceback" not in logs
+    assert not list((root / "shards").glob(".*"))
+    assert no_children()
+    go(root, staged, tiny_models, ONE)
+    assert result_bytes(root) == result_bytes(reference)
+
+
+def test_results_the_disk_refuses_are_named_and_no_summary_says_they_are_there(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+) -> None:
+    run = RunDir(copy_of(reference, tmp_path / "run"))
+    run.predictions.unlink()
+    size = RunDir(reference).predictions.stat().st_size
+    with largest_file(size - 1), pytest.raises(StorageError, match=r"prediction_results\.txt: File too large"):
+        go(run.root, staged, tiny_models, ONE)
+    assert not run.predictions.exists()
+    go(run.root, staged, tiny_models, ONE)
+    assert result_bytes(run.root) == result_bytes(reference)
+    assert read_summary(run) is not None
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("limit", [3_000, 60_000])
+def test_staging_the_disk_refuses_says_so(tmp_path: Path, reads_file: Path, workers: int, limit: int) -> None:
+    (tmp_path / "again.fasta").write_bytes(reads_file.read_bytes())
+    spec = StageSpec(reads=(str(reads_file), str(tmp_path / "again.fasta")), model_length=300, workers=workers)
+    with largest_file(limit), pytest.raises(StorageError, match="File too large"):
+        stage(spec, tmp_path / "run" / "orfs.h5")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_storage_errors_are_told_by_their_number(tmp_path: Path) -> None:
+    for number in (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS):
+        with pytest.raises(StorageError, match=r"a\.txt: .* free"), whole_file(tmp_path / "a.txt"):
+            raise OSError(number, "whatever")
+    assert storage_error(OSError(errno.EACCES, "no")) is None
+    assert storage_error(ValueError("errno = 28")) is None
