@@ -22,7 +22,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain
+from virnuc_core.config import SETTINGS_BYTES, THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain, small_text
 from virnuc_core.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -169,10 +169,10 @@ class ComputeSettings(Spec):
 def read_settings(path: Path) -> dict[str, Any]:
     """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        found = tomllib.loads(small_text(path, SETTINGS_BYTES))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"settings {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"settings {path}: not valid TOML: {error}") from error
     unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
     if unknown:

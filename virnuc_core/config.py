@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import re
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +17,8 @@ Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 
 DEFAULT_MODEL_LENGTH = 500
+MOST_SHOWN = 100  # characters of a value that is wrong
+SETTINGS_BYTES = 1 << 16  # a file of settings at most
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 
@@ -31,9 +35,9 @@ class EngineSpec(Spec):
         "auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8 is for ESM-2, DNABERT-S keeps fp16 then"
     )
     attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
-    token_budget: int = Field(16_384, ge=64, description="token slots of one packed ESM-2 batch")
-    dna_token_budget: int = Field(16_384, ge=64, description="token slots of one packed DNABERT-S batch")
-    shard_tokens: int = Field(262_144, ge=64, description="ESM-2 tokens of one shard: the unit of commit and of loss")
+    token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
+    dna_token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch")
+    shard_tokens: int = Field(262_144, ge=64, le=1 << 32, description="ESM-2 tokens of one shard: the unit of commit")
     dedup: bool = Field(True, description="embed identical sequences once")
     num_workers: int = Field(0, ge=0, le=64, description="loader processes of one worker; 0: a thread of the worker")
     prefetch_factor: int = Field(4, ge=1, le=64, description="packed batches kept ready for each loader")
@@ -83,7 +87,7 @@ class Devices(Spec):
         cleaned = text.strip()
         if cleaned == "auto":
             return cls(kind="auto")
-        if match := re.fullmatch(r"cpu(?::(\d+))?", cleaned):
+        if match := re.fullmatch(r"cpu(?::(\d{1,4}))?", cleaned):
             count = int(match[1] or 1)
             if count < 1:
                 raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
@@ -133,5 +137,19 @@ def explain(error: ValidationError, most: int | None = None) -> str:
         place = ".".join(str(step) for step in item["loc"]) or "settings"
         if item["type"] == "json_invalid":  # what was given is a whole file
             return f"{item['msg'][0].lower()}{item['msg'][1:]}"
-        parts.append(f"{place}: {item['msg'][0].lower()}{item['msg'][1:]} (given {item.get('input')!r})")
+        given = repr(item.get("input"))
+        given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}…"
+        parts.append(f"{place[:MOST_SHOWN]}: {item['msg'][0].lower()}{item['msg'][1:]} (given {given})")
     return "; ".join(parts)
+
+
+def small_text(path: Path | Traversable, most: int) -> str:
+    """The text of a file that has no reason to be larger than `most` bytes: no more are read.
+
+    Errors: `OSError`, also for a larger one; `UnicodeDecodeError`.
+    """
+    with path.open("rb") as file:
+        body = file.read(most + 1)
+    if len(body) > most:
+        raise OSError(errno.EOVERFLOW, f"larger than {most:,} bytes")
+    return body.decode()

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from virnuc_core.config import Attention, EngineSpec, Precision
+from virnuc_core.config import Attention, EngineSpec, Precision, small_text
 from virnuc_core.encoders.attention import choose_backend, inv_freq
 from virnuc_core.encoders.layers import resolve_precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
@@ -25,6 +25,7 @@ from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
+INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
 
 def open_esm2(models: Path) -> tuple[Esm2Shape, Tensors]:
@@ -305,8 +306,8 @@ def read_index(path: Path) -> list[Path]:
     if not path.is_file():
         return []
     try:
-        files = sorted({str(file) for file in json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()})
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        files = sorted({str(file) for file in json.loads(small_text(path, INDEX_BYTES))["weight_map"].values()})
+    except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path}: not an index of the shards of a checkpoint") from error
     for file in files:
         if Path(file).name != file or not (path.parent / file).is_file():

@@ -17,9 +17,10 @@ from typing import Any, Final
 import numpy as np
 import tokenizers
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, explain
 from virnuc_core.encoders.attention import inv_freq
 from virnuc_core.encoders.checkpoint import (
     PARTS,
@@ -109,10 +110,13 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     opened = open_safetensors([source]) if safe else Checkpoint(str(source), read_head(source))
     if "hidden_layer.weight" not in opened.tensors:
         raise WeightsError(f"{source}: no tensor hidden_layer.weight; not a head of VirNucPro")
-    hidden, width = opened.tensors["hidden_layer.weight"].shape
+    hidden, width = (*opened.tensors["hidden_layer.weight"].shape, 0)[:2]
     if width <= dna_width:
         raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
-    shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
+    try:
+        shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
+    except ValidationError as error:
+        raise WeightsError(f"{source}: {explain(error)}") from error
     write_part(out, shape, fit(opened, shape).read, source.name, "fp32")
     return shape
 
@@ -171,11 +175,12 @@ def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
         vocab, width = sizes["embed.weight"]
         head_dim = 2 * sizes["inv_freq"][0]
         ffn_width = sizes["layers.0.fc1.weight"][0]
-    except KeyError as error:
+        heads = width // head_dim
+        return Esm2Shape(layers=max(layers) + 1, width=width, heads=heads, ffn_width=ffn_width, vocab=vocab)
+    except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:  # no such tensor, or of other dimensions
         raise WeightsError(
             f"{source.origin}: no config.json beside it, and not the layout of fair-esm's ESM-2"
         ) from error
-    return Esm2Shape(layers=max(layers) + 1, width=width, heads=width // head_dim, ffn_width=ffn_width, vocab=vocab)
 
 
 def _beside(source: Path, name: str) -> Path | None:

@@ -10,12 +10,13 @@ from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from virnuc_core.config import Spec, explain
+from virnuc_core.config import Spec, explain, small_text
 from virnuc_core.errors import WeightsError
 from virnuc_core.rundir import write_text_whole
 
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
+CONFIG_BYTES: Final = 1 << 20  # a config.json at most
 Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
 
 
@@ -24,10 +25,10 @@ class EncoderShape(Spec):
 
     model: str
     origin: str = Field("", description="where the weights come from")
-    layers: int = Field(ge=1)
-    width: int = Field(ge=4)
-    heads: int = Field(ge=1)
-    ffn_width: int = Field(ge=4)
+    layers: int = Field(ge=1, le=1024)  # the upper bounds: what no model of this kind will soon have
+    width: int = Field(ge=4, le=1 << 16)
+    heads: int = Field(ge=1, le=1024)
+    ffn_width: int = Field(ge=4, le=1 << 18)
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -54,7 +55,9 @@ class Esm2Shape(EncoderShape):
     """An ESM-2: pre-norm layers with rotary positions."""
 
     model: Literal["esm2"] = "esm2"
-    vocab: int = Field(33, ge=33, description="rows of the embedding table; some ports pad it beyond the 33 symbols")
+    vocab: int = Field(
+        33, ge=33, le=1 << 20, description="rows of the embedding table; some ports pad it beyond the 33 symbols"
+    )
     norm_eps: float = Field(1e-5, gt=0)
     token_dropout: bool = True
 
@@ -72,8 +75,8 @@ class DnabertShape(EncoderShape):
     """A DNABERT-S: post-norm layers with ALiBi and gated linear units."""
 
     model: Literal["dnabert_s"] = "dnabert_s"
-    vocab: int = Field(ge=9)
-    token_types: int = Field(2, ge=1)
+    vocab: int = Field(ge=9, le=1 << 20)
+    token_types: int = Field(2, ge=1, le=1024)
     norm_eps: float = Field(1e-12, gt=0)
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
@@ -92,10 +95,10 @@ class HeadShape(Spec):
 
     model: Literal["head"] = "head"
     origin: str = Field("", description="where the weights come from")
-    model_length: int = Field(ge=3)
-    dna_width: int = Field(ge=1)
-    protein_width: int = Field(ge=1)
-    hidden: int = Field(512, ge=1)
+    model_length: int = Field(ge=3, le=1 << 20)
+    dna_width: int = Field(ge=1, le=1 << 16)
+    protein_width: int = Field(ge=1, le=1 << 16)
+    hidden: int = Field(512, ge=1, le=1 << 16)
     norm_eps: float = Field(1e-5, gt=0)
 
     @property
@@ -153,10 +156,10 @@ _HF_FURTHER: Final = {"layer_norm_eps": "norm_eps", "token_dropout": "token_drop
 def read_shape(path: Path, kind: type[S]) -> S:
     """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        raw = json.loads(small_text(path, CONFIG_BYTES))
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WeightsError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import pickle
+import resource
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +23,8 @@ from virnuc_core.errors import WeightsError
 
 HEAD_CLASS: Final = "MLPClassifier"
 HEAD_MAX_TENSORS: Final = 100  # it has 9; a pickle of a few lines can name one module within itself many times over
+SHARED: Final = 4  # tensors may share their numbers, so that they have more than the file, but not many times more
+BESIDES: Final = 1 << 30  # bytes for whatever else loading takes
 HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; what claims to be one and is larger than this is not read
 
 
@@ -30,7 +34,10 @@ def read_state(path: Path) -> dict[str, Tensor]:
         zipped = file.read(4) == b"PK\x03\x04"  # the newer format can be mapped, not copied, into memory
     try:
         # fair-esm keeps its arguments in a namespace
-        state = _state(_load(path, [argparse.Namespace], mmap=zipped), "model")
+        if zipped:
+            with zipfile.ZipFile(path) as archive:
+                _check_stored(archive)
+        state = _state(_load(path, [argparse.Namespace], mmap=zipped), "model", path.stat().st_size)
     except Exception as error:  # torch raises whatever a broken file leads to
         raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {first_line(error)}") from error
     if state is None:
@@ -73,13 +80,16 @@ def read_head(path: Path) -> dict[str, Tensor]:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            _check_stored(archive)
             unpacked = sum(entry.file_size for entry in archive.infolist())
             if unpacked > HEAD_MAX_BYTES:
                 raise ValueError(f"{unpacked:,} bytes is no head (at most {HEAD_MAX_BYTES:,})")
             if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
                 raise ValueError("saved on a big-endian machine")
         content = _load(path, list(HEAD_MODULES), mmap=False)
-        state = _state(content.tensors if isinstance(content, ModuleState) else content, "model_state_dict")
+        state = _state(
+            content.tensors if isinstance(content, ModuleState) else content, "model_state_dict", path.stat().st_size
+        )
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
     except zipfile.BadZipFile as error:
@@ -91,18 +101,43 @@ def read_head(path: Path) -> dict[str, Tensor]:
     return state
 
 
+def _check_stored(archive: zipfile.ZipFile) -> None:
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+        raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
+
+
+@contextmanager
+def _at_most(room: int) -> Iterator[None]:
+    """While the body runs this process may take so many bytes more, whatever a file claims to hold."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard, taken + room) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def _load(path: Path, allowed: list[Any], *, mmap: bool) -> object:
-    with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+    room = SHARED * path.stat().st_size + BESIDES
+    with _at_most(room), warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
         warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
 
 
-def _state(content: object, key: str) -> dict[str, Tensor] | None:
-    """The tensors of a state dictionary, or of one under `key` of a dictionary; None when there are none."""
+def _state(content: object, key: str, size: int) -> dict[str, Tensor] | None:
+    """The tensors of a state dictionary, or of one under `key` of a dictionary; None when there are none.
+
+    Errors: `ValueError` where they claim more numbers than a file of `size` bytes can have.
+    """
     inner = content.get(key) if isinstance(content, Mapping) else None
     found = inner if isinstance(inner, Mapping) else content
     if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
         return None
+    claimed = sum(one.numel() * one.element_size() for one in found.values())
+    if claimed > SHARED * size:
+        raise ValueError(f"it claims {claimed:,} bytes of numbers, the file has {size:,}")
     return {str(name): tensor.detach() for name, tensor in found.items()}
 
 

@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from virnuc_core.config import small_text
 from virnuc_core.errors import WeightsError
 
+TOKENIZER_BYTES: Final = 1 << 24
 ESM2_BEGIN: Final = 0
 ESM2_PAD: Final = 1
 ESM2_END: Final = 2
@@ -82,7 +84,7 @@ class DnabertTokenizer:
         pad = self._bpe.token_to_id("[PAD]")
         assert pad is not None  # it has been looked for
         self.pad_id: Final[int] = pad
-        self.vocab: Final[int] = int(self._bpe.get_vocab_size())  # added tokens included
+        self.vocab: Final[int] = 1 + max(self._bpe.get_vocab().values())  # added tokens included; ids may have gaps
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
@@ -105,7 +107,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     try:
-        bpe = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        bpe = tokenizers.Tokenizer.from_str(small_text(path, TOKENIZER_BYTES))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
     for special in ("[CLS]", "[SEP]", "[PAD]"):
@@ -113,4 +115,13 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
             raise WeightsError(f"{path}: has no {special} token")
     bpe.no_padding()
     bpe.no_truncation()
+    if dropout := getattr(bpe.model, "dropout", None):
+        raise WeightsError(f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time")
+    ends = [bpe.token_to_id("[CLS]"), bpe.token_to_id("[SEP]")]
+    for text in ("", "ACGTN" * 8):  # what is packed into a batch is counted by letters
+        ids = bpe.encode(text).ids
+        if len(ids) > len(text) + 2:
+            raise WeightsError(f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA")
+        if [*ids[:1], *ids[1:][-1:]] != ends:
+            raise WeightsError(f"{path}: does not put a sequence between [CLS] and [SEP]")
     return bpe

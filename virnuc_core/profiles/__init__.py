@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from virnuc_core.config import BaselineName, EngineSpec, Spec, explain
+from virnuc_core.config import SETTINGS_BYTES, BaselineName, EngineSpec, Spec, explain, small_text
 from virnuc_core.errors import ConfigError
 
 RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
@@ -93,8 +93,10 @@ def load_profile(name_or_path: str) -> Profile:
     elif not file.is_file():
         raise ConfigError(f"profile {file}: no such file")
     try:
-        return Profile.model_validate(tomllib.loads(file.read_text(encoding="utf-8")))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"profile {name_or_path}: not valid TOML: {error}") from error
+        return Profile.model_validate(tomllib.loads(small_text(file, SETTINGS_BYTES)))
     except ValidationError as error:
         raise ConfigError(f"profile {name_or_path}: {explain(error)}") from error
+    except OSError as error:
+        raise ConfigError(f"profile {name_or_path}: cannot be read ({error.strerror})") from error
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"profile {name_or_path}: not valid TOML: {error}") from error

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -302,6 +304,71 @@ def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> N
         with pytest.raises(WeightsError, match="refused"):
             convert_esm2(path, tmp_path / "out")
     assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "says"),
+    [
+        (b"c__builtin__\nbytearray\n(J\xff\xff\xff\x7ftR.", "refused"),  # 2 GiB of zeros
+        (b"ctorch.storage\nUntypedStorage\n(J\xff\xff\xff\x7ftR.", "refused"),
+    ],
+)
+def test_what_a_checkpoint_claims_is_bounded_before_it_is_made(program: bytes, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    for old in (False, True):
+        if old:
+            path.write_bytes(
+                pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2) + pickle.dumps({}, 2) + program
+            )
+        else:
+            with zipfile.ZipFile(path, "w") as file:
+                file.writestr("a/data.pkl", program)
+                file.writestr("a/version", b"3\n")
+        with pytest.raises(WeightsError, match=says):
+            convert_esm2(path, tmp_path / "out")
+
+
+def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
+    one = torch.ones(1)
+    path = tmp_path / "pytorch_model.bin"
+    for old in (False, True):
+        torch.save({"wide": one.expand(1 << 40)}, path, _use_new_zipfile_serialization=not old)
+        with pytest.raises(WeightsError, match=r"claims 4,398,046,511,104 bytes of numbers, the file has"):
+            convert_esm2(path, tmp_path / "out")
+    torch.save({"hidden_layer.weight": one.expand(1 << 40)}, tmp_path / "300_model.pth")
+    with pytest.raises(WeightsError, match="claims 4,398,046,511,104 bytes of numbers, the file has"):
+        convert_head(tmp_path / "300_model.pth", tmp_path / "out")
+    torch.save({"a": torch.zeros(100_000)}, tmp_path / "plain.bin")
+    with zipfile.ZipFile(tmp_path / "plain.bin") as file, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as small:
+        for name in file.namelist():
+            small.writestr(name, file.read(name))
+    with pytest.raises(WeightsError, match="compressed"):
+        convert_esm2(path, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"embed_tokens.weight": torch.ones(33, 8), "layers.99999999.fc1.weight": torch.ones(1)},
+        {"layers.99999999.x": torch.ones(1), "layers.0.fc1.weight": torch.ones(9, 9), "rot.inv_freq": torch.ones(2)},
+        {"layers.0.fc1.weight": torch.ones(9, 9), "rot.inv_freq": torch.ones(0)},
+        {"layers.0.fc1.weight": torch.ones(9, 9), "rot.inv_freq": torch.tensor(1.0)},
+        {"layers.0.fc1.weight": torch.tensor(1.0), "rot.inv_freq": torch.ones(2)},
+    ],
+)
+def test_sizes_of_tensors_that_make_no_model(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
+    torch.save({"embed_tokens.weight": torch.ones(33, 8)} | tensors, tmp_path / "model.pt")
+    with pytest.raises(WeightsError, match="not the layout of fair-esm's ESM-2"):
+        convert_esm2(tmp_path / "model.pt", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("hidden", "name"), [((0, 99), "300_model"), ((9,), "300_model"), ((9, 99), "9999999999_model")]
+)
+def test_a_head_of_impossible_sizes(hidden: tuple[int, ...], name: str, tmp_path: Path) -> None:
+    torch.save({"hidden_layer.weight": torch.ones(hidden)}, tmp_path / f"{name}.pth")
+    with pytest.raises(WeightsError, match=r"_model\.pth: "):
+        convert_head(tmp_path / f"{name}.pth", tmp_path / "out", dna_width=64)
 
 
 def test_a_head_as_safetensors(models: Path, tmp_path: Path) -> None:

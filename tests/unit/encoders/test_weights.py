@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -137,6 +138,19 @@ def scramble(part: str, name: str) -> Callable[[Path], None]:
     return lambda models: (models / part / name).write_bytes(b"not at all") and None
 
 
+SWELLING = {"type": "Replace", "pattern": {"String": "A"}, "content": "NNNNNNNN"}
+
+
+def vocabulary(change: Callable[[Any], object]) -> Callable[[Path], None]:
+    def spoil(models: Path) -> None:
+        path = models / "dnabert_s" / "tokenizer.json"
+        content = json.loads(path.read_text())
+        change(content)
+        path.write_text(json.dumps(content))
+
+    return spoil
+
+
 def cut(part: str, share: float) -> Callable[[Path], None]:
     def change(models: Path) -> None:
         path = models / part / "model.safetensors"
@@ -184,6 +198,17 @@ def load_all(models: Path) -> None:
         (cut("dnabert_s", 0.0), r"dnabert_s/model\.safetensors: cannot be read as safetensors"),
         (scramble("dnabert_s", "tokenizer.json"), r"tokenizer\.json: not a tokenizer file"),
         (reshape("head", "surplus", torch.ones(2)), r"unexpected tensor surplus"),
+        (edit("esm2", layers=10**6), r"esm2/config\.json: layers: input should be less"),
+        (edit("dnabert_s", vocab=10**9), r"dnabert_s/config\.json: vocab: input should be less"),
+        (edit("head", dna_width=1, protein_width=10**12), r"head/config\.json: protein_width: input should be less"),
+        (edit("esm2", origin=["x" * 9_000]), r"esm2/config\.json: origin: .{,300}$"),
+        (edit("esm2", origin="x" * (1 << 20)), r"esm2/config\.json: cannot be read \(larger than 1,048,576 bytes\)"),
+        (lambda m: (m / "head/config.json").write_text("[" * 90_000) and None, r"head/config\.json: not valid JSON"),
+        (vocabulary(lambda t: t["model"].update(dropout=0.1)), r"tokenizer\.json: with a dropout of 0\.1"),
+        (vocabulary(lambda t: t["model"]["vocab"].update(ACGTACGT=4_000)), r"tokenizer has 4001 tokens, the model"),
+        (vocabulary(lambda t: t.update(normalizer=SWELLING)), r"tokenizer\.json: makes \d+ tokens of 40 letters"),
+        (vocabulary(lambda t: t.update(post_processor=None)), r"tokenizer\.json: .* between \[CLS\] and \[SEP\]"),
+        (lambda m: os.truncate(m / "dnabert_s/tokenizer.json", 1 << 25), r"tokenizer\.json: .*larger than 16,777,216"),
     ],
 )
 def test_a_spoilt_models_directory_is_one_clear_line(

@@ -22,8 +22,9 @@ from flows.parameters import (
     fields_of,
     flow_parameters,
 )
-from virnuc_core.config import Attention, EngineSpec, Precision, Spec
+from virnuc_core.config import Attention, Devices, EngineSpec, Precision, Spec
 from virnuc_core.errors import ConfigError
+from virnuc_core.profiles import load_profile
 
 
 class Base(Spec):
@@ -76,6 +77,29 @@ def test_every_parameter_of_every_flow_is_explained(model: type[ComputeSettings]
     for name, field in model.model_fields.items():
         assert field.description, name
         assert len(field.description) < 100, name
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("token_budget = 99999999999", "token_budget: input should be less than or equal to"),
+        ("shard_tokens = 99999999999999", "shard_tokens: input should be less than or equal to"),
+        ("token_budget = " + "9" * 5_000, "not valid TOML"),
+        ("token_budget = " + "[" * 5_000, "not valid TOML"),
+        ("precision = '" + "x" * 5_000 + "'", r"precision: .{,300}$"),
+        ("#" * (1 << 20), r"cannot be read \(larger than 65,536 bytes\)"),
+    ],
+)
+def test_sizes_in_a_file_of_settings_are_bounded(text: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "settings.toml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        ComputeSettings(settings=path).engine(EngineSpec())
+    path.write_text(f"name = 'x'\ntitle = 'x'\n[engine]\n{text}")
+    with pytest.raises(ConfigError, match=says):
+        load_profile(str(path))
+    with pytest.raises(ConfigError, match="not a device"):
+        Devices.parse("cpu:99999999999")
 
 
 def test_settings_left_empty_are_those_of_the_profile() -> None:
