@@ -21,7 +21,7 @@ from virnuc_core.errors import ConfigError, InputError, printable, storage_error
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-    from virnuc_core.reads.parse import OnError
+    from virnuc_core.reads.fast_parser import OnError
 
 PARTIAL: Final = 6  # done, but some rows had to be set aside
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
@@ -115,7 +115,8 @@ def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -
     Pipes and standard input are left for staging, which alone may draw from them. An empty file among others is
     counted by staging; `InputError` when all of them are empty.
     """
-    from virnuc_core.reads.parse import ParseLog, parse
+    from virnuc_core.reads.fast_parser import ParseLog
+    from virnuc_core.reads.parse import parse
     from virnuc_core.reads.sources import find_inputs
 
     files, empty = find_inputs(reads).files, []

@@ -26,7 +26,7 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.pool import Watch
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import classify, read_summary, stage_reads
-from virnuc_core.reads.parse import OnError
+from virnuc_core.reads.fast_parser import OnError
 from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.reads.store import OrfStore

@@ -5,8 +5,9 @@ A cutter takes what it is sure of from the front of a block; from anything unusu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 import numpy as np
@@ -17,6 +18,7 @@ from virnuc_core.errors import InputError
 from virnuc_core.reads.sources import Source
 
 Format = Literal["fasta", "fastq"]
+OnError = Literal["stop", "skip"]
 
 LETTERS: Final = "ACGTUNRYSWKMBDHVX-."  # nucleotides, IUPAC codes, X for masked bases, gaps
 _LEGAL: Final = f"{LETTERS}{LETTERS.lower()}".encode()
@@ -83,6 +85,40 @@ class ReadBatch:
     def id(self, index: int) -> str:
         """Id of one read."""
         return self.ids[index].decode()
+
+
+@dataclass(slots=True)
+class ParseLog:
+    """What was met on the way; filled while the batches are drawn."""
+
+    on_error: OnError = "stop"
+    report: Callable[[InputError], None] | None = None  # given each broken record that is left out
+    left_out: int = 0  # reads with letters that are no nucleotides
+    empty_files: int = 0
+    reads_by_file: Counter[str] = field(default_factory=Counter)
+    skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
+    cut_s: float = 0.0  # unpacking, cutting, and reading through Biopython
+    parse_s: float = 0.0  # reading pieces, of all workers
+
+    @property
+    def reads(self) -> int:
+        """Good ones so far."""
+        return self.reads_by_file.total()
+
+    def take(self, name: str, reads: int, illegal: Iterable[InputError]) -> None:
+        """Count the reads of a piece or batch of the file `name`, and those that are left out."""
+        self.reads_by_file[name] += reads
+        for error in illegal:
+            self.left_out += 1
+            self.broken(error)
+
+    def broken(self, error: InputError) -> None:
+        """Stop at a broken record, or count it and go on, as was asked."""
+        if self.on_error == "stop":
+            raise error
+        self.skipped_by_file[str(error.file)] += 1
+        if self.report is not None:
+            self.report(error)
 
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:

@@ -28,8 +28,9 @@ from virnuc_core.errors import (
     WorkerError,
     storage_error,
 )
+from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
-from virnuc_core.reads.parse import OnError, ParseLog, parse_by
+from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts, StoreWriter
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, fingerprint_batch, process

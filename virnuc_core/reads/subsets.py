@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 
 from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.parse import OnError, ParseLog, parse
+from virnuc_core.reads.fast_parser import OnError, ParseLog
+from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import STDIN, Source, can_be_read_twice, find_inputs, reads_file
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, whole_file

@@ -16,7 +16,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.parse import ParseLog, parse
+from virnuc_core.reads.fast_parser import ParseLog
+from virnuc_core.reads.parse import parse
 
 from .conftest import WriteReads
 
