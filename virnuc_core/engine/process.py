@@ -26,19 +26,10 @@ from typing import Any, Final, NoReturn, Self
 
 from pydantic import Field
 
+from virnuc_core import errors
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment
-from virnuc_core.errors import (
-    ConfigError,
-    DeviceError,
-    InputError,
-    ShardError,
-    StorageError,
-    VirnucError,
-    WeightsError,
-    WorkerError,
-    storage_error,
-)
+from virnuc_core.errors import VirnucError, WorkerError, storage_error
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
@@ -52,9 +43,6 @@ from virnuc_core.engine.process import serve
 serve(sys.argv[1])
 """
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
-OWN_ERRORS: Final = {
-    e.__name__: e for e in (InputError, ConfigError, WeightsError, DeviceError, ShardError, StorageError)
-}
 SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
@@ -104,7 +92,7 @@ class Failed(Message):
 
     def own_error(self) -> VirnucError | None:
         """The error as one of ours, where it is one or the system's: what another try cannot mend."""
-        kind = OWN_ERRORS.get(self.kind, VirnucError if self.kind in SYSTEM_ERRORS else None)
+        kind = VirnucError if self.kind in SYSTEM_ERRORS else getattr(errors, self.kind, None)
         return kind(self.message) if kind else None
 
 

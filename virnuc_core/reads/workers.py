@@ -6,18 +6,25 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.process import BaseProcess
 from types import ModuleType
 from typing import Final, TypeVar
 
+import psutil
+
 from virnuc_core.errors import WorkerError
 from virnuc_core.rundir import die_with_parent
 
+SILENCE_S: Final = 120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
+GRACE_S: Final = 5.0  # for a process to end by itself
+_POLL_S: Final = 0.5
 _AHEAD: Final = 3  # items of each other process: one under way, one in its pipe, one to come
 _MOST_HELD_BYTES: Final = 64_000_000  # of items under way: few whole chromosomes at a time
 I = TypeVar("I")  # noqa: E741  # an item
@@ -47,7 +54,7 @@ class Workers:
 
         The first item is worked on here, and so is each for which the other processes have no time. Those are started
         by the second item if they `may_start`. Errors: what `items` raises, and the work here; from another process
-        `OSError` of the work, `WorkerError` for its other errors and for a process that dies.
+        `OSError` of the work, `WorkerError` for its other errors and for a process that dies or does not move.
         """
         waiting: deque[tuple[Future[O], int]] = deque()
         try:
@@ -88,6 +95,14 @@ class Workers:
         raise self._death() from broken
 
     def _result(self, future: Future[O]) -> O:
+        used, since_s = -1.0, time.monotonic()
+        while not wait((future,), _POLL_S).done:
+            before, used = used, self._used_s()
+            if used != before:
+                since_s = time.monotonic()
+            elif time.monotonic() - since_s > SILENCE_S:
+                self._leave(0)
+                raise WorkerError(f"a staging worker process has not moved for {SILENCE_S:g} s; was it stopped?")
         try:
             return future.result()
         except BrokenProcessPool as error:
@@ -98,11 +113,32 @@ class Workers:
             problem = f"a staging worker process failed: {type(error).__name__}: {error}"
             raise WorkerError(problem, worker_traceback=str(error.__cause__)) from error
 
+    def _used_s(self) -> float:
+        """Seconds of the processor that the members have used."""
+        used_s = 0.0
+        for member in self._members:
+            with suppress(psutil.NoSuchProcess):  # the pool says so
+                used_s += sum(psutil.Process(member.pid).cpu_times()[:2])
+        return used_s
+
+    def _leave(self, within_s: float) -> None:
+        """No member is left; one that has not ended in time is killed: a stopped one hears nothing else."""
+        if self._pool is None:
+            return
+
+        def kill() -> None:
+            for member in self._members:
+                member.kill()
+
+        killer = threading.Timer(within_s, kill)
+        killer.start()
+        self._pool.shutdown(cancel_futures=True)
+        killer.cancel()
+
     def _death(self) -> WorkerError:
         for member in self._members:
             member.terminate()  # the pool does so too, but waits for ever for one that it started meanwhile
-        if self._pool is not None:
-            self._pool.shutdown()  # all members have ended: then their exit codes are known
+        self._leave(GRACE_S)  # all members have ended: then their exit codes are known
         ended = {member.exitcode for member in self._members} - {None, 0, -signal.SIGTERM}  # the pool ends the others
         return WorkerError(f"a staging worker process ended (exit code {', '.join(map(str, ended)) or 'unknown'})")
 
@@ -110,12 +146,7 @@ class Workers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._pool is None:
-            return
-        if kind is not None:
-            for member in self._members:
-                member.kill()  # nobody waits for what they are at
-        self._pool.shutdown(cancel_futures=True)
+        self._leave(GRACE_S if kind is None else 0)  # after an error nobody waits for what they are at
 
 
 @contextmanager

@@ -175,6 +175,38 @@ def test_a_worker_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monke
     assert workers_of(os.getpid()) == []
 
 
+def stop_all() -> None:
+    """SIGSTOP for all other processes of staging: they neither work nor end, and hear no other signal than SIGKILL."""
+    for member in multiprocessing.active_children():
+        psutil.Process(member.pid).suspend()
+
+
+def test_a_worker_that_is_stopped_is_an_error(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = Workers._submit
+
+    def submit_and_stop(self: Workers, *job: Any) -> Any:
+        answer = submit(self, *job)
+        stop_all()
+        return answer
+
+    monkeypatch.setattr(Workers, "_submit", submit_and_stop)
+    monkeypatch.setattr("virnuc_core.reads.workers.SILENCE_S", 0.5)
+    with pytest.raises(WorkerError, match=r"staging worker process has not moved for 0\.5 s"):
+        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), workers=3), tmp_path / "orfs.h5")
+    assert [path.name for path in tmp_path.iterdir()] == ["reads"]
+    assert workers_of(os.getpid()) == []
+
+
+def test_a_worker_that_is_stopped_with_nothing_to_do_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("virnuc_core.reads.workers.GRACE_S", 0.2)
+    with Workers(2) as workers:
+        assert list(workers.map(abs, range(-20, 0))) == list(range(20, 0, -1))
+        stop_all()
+    assert workers_of(os.getpid()) == []
+
+
 def test_a_worker_that_dies_spends_what_came_through_a_pipe(tmp_path: Path) -> None:
     """Another try would begin in the middle of the reads: it must not be made, and the message says so."""
     fifo = tmp_path / "reads.fq"
