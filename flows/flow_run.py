@@ -200,9 +200,6 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     return stage(spec, RunDir(settings.out).store, label=label, email=settings.email, force=settings.force).result()
 
 
-# --- by hand ----------------------------------------------------------------------------------------------------------
-
-
 def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False) -> State[Any]:
     """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 

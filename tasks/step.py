@@ -162,9 +162,6 @@ def core_logs() -> Iterator[None]:
             logger.removeHandler(handler)
 
 
-# --- what a flow holds while it works ---------------------------------------------------------------------------------
-
-
 @contextmanager
 def no_orphans() -> Iterator[None]:
     """End every child process of this process when the body ends, however it ends.
@@ -245,9 +242,6 @@ def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float]
     finally:
         timer.cancel()
         timer.join()
-
-
-# --- what Prefect shows ----------------------------------------------------------------------------------------------
 
 
 class Markdown(str):

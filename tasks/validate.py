@@ -156,9 +156,6 @@ def met_sentence(report: Report) -> str:
     return f"{report.met} of {len(report.criteria)} criteria met{said}{left}"
 
 
-# --- the reviewer's answer --------------------------------------------------------------------------------------------
-
-
 class Approval(RunInput):
     """What the reviewer is asked. The decision and the name have no default: an empty answer must not count as one.
 

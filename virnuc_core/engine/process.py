@@ -100,8 +100,6 @@ class Closed(Message):
     """A worker's output has ended. Said for it, after its last message."""
 
 
-# --- the parent's side ------------------------------------------------------------------------------------------------
-
 _children: set[Child] = set()
 _children_lock = threading.Lock()
 _token = threading.Event()  # set when all children are ended; then another takes its place
@@ -323,9 +321,6 @@ class LocalWorkers:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-# --- the worker's side ------------------------------------------------------------------------------------------------
 
 
 def serve(module: str) -> NoReturn:

@@ -165,9 +165,6 @@ def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord
     )
 
 
-# --- the reviewer's answer --------------------------------------------------------------------------------------------
-
-
 def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
     """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
     path = RunDir(raw.root).report / APPROVAL

@@ -101,9 +101,6 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     return best.assign(virus=best["score2"] >= best["score1"])
 
 
-# --- labels and scores -----------------------------------------------------------------------------------------------
-
-
 def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
     """The runs `names` of a validation against its baseline, where that left results, and against the first of them;
     `comparison.json` keeps them. `subset`: the baseline covers a part of the reads only. Errors: those of `compare`."""
@@ -242,9 +239,6 @@ def meets(comparison: Comparison, minimum: float) -> bool:
     """Whether every agreement that was asked for reaches `minimum` (0 to 1); nothing compared never does."""
     parts = [part for part in (comparison.frames, comparison.consensus) if part is not None]
     return bool(parts) and all(part.agreement is not None and part.agreement >= minimum for part in parts)
-
-
-# --- below the labels ------------------------------------------------------------------------------------------------
 
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:

@@ -219,9 +219,6 @@ def same_bytes(measured: Measured) -> Finding:
     return Finding(1.0 if found.identical else 0.0, samples, note=said)
 
 
-# --- the table --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class Row:
     """One criterion. `find` measures it; its name is the criterion's id, its docstring the definition that is shown."""

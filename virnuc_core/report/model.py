@@ -22,9 +22,6 @@ class Record(RunFile, extra="forbid"):
     """Base of the report's records: like those of the files it is made from, but without unknown keys."""
 
 
-# --- metrics of a run ------------------------------------------------------------------------------------------------
-
-
 class DeviceMetrics(DeviceUsage):
     """One device while it embedded, from its first batch launched to its last finished; and while each encoder ran."""
 
@@ -152,9 +149,6 @@ class ApprovalState(ApprovalRecord):
     of_earlier_run: bool = False  # the answer is older than the figures
 
 
-# --- verdicts --------------------------------------------------------------------------------------------------------
-
-
 class Criterion(Record):
     """One verdict with everything it stands on."""
 
@@ -223,9 +217,6 @@ class HistoryPoint(Record):
     commit: str
     total_s: float | None
     tokens_per_s: float | None
-
-
-# --- series for the charts -------------------------------------------------------------------------------------------
 
 
 class Line(Record):

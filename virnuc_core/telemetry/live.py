@@ -34,9 +34,6 @@ RULE: Final = "=" * 80
 Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
 
 
-# --- samples ----------------------------------------------------------------------------------------------------------
-
-
 def nvml_reader(devices: Sequence[str]) -> Reader | None:
     """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them.
 
@@ -164,9 +161,6 @@ class Sampler:
         return frame(HostSample, list(self._host_samples))
 
 
-# --- progress ---------------------------------------------------------------------------------------------------------
-
-
 class InferenceProgressReporter:
     """Shows the progress of a run while the `with` block lasts.
 
@@ -282,9 +276,6 @@ class InferenceProgressReporter:
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
             f"elapsed {elapsed} | ETA {eta}"
         )
-
-
-# --- time -------------------------------------------------------------------------------------------------------------
 
 
 def clock_text(seconds: float) -> str:

@@ -48,9 +48,6 @@ def known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
 class QueueShares(RunFile):
     """Share of batches in each queue state; they add up to 1."""
 
@@ -190,9 +187,6 @@ def windows(
     return tuple(found)
 
 
-# --- shards -----------------------------------------------------------------------------------------------------------
-
-
 class DeviceBusy(RunFile):
     """Seconds one device spent on shards."""
 
@@ -238,9 +232,6 @@ def committed_tokens_per_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float
     """
     span_s = (shards.finished_s + shards.commit_s).max() - batches.launched_s.min()  # NaN without either
     return float(batches.tokens.sum() / span_s) if span_s > 0 else None
-
-
-# --- samples ----------------------------------------------------------------------------------------------------------
 
 
 class DeviceUsage(RunFile):
