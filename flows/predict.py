@@ -13,7 +13,7 @@ from prefect.client.schemas.objects import State
 from flows import start
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
-from tasks.predict import embed, fate_rows, viral_reads
+from tasks.predict import computed_before, embed, fate_rows
 from tasks.step import device_slots, done, emit, publish_table
 from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
@@ -36,9 +36,9 @@ class StagedRun:
     spec: ClassifySpec
     prewarmed: LocalWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
 
-    def embed(self, *, threshold: float = THRESHOLD) -> RunSummary:
+    def embed(self, *, threshold: float = THRESHOLD, write_viral: bool = False) -> RunSummary:
         """Result files of the staged reads. Errors: those of the embed task."""
-        spec = self.spec.model_copy(update={"threshold": threshold})
+        spec = self.spec.model_copy(update={"threshold": threshold, "write_viral": write_viral})
         return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed).result()
 
 
@@ -69,15 +69,13 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
     with staged_run(settings) as staged:
         run, label = staged.run, staged.label
         before = read_summary(run)
-        summary = staged.embed(threshold=settings.threshold)
-        if settings.write_viral:
-            viral_reads(run, staged.staging, threshold=settings.threshold, on_error=settings.on_error).result()
+        summary = staged.embed(threshold=settings.threshold, write_viral=settings.write_viral)
         fates = fate_rows(summary, staged.staging.tally)
         publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
         viral = summary.fates.get("viral", 0)
         payload = {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())}
         emit("prediction.done", f"prediction.{label}", label, payload)
-    already = "; nothing had to be computed" if summary == before else ""
+    already = "; nothing had to be computed" if computed_before(summary, before) else ""
     failed = summary.fates.get("failed", 0)
     lost = f"; {failed:,} reads have rows that had to be set aside (failed.tsv)" if failed else ""
     return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{lost}{already}")

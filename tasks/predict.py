@@ -1,4 +1,4 @@
-"""The steps from reads to verdicts: stage, embed, and the viral reads themselves."""
+"""The steps from reads to verdicts: stage and embed."""
 
 from __future__ import annotations
 
@@ -26,12 +26,10 @@ from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.pool import Watch
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import classify, read_summary, stage_reads
-from virnuc_core.reads.fast_parser import OnError
 from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
-from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, write
 from virnuc_core.telemetry.tables import STAGES
 
 REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
@@ -83,8 +81,6 @@ def embed(
     devices = spec.devices
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
-    if run.summary.is_file() and read(run.summary, RunSummary).stopped_at_limit:
-        run.summary.unlink()  # so that the run can go on
 
     def write_stopped(wall_s: float) -> None:  # how long it had taken, and nothing that was not measured
         stopped = RunSummary(
@@ -104,7 +100,7 @@ def embed(
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         show(1.0)
     publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
-    if summary == before:
+    if computed_before(summary, before):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
@@ -112,13 +108,9 @@ def embed(
     return done(summary, f"{computed} in {summary.wall_s:.1f} s{deaths}")
 
 
-@step("viral reads", "viral reads")
-def viral_reads(run: RunDir, staging: StageSummary, *, threshold: float, on_error: OnError) -> State[int]:
-    """Write `viral.fastq.gz` or `viral.fasta.gz` in `run`, from the files that were staged."""
-    from virnuc_core.reads.subsets import write_viral  # few runs need it
-
-    written = write_viral(run, OrfStore.open(staging.store), staging.files, threshold=threshold, on_error=on_error)
-    return done(written, f"{written:,} viral reads written")
+def computed_before(summary: RunSummary, before: RunSummary | None) -> bool:
+    """Whether a run had nothing to compute: its times are those of the run `before`."""
+    return before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry)
 
 
 def stage_rows(summary: RunSummary) -> Rows:

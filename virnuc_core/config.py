@@ -120,6 +120,7 @@ class ClassifySpec(Spec):
     engine: EngineSpec = EngineSpec()
     threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
 
 
 class RunSpec(ClassifySpec):
@@ -127,7 +128,6 @@ class RunSpec(ClassifySpec):
 
     reads: tuple[str, ...] = Field(min_length=1, description="FASTA or FASTQ files, plain or compressed")
     out: Path = Field(description="run directory")
-    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
 
 
 def explain(error: ValidationError, most: int | None = None) -> str:

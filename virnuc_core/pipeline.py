@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,12 +23,12 @@ from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, digest, read_or_set_aside, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
 
@@ -35,20 +36,16 @@ log = logging.getLogger(__name__)
 
 
 def read_summary(run: RunDir) -> RunSummary | None:
-    """The summary of a complete run; None when it is not complete."""
-    if not run.summary.is_file():
-        return None
-    try:
-        summary = read(run.summary, RunSummary)
-    except ConfigError as error:
-        log.warning("%s; the run counts as not complete", error)
+    """The summary of a complete run; None when it is not complete. A damaged one is set aside."""
+    summary = read_or_set_aside(run.summary if run.summary.exists() else run.former_summary, RunSummary)
+    if summary is None:
         return None
     told = (summary.total_s, summary.n_reads, summary.threshold, summary.shards)
     return None if summary.stopped_at_limit or None in told else summary
 
 
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
-    """Reads to result files in `spec.out`: stage, classify, and the viral reads if they are asked for.
+    """Reads to result files in `spec.out`: stage and classify.
 
     Workers load the weights while the reads are staged.
     """
@@ -59,12 +56,7 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         if read_summary(run) is None:
             prewarmed = held.enter_context(prewarm(spec.models, spec.devices, spec.engine))
         staging = stage_reads(reads, run.store, force=spec.force)
-        summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed)
-    if spec.write_viral:
-        from virnuc_core.reads.subsets import write_viral  # few runs need it
-
-        write_viral(run, OrfStore.open(run.store), spec.reads, threshold=spec.threshold)
-    return summary
+        return classify(run, staging, spec, watch=watch, prewarmed=prewarmed)
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
@@ -75,7 +67,7 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
     """
     beside = RunDir(out.parent)
     with run_lock(beside.root):
-        return stage(spec, out, may_replace=force or not beside.record.exists())
+        return stage(spec, out, may_replace=force or not (beside.record.exists() or beside.plan.exists()))
 
 
 def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
@@ -109,24 +101,47 @@ def classify(
 ) -> RunSummary:
     """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
 
-    A run that is complete is not computed again: its summary comes back, with the reads judged anew if the threshold is
-    another. `prewarmed` workers are used where they fit; `flops` has the devices' ceilings where they were measured.
-    Errors: `ConfigError` (another run works here, or the head does not fit the store), `RunMismatchError`,
-    `WeightsError`, `DeviceError`, `ShardError`, `WorkerError`, `OSError` of the disk. Whatever was committed stays.
+    A run that is complete is not computed again: its summary comes back. Its result files are written again from the
+    shards when the threshold is another, or one of them is not as the summary lists it. `prewarmed` workers are used
+    where they fit; `flops` has the devices' ceilings where they were measured. Errors: `ConfigError` (another run works
+    here, or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`,
+    `WorkerError`, `OSError` of the disk; `InputError` when viral reads are wanted and the input is not what was staged.
+    Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
         job = replace(prepare(run, staging.store, spec), flops=flops or model_flops(spec.models))
         before = read_summary(run)
-        if before is not None and not job.todo:
-            log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
-            same = before.threshold == spec.threshold and all(path.is_file() for path in run.results)
-            if not same:  # the result files once more
-                before = before.model_copy(update=_write_results(job, StageClock()))
-                write(run.summary, before)
-            return before
-        run.summary.unlink(missing_ok=True)
-        return _compute(job, staging, watch or Watch(), started_s, prewarmed)
+        if before is None or job.todo:
+            run.summary.unlink(missing_ok=True)
+            run.former_summary.unlink(missing_ok=True)
+            return _compute(job, staging, watch or Watch(), started_s, prewarmed)
+        log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
+        sound, as_asked = _sound_files(run, before, spec)
+        if not as_asked:
+            before = before.model_copy(update=_write_results(job, staging, StageClock(), sound))
+            write(run.summary, before)
+        run.former_summary.unlink(missing_ok=True)
+        return before
+
+
+def _sound_files(run: RunDir, summary: RunSummary, spec: ClassifySpec) -> tuple[set[Path], bool]:
+    """The result files that are what a summary lists, and whether they are all that `spec` asks for."""
+    if summary.files is None or summary.threshold != spec.threshold:
+        return set(), False
+    sound, wrong = set(), []
+    for path in run.listed:
+        told, found = summary.files.get(path.name), digest(path)
+        if found is not None and found == told:
+            sound.add(path)
+        elif path not in run.viral.values() or (
+            told and (found or spec.write_viral)
+        ):  # viral reads may be taken elsewhere
+            wrong.append(path.name)
+    if wrong:
+        said = "%s: %s not as the run left it; the result files are written again from its shards"
+        log.warning(said, run.root, ", ".join(wrong))
+    return sound, not wrong and (not spec.write_viral or not sound.isdisjoint(run.viral.values()))
 
 
 def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
@@ -154,10 +169,14 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
         for folder in (run.shards, run.telemetry, run.root / "logs"):
             if folder.exists():
                 shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
-        for file in (run.record, run.summary, run.failed_rows, *run.results, run.viral("fasta"), run.viral("fastq")):
+        for file in (run.record, run.summary, run.former_summary, *run.listed):
             file.unlink(missing_ok=True)
-    record = runfiles.resume_or_refuse(run, fresh)
-    job = shards.job_fingerprint(fingerprints, resolved, found[0].kind)
+    record, job = runfiles.resume_or_refuse(run, fresh), shards.job_fingerprint(fingerprints, resolved, found[0].kind)
+    if not run.record.exists() and job not in (told := shards.fingerprints(run)) and told:
+        raise RunMismatchError(
+            f"{run.root} has no readable run.json, and its shards are of another run; "
+            "choose another directory or --force"
+        )
     plan = shards.make_plan(orfs.protein_offsets, resolved.shard_tokens, resolved.token_budget, job)
     shards.write_plan(run, plan)
     write(run.record, record)
@@ -165,7 +184,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
     for line in damaged:
         log.warning("%s; it will be computed again", line)
     left = tuple(sorted(set(range(len(plan))) - set(done)))
-    return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec.threshold)
+    return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec)
 
 
 def _compute(
@@ -180,7 +199,7 @@ def _compute(
     embedding = Embedding(job, watch, started_s)
     pool = embedding.run(prewarmed)
     embedding.tell(clock)
-    verdicts = _write_results(job, clock)
+    verdicts = _write_results(job, staging, clock)
     wall_s = time.monotonic() - started_s
     telemetry = embedding.write(clock.times(), wall_s) if job.todo else None
     orfs = job.store
@@ -215,16 +234,29 @@ def _compute(
     return summary
 
 
-def _write_results(job: Job, clock: StageClock) -> dict[str, Any]:
-    """Write the result files; returns what a summary says of the reads: another threshold changes nothing else."""
+def _write_results(job: Job, staging: StageSummary, clock: StageClock, kept: Collection[Path] = ()) -> dict[str, Any]:
+    """Write the result files; returns what a summary says of them: another threshold changes nothing else.
+
+    There is no summary.json meanwhile. Viral reads that were not asked for stay where they are in `kept`.
+    """
+    run, spec = job.run, job.spec
     if not job.engine.commit:
         raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
-    scores, failed = shards.read_scores(job.run)
+    scores, failed = shards.read_scores(run)
     began_s = time.monotonic()
-    results = write_results(job.run, job.store, scores, failed, threshold=job.threshold)
-    shards.write_virtual_embeddings(job.run)
+    if run.summary.exists():
+        run.summary.replace(run.former_summary)
+    for path in set(run.viral.values()) - set(kept):
+        path.unlink(missing_ok=True)
+    results = write_results(run, job.store, scores, failed, threshold=spec.threshold)
+    shards.write_virtual_embeddings(run)
+    if spec.write_viral:
+        from virnuc_core.reads.subsets import write_viral  # few runs need it
+
+        write_viral(run, job.store, staging.files, threshold=spec.threshold, on_error=staging.on_error)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
     names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
-    return {name: getattr(results, name) for name in names}
+    files = {path.name: found for path in run.listed if (found := digest(path)) is not None}
+    return {name: getattr(results, name) for name in names} | {"files": files}

@@ -56,15 +56,22 @@ class RunDir:
     telemetry = _Inside("telemetry")
     report = _Inside("report")
     summary = _Inside("summary.json")
+    former_summary = _Inside("summary.json.former")  # while the files it lists are written again
 
     @property
     def results(self) -> tuple[Path, ...]:
         """What a complete run has."""
         return self.predictions, self.consensus, self.reads_table, self.embeddings
 
-    def viral(self, form: str) -> Path:
-        """The viral reads of one format, `fasta` or `fastq`."""
-        return self.root / f"viral.{form}.gz"
+    @property
+    def viral(self) -> dict[str, Path]:
+        """The viral reads of each format, `fasta` and `fastq`."""
+        return {form: self.root / f"viral.{form}.gz" for form in ("fasta", "fastq")}
+
+    @property
+    def listed(self) -> tuple[Path, ...]:
+        """What the summary lists with size and digest, where it is there."""
+        return *self.results, self.failed_rows, *self.viral.values()
 
 
 @contextmanager

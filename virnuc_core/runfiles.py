@@ -6,6 +6,9 @@ A file of an older run may lack keys or hold others: what is absent is `None` or
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import os
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -24,6 +27,8 @@ from virnuc_core.rundir import RunDir, write_text_whole
 
 MODEL_LENGTH: Final = "model length"
 LARGEST: Final = 10**18  # nothing of ours is more; sums and ratios of such numbers stay finite
+
+log = logging.getLogger(__name__)
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 Seconds = Annotated[float, Field(ge=0, le=LARGEST)]  # a clock that ran backwards measured nothing
@@ -54,6 +59,40 @@ def read(path: Path, kind: type[File]) -> File:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
     except ValidationError as error:
         raise ConfigError(f"{path}: {explain(error)}") from error
+
+
+def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
+    """The content of a file; None when there is none, or a damaged one, which `NAME.damaged` keeps, with a warning.
+
+    Errors: `ConfigError` when it cannot be opened.
+    """
+    if not path.exists():
+        return None
+    try:
+        return read(path, kind)
+    except ConfigError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
+        log.warning("%s; it is kept as %s.damaged", error, path.name)
+        path.replace(path.with_name(f"{path.name}.damaged"))
+        return None
+
+
+class FileDigest(RunFile):
+    """Size and content of a file."""
+
+    size: Count
+    sha256: str
+
+
+def digest(path: Path) -> FileDigest | None:
+    """Of a file as it is now; None when there is none."""
+    try:
+        with path.open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileDigest(size=os.fstat(file.fileno()).st_size, sha256=sha256)
+    except FileNotFoundError:
+        return None
 
 
 class Device(RunFile):
@@ -165,9 +204,9 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
 
     Errors: `RunMismatchError` names every field that differs.
     """
-    if not run.record.exists():
+    before = read_or_set_aside(run.record, RunRecord)
+    if before is None:
         return fresh
-    before = read_record(run)
     told = (made_from(one) | {key: str(one.resolved[key]) for key in sorted(one.resolved)} for one in (before, fresh))
     if others := differing(*told, strict=True):
         short = {name: [text if len(text) <= 20 else text[:12] + "…" for text in pair] for name, pair in others.items()}
@@ -224,3 +263,4 @@ class RunSummary(RunCounts):
     damaged: tuple[str, ...] = ()
     reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
     flops: ModelFlops | None = None
+    files: dict[str, FileDigest] | None = None  # the result files, by name; None: an older version wrote them

@@ -51,13 +51,14 @@ def message(run: TaskRun) -> str:
 
 def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, models: Path) -> None:
     out = tmp_path / "run"
-    state = predict(reads=[str(reads)], out=out, models=models, devices="cpu:1", return_state=True)
+    given = {"reads": [str(reads)], "out": out, "models": models, "devices": "cpu:1", "write_viral": True}
+    state = predict(**given, return_state=True)
     assert state.is_completed()
     summary = read_summary(RunDir(out))
     assert summary is not None
     assert sum(summary.fates.values()) == 300
     assert state.message == f"{summary.fates['viral']:,} of 300 reads are viral"
-    assert all((out / name).is_file() for name in RESULTS)
+    assert {*RESULTS, "embeddings.h5", "failed.tsv", "viral.fastq.gz"} == set(summary.files or {})
     with get_client(sync_client=True) as client:
         flow_run = client.read_flow_run(run_of(state))
     assert flow_run.name == "few · cpu:1"

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
 
-from virnuc_core.config import EngineSpec, TraceSpec
+from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask, Stop
 from virnuc_core.errors import DeviceError, ShardError, WorkerError
@@ -64,7 +64,7 @@ class Job:
     plan: ShardPlan
     todo: tuple[int, ...]
     damaged: tuple[str, ...]
-    threshold: float
+    spec: ClassifySpec  # as it was asked for
     flops: ModelFlops | None = None
     trace: TraceSpec | None = None  # what workers record with torch's profiler
     worker: str = WORKER  # module that says what a worker does

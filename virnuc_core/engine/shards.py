@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -209,6 +210,15 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         else:
             good.append(shard)
     return good, moved
+
+
+def fingerprints(run: RunDir) -> set[str]:
+    """What the shards that lie in a run directory say they are of; a file that cannot be read says nothing."""
+    found = set()
+    for path in run.shards.glob("?????.h5"):
+        with suppress(OSError, KeyError, RuntimeError), h5py.File(path, "r") as file:
+            found.add(str(file.attrs["fingerprint"]))
+    return found
 
 
 def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

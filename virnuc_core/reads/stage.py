@@ -84,6 +84,7 @@ class StageSummary(Timings):
     by_file: tuple[FileReads, ...]  # in the order of `files`
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
     skipped_records: int
+    on_error: OnError = "stop"  # as they were read
 
     @property
     def tally(self) -> dict[str, int]:
@@ -244,6 +245,7 @@ def _summary(
         by_file=_by_file(inputs.files, counted, store),
         ignored_files=inputs.ignored,
         skipped_records=counted.skipped_by_file.total(),
+        on_error=spec.on_error,
     )
 
 

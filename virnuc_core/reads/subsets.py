@@ -187,7 +187,7 @@ def write_viral(
             if last > store.n_reads or store.original_ids(read, last) != [batch.id(i) for i in range(len(batch))]:
                 raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
             if batch.form not in out:  # without name or time in it
-                raw = stack.enter_context(stack.enter_context(whole_file(run.viral(batch.form))).open("wb"))
+                raw = stack.enter_context(stack.enter_context(whole_file(run.viral[batch.form])).open("wb"))
                 packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
                 out[batch.form] = stack.enter_context(packed)
             for i in np.flatnonzero(wanted[read:last]).tolist():
@@ -195,8 +195,8 @@ def write_viral(
             read = last
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
-        for form in {"fasta", "fastq"} - set(out):
-            run.viral(form).unlink(missing_ok=True)  # of an earlier run with reads of this form
+        for form in set(run.viral) - set(out):
+            run.viral[form].unlink(missing_ok=True)  # of an earlier run with reads of this form
     return int(wanted.sum())
 
 
