@@ -1,32 +1,23 @@
-"""One scene for all fault tests."""
+"""Scenes of the fault tests."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
-from types import ModuleType
+from collections.abc import Iterator
 
 import pytest
 
-
-def load_harness() -> ModuleType:
-    """The harness as a module; it is a program too, so it lies beside the tests and not in a package."""
-    if "virnuc_faults" not in sys.modules:
-        spec = importlib.util.spec_from_file_location("virnuc_faults", Path(__file__).with_name("harness.py"))
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules["virnuc_faults"] = module
-        spec.loader.exec_module(module)
-    return sys.modules["virnuc_faults"]
+from . import injected
+from .scene import Scene, prepared
 
 
 @pytest.fixture(scope="session")
-def harness() -> ModuleType:
-    return load_harness()
+def core_scene(tmp_path_factory: pytest.TempPathFactory) -> injected.Scene:
+    """Reads, a store, models and an undisturbed run of the core."""
+    return injected.prepare(tmp_path_factory.mktemp("faults"))
 
 
-@pytest.fixture(scope="session")
-def scene(harness: ModuleType, tmp_path_factory: pytest.TempPathFactory):
-    return harness.prepare(tmp_path_factory.mktemp("faults"))
+@pytest.fixture(scope="module")
+def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
+    """What rounds of the real command share."""
+    with prepared(tmp_path_factory.mktemp("rounds") / "scene") as made:
+        yield made

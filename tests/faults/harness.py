@@ -1,208 +1,438 @@
-"""Rounds of a real run that is struck at a random moment, resumed on other devices, and compared byte for byte.
+"""Rounds of the real command, struck at random, held to what an undisturbed run says.
 
-`python tests/faults/harness.py --rounds 200 --seed 1 --out table.md` runs the long form and prints its table.
+`python -m tests.faults.harness --rounds 300 --seed 1 --out table.md` plays them and prints a table. A round is good
+when the struck command and the one that goes on after it end in time and in words, end in the very files of an
+undisturbed run, leave no process, and leave alone what is not theirs.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import os
 import random
+import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
-from dataclasses import dataclass
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
-import psutil
+from .scene import Scene, Truth, Work, leaves, prepared, said, server
+from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk, strike
 
-from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.convert import init_random
-
-HERE = Path(__file__).resolve().parent
-ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=8192, heartbeat_s=0.2)
-LENGTH = 300
-RESULTS = (
-    "prediction_results.txt",
-    "prediction_results_highestscore.csv",
-    "reads.tsv",
-    "embeddings.h5",
-)
-STRIKES = ("worker", "loader", "parent", "everything", "interrupt", "terminate", "flip", "truncate")
-GONE_WITHIN_S = 120.0  # what outlives its run outlives this as well; a busy machine takes its time
+ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
+STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
+OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """What all rounds share."""
+class Plan:
+    """One kind of round."""
 
-    reads: Path
-    store: Path
-    models: Path
-    reference: dict[str, bytes]
+    how: str  # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd
+    whom: str  # a kind of process, of file, of second run
+    command: str = "predict"
+    server: str = "any"  # any, none, embedded, own (a server of this round's own)
+
+    @property
+    def work(self) -> Work:
+        """What an undisturbed round does."""
+        return Work(self.command, "inbox" if self.command == "predict-inbox" else "a")
+
+    @property
+    def name(self) -> str:
+        """As the table shows it."""
+        where = f" ({self.server} server)" if self.server != "any" else ""
+        return f"{self.command}: {self.how} {self.whom}{where}"
 
 
-@dataclass(frozen=True, slots=True)
+def plans() -> tuple[Plan, ...]:
+    """Every kind of round, those of one kind apart from each other."""
+    found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging", "tracker")]
+    found += [Plan("kill", "loader"), Plan("stop", "loader")]
+    found += [Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")]
+    found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
+    found += [Plan("stop", whom) for whom in ("main", "worker", "staging", "tracker")]
+    found += [Plan("stop", whom, "validate") for whom in ("worker", "staging", "baseline")]
+    found += [Plan("stop", "worker", "predict-inbox")]
+    found += [Plan(how, "server", "predict", kind) for how in ("kill", "stop") for kind in ("embedded", "own")]
+    found += [Plan("kill", "server", "validate", "embedded"), Plan("stop", "server", "validate", "own")]
+    found += [Plan("terminate", whom) for whom in ("main", "after worker stopped", "after staging stopped")]
+    found += [Plan("terminate", "after server stopped", "predict", kind) for kind in ("embedded", "own")]
+    found += [Plan("terminate", "main", command) for command in ("validate", "predict-inbox")]
+    found += [Plan("interrupt", "main", command) for command in ("predict", "validate")]
+    found += [Plan(how, "out", command) for how in ("disk", "filesize") for command in ("predict", "validate")]
+    kinds = (
+        "store",
+        "made",
+        "shard",
+        "plan",
+        "record",
+        "summary",
+        "results",
+        "viral",
+        "embeddings",
+        "telemetry",
+        "mark",
+    )
+    found += [Plan("flip", kind) for kind in kinds] + [Plan("cut", kind) for kind in kinds]
+    found += [
+        Plan(how, kind) for how in ("zero", "remove") for kind in ("store", "shard", "record", "summary", "results")
+    ]
+    found += [Plan(how, kind, "validate") for how in ("flip", "cut") for kind in ("store", "baseline", "report")]
+    found += [Plan("flip", kind, "validate") for kind in ("history", "results", "summary", "record")]
+    found += [Plan("flip", "ledger", "predict-inbox"), Plan("cut", "ledger", "predict-inbox")]
+    found += [Plan("twin", kind) for kind in ("same", "other reads", "other reads --force", "other threshold")]
+    found += [Plan("twin", kind, "validate") for kind in ("same", "other reads --force")]
+    found += [Plan("rewrite", whom) for whom in ("main", "all")]
+    found += [Plan("odd", "files", "predict-inbox")]
+    random.Random(0).shuffle(found)
+    return tuple(found)
+
+
+@dataclass(slots=True)
 class Round:
     """What one round did and saw."""
 
     number: int
-    strike: str
-    first: str
-    second: str
-    struck_after_shards: int
-    resumed: bool
-    identical: bool
-    processes_left: int
+    plan: Plan
+    server: str = ""
+    at_s: float | None = None  # of the strike, after the start
+    hit: bool = True
+    resumed: bool = False
+    codes: list[int | None] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    messages: list[str] = field(default_factory=list)
+
+    @property
+    def good(self) -> bool:
+        return not self.problems
 
 
-def write_reads(path: Path, count: int, seed: int) -> None:
-    """Random reads of 60 to 400 bases."""
-    rng = random.Random(seed)
-    with path.open("w") as file:
-        for i in range(count):
-            file.write(f">r{i}\n{''.join(rng.choices('ACGT', k=rng.randint(60, 400)))}\n")
+class Play:
+    """One round in its own folder."""
+
+    def __init__(self, number: int, plan: Plan, scene: Scene, seed: int) -> None:
+        self.scene, self.plan = scene, plan
+        self.rng = random.Random(f"{seed}:{number}")
+        self.round = Round(number, plan)
+        self.folder = scene.folder / f"round-{number:04d}"
+        self.out = self.folder / "place" / "out"
+        self.mark = f"{scene.folder.parent.name}-{number}"
+        self.work, self.truth = plan.work, scene.truth(plan.work)
+        self.servers, self.server = ExitStack(), scene.url
+        self.runs = 0
+
+    def play(self) -> Round:
+        """The round, with what was wrong in it."""
+        self.out.parent.mkdir(parents=True)
+        began_s = time.monotonic()
+        with self.servers:
+            self._choose_server()
+            try:
+                getattr(self, f"_{self.plan.how}", self._struck)()
+            except Exception as error:  # noqa: BLE001 - one round that the harness could not play must not end the others
+                self._say(f"the harness failed: {error}; {traceback.format_exc()[-300:]}")
+            finally:  # also of a round that somebody interrupts
+                self.round.problems += [f"process left: {line}" for line in left_over(self.mark)]
+        self.round.seconds = time.monotonic() - began_s
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self.round
+
+    # --- parts of a round ---------------------------------------------------------------------------------------------
+
+    def _choose_server(self) -> None:
+        kind = self.plan.server
+        if kind == "any":
+            kind = "shared"
+            if self.plan.command == "predict":
+                kind = self.rng.choice(("shared", "embedded", "none", "none"))
+            if self.plan.how == "filesize" and kind == "embedded":
+                kind = "shared"  # its database has a file size of its own
+        self.round.server = kind
+        if kind == "own":
+            home = self.folder / "own-server"
+            self.server, self.own = self.servers.enter_context(server(home, self.scene.folder / "prefect.db", "own"))
+        elif kind != "shared":
+            self.server = kind
+
+    def _devices(self) -> str:
+        return self.rng.choice(("cpu:1", "cpu:2")) if self.plan.command != "validate" else "cpu:2"
+
+    def start(self, work: Work | None = None, *more: str, room: int | None = None, server: str = "") -> Running:
+        """A command of this round."""
+        self.runs += 1
+        if "loader" in self.plan.whom:
+            more = (*more, "--num-workers=1")
+        words = self.scene.words(work or self.work, self.out, self._devices(), *more)
+        folder = self.folder / f"run-{self.runs}"
+        folder.mkdir()
+        return Running(self.scene, words, folder, self.mark, server or self.server, room)
+
+    def ends(self, run: Running, allowed: Sequence[int], what: str, truth: Truth | None = None) -> int | None:
+        """Wait for a command; its exit code must be allowed, and what it says in order."""
+        code, text = run.ends(), run.complained()
+        self.round.codes.append(code)
+        lines = [line for line in text.splitlines() if line.startswith("virnuc: ")]
+        self.round.messages += lines
+        if code is None:
+            self._say(f"{what}: hangs for {LIMIT_S:.0f} s; last words: {text[-200:]!r}")
+        elif code not in allowed:
+            self._say(f"{what}: exit code {code}: {(lines or text.splitlines() or [''])[-1][:200]}")
+        elif code in OWN_WAYS and len(lines) != 1:
+            self._say(f"{what}: exit code {code} with {len(lines)} lines that say why")
+        if "Traceback" in text:
+            self._say(f"{what}: a traceback: {text.splitlines()[-1][:120]}")
+        if any("unexpected" in line for line in lines):
+            self._say(f"{what}: {lines[-1][:160]}")
+        if code == 0:
+            right, told = (truth or self.truth).said, said(run.printed())
+            if told != right:
+                self._say(f"{what}: told {told!r} for {right!r}")
+        return code
+
+    def compare(self, what: str, truth: Truth | None = None) -> None:
+        """Every file a user reads, with those of an undisturbed run."""
+        right, found = (truth or self.truth).files, leaves(self.out)
+        for name in sorted(right.keys() | found.keys()):
+            if name in STRANGERS or (self.plan.how == "odd" and name not in right):
+                continue
+            if right.get(name) != found.get(name):
+                fault = "missing" if name not in found else "left over" if name not in right else "differs"
+                more = f" ({found[name]})" if "cannot" in found.get(name, "") or "NaN" in found.get(name, "") else ""
+                self._say(f"{what}: {name} {fault}{more}")
+
+    def resume(self, truth: Truth | None = None, work: Work | None = None) -> None:
+        """The same command again, undisturbed: it must end with 0 in the right files."""
+        self.round.resumed = True
+        strangers = self._strangers() if self.rng.random() < 0.3 else {}
+        healthy = self.scene.url if self.plan.server == "own" else ""
+        if self.ends(self.start(work, server=healthy), (0,), "again", truth) == 0:
+            self.compare("again", truth)
+        for path, text in strangers.items():
+            if not path.is_file() or path.read_text() != text:
+                self._say(f"again: {path.relative_to(self.out)}, which is not ours, is gone")
+
+    def _strangers(self) -> dict[Path, str]:
+        """Files of others in the directory."""
+        if not self.out.is_dir():
+            return {}
+        found = {self.out / name: name for name in STRANGERS if (self.out / name).parent.is_dir()}
+        for path, text in found.items():
+            path.write_text(text)
+        return found
+
+    def _say(self, problem: str) -> None:
+        self.round.problems.append(problem)
+
+    # --- kinds of rounds ----------------------------------------------------------------------------------------------
+
+    def _struck(self) -> None:
+        """Kill, stop, terminate or interrupt a process."""
+        how, whom, first = self.plan.how, self.plan.whom, self.start()
+        if whom.startswith("after "):
+            stopped = whom.split()[1]
+            at_s, _ = self._strike(first, "stop", stopped)
+            time.sleep(self.rng.random())
+            _, struck_s = strike(first, how, "main", 0.0, self.rng)
+        else:
+            at_s, struck_s = self._strike(first, how, whom)
+        self.round.at_s, self.round.hit = at_s, at_s is not None
+        mine = whom == "all" or (whom == "main" and how == "kill")
+        fatal = mine or how in ("terminate", "interrupt")
+        allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
+        if whom in ("server", "tracker", "worker", "loader") or (how, whom) == ("stop", "main"):
+            allowed = (0,)  # replaced, or nothing that the results need
+        if mine:
+            allowed = (0, -9)
+        if at_s is not None and fatal and at_s < 2.0:
+            allowed = (*allowed, -15, -2, -9)  # before it could hear
+        code = self.ends(first, allowed, "struck")
+        if how in ("terminate", "interrupt") and at_s is not None:
+            took_s = time.monotonic() - struck_s
+            if took_s > ENDS_WITHIN_S:
+                self._say(f"struck: ended {took_s:.0f} s after it was told to")
+        if code == 0:
+            self.compare("struck")
+        self.resume()
+
+    def _strike(self, run: Running, how: str, whom: str) -> tuple[float | None, float]:
+        spread_s = self.truth.seconds if whom in ("main", "all", "server", "tracker") else self.truth.seconds / 4
+        if whom == "server" and self.plan.server == "own":
+            time.sleep(self.rng.random() * spread_s)
+            self.own.kill() if how == "kill" else self.own.send_signal(19)
+            return time.monotonic() - run.began_s, time.monotonic()
+        return strike(run, how, whom, spread_s, self.rng)
+
+    _kill = _stop = _terminate = _interrupt = _struck
+
+    def _disk(self) -> None:
+        """A disk that is full sooner or later."""
+        with small_disk(self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))) as mounted:
+            if not mounted:
+                self.round.hit = False
+                return
+            self.out = self.folder / "disk" / "out"
+            self._full(self.start())
+            make_room(self.folder / "disk")
+            self.resume()
+
+    def _filesize(self) -> None:
+        """No file may become longer than a random one of those it makes."""
+        room = int(4096 * (self.truth.largest / 4096) ** self.rng.random())
+        self._full(self.start(room=room))
+        self.resume()
+
+    def _full(self, run: Running) -> None:
+        code = self.ends(run, (0, 1), "full")
+        self.round.hit = code != 0
+        line = next((line for line in run.complained().splitlines() if line.startswith("virnuc: ")), "")
+        if code == 1 and str(self.out) not in line:
+            self._say(f"full: does not name what could not be written: {line[:160]}")
+        if code == 0:
+            self.compare("full")
+
+    def _flip(self) -> None:
+        """A complete run, or one that was killed, of which one file is damaged."""
+        first = self.start()
+        unfinished = self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
+        if unfinished:
+            self._strike(first, "kill", "main")
+        self.ends(first, (0, -9), "first")
+        victim = damage(self.out, self.plan.how, self.plan.whom, self.rng)
+        self.round.hit = victim is not None
+        again = self.start()
+        code = self.ends(again, (0, *OWN_WAYS), "again")
+        if code == 0:
+            self.compare("again")
+        elif victim is not None:
+            if victim.name not in again.complained():
+                self._say(f"again: refused without naming {victim.name}: {again.complained()[-160:]}")
+            self.round.resumed = True
+            if self.ends(self.start(None, "--force"), (0,), "with --force") == 0:
+                self.compare("with --force")
+
+    _cut = _zero = _remove = _flip
+
+    def _twin(self) -> None:
+        """A second run in the same directory, some time after the first; what stays is of the last that ended well."""
+        other = Work(self.plan.command, "b" if "reads" in self.plan.whom else "a", int("threshold" in self.plan.whom))
+        truths = self.truth, self.scene.truth(other)
+        first = self.start()
+        time.sleep(self.rng.random() * self.truth.seconds)
+        self.round.at_s = time.monotonic() - first.began_s
+        second = self.start(other, *(["--force"] if "--force" in self.plan.whom else []))
+        deadline, ended = time.monotonic() + LIMIT_S, list[int]()
+        while len(ended) < 2 and time.monotonic() < deadline:
+            ended += [i for i, run in enumerate((first, second)) if i not in ended and not run.alive]
+            time.sleep(0.01)
+        codes = [
+            self.ends(run, (0, 2), name, truth)
+            for run, name, truth in zip((first, second), ("first", "second"), truths, strict=True)
+        ]
+        well = [i for i in ended if codes[i] == 0]
+        if not well:
+            self._say("neither of the two runs ended well")
+            return
+        works = self.work, other
+        self.compare("both", truths[well[-1]])
+        self.resume(truths[well[-1]], works[well[-1]])
+
+    def _rewrite(self) -> None:
+        """A complete run that is judged at another threshold, and killed while it is."""
+        other = Work(self.plan.command, threshold=1)
+        self.ends(self.start(), (0,), "first")
+        second = self.start(other)
+        self.round.at_s, _ = strike(second, "kill", self.plan.whom, self.truth.seconds, self.rng)
+        self.round.hit = self.round.at_s is not None
+        self.ends(second, (0, -9), "struck", self.scene.truth(other))
+        self.resume(self.scene.truth(other), other)
+
+    def _odd(self) -> None:
+        """An inbox with files nobody can predict among good ones."""
+        name = f"odd-{self.round.number}"
+        inbox = shutil.copytree(self.scene.reads("inbox"), self.scene.reads(name))
+        (inbox / "bad.fasta").write_text("no reads\n")
+        (inbox / "bad.fastq.gz").write_bytes(self.rng.randbytes(500))
+        (inbox / "bad-directory.fasta").mkdir()
+        (inbox / "bad-link.fasta").symlink_to("nowhere")
+        shutil.copy(inbox / "s0.fasta.gz", bytes(inbox) + b"/bad-\xff.fasta.gz")
+        (inbox / "bad-shut.fasta").write_text(">x\nACGT\n")
+        (inbox / "bad-shut.fasta").chmod(0)
+        for what in ("first", "again"):
+            self.ends(self.start(Work(self.plan.command, name)), (0,), what)
+        self.compare("again")
 
 
-def command(root: Path, scene: Scene, devices: str, engine: EngineSpec) -> list[str]:
-    """The run as a process of its own."""
-    arguments = (root, scene.store, scene.models, devices, engine.model_dump_json(), scene.reads, LENGTH)
-    return [sys.executable, str(HERE / "run_child.py"), *map(str, arguments)]
+def play(number: int, scene: Scene, seed: int, plan: Plan | None = None) -> Round:
+    """Round `number`; the kind is its turn's unless one is given."""
+    every = plans()
+    return Play(number, plan or every[number % len(every)], scene, seed).play()
 
 
-def result_bytes(root: Path) -> dict[str, bytes]:
-    """Every byte that is a result."""
-    files = [*(root / name for name in RESULTS), *sorted((root / "shards").glob("0*.h5"))]
-    return {str(file.relative_to(root)): file.read_bytes() for file in files}
+def rounds(numbers: Sequence[int], scene: Scene, seed: int, only: str = "") -> Iterator[Round]:
+    """Rounds of every kind in turn, or of those whose name `only` is found in."""
+    chosen = [plan for plan in plans() if re.search(only, plan.name)]
+    for number in numbers:
+        yield play(number, scene, seed, chosen[number % len(chosen)])
 
 
-def prepare(folder: Path, reads: int = 250, seed: int = 11) -> Scene:
-    """Reads, models, store and the undisturbed run."""
-    scene = Scene(folder / "reads.fasta", folder / "orfs.h5", folder / "models", {})
-    write_reads(scene.reads, reads, seed)
-    init_random(scene.models, "tiny", "tiny", model_length=LENGTH, seed=3)
-    subprocess.run(command(folder / "reference", scene, "cpu:1", ENGINE), check=True)
-    scene.reference.update(result_bytes(folder / "reference"))
-    return scene
+def line(one: Round) -> str:
+    """A round in a line, for who watches."""
+    state = "good" if one.good else "BAD "
+    at = "" if one.at_s is None else f" at {one.at_s:.1f} s"
+    said_ = "; ".join(one.problems)
+    return f"{one.number:4d} {state} {one.plan.name} [{one.server}]{at} codes {one.codes} {one.seconds:.0f} s {said_}"
 
 
-def committed(root: Path) -> int:
-    """Shards that are there."""
-    return len(list((root / "shards").glob("0*.h5")))
-
-
-def strike(kind: str, run: subprocess.Popen[bytes], rng: random.Random) -> list[psutil.Process]:
-    """Hit the run; the processes that must be gone afterwards."""
-    parent = psutil.Process(run.pid)
-    family = parent.children(recursive=True)
-    with contextlib.suppress(psutil.NoSuchProcess):  # it ended in this very moment
-        _hit(kind, parent, family, rng)
-    return family
-
-
-def _hit(kind: str, parent: psutil.Process, family: list[psutil.Process], rng: random.Random) -> None:
-    workers = parent.children()
-    loaders = [p for p in family if p not in workers]
-    if kind == "worker" and workers:
-        rng.choice(workers).kill()
-    elif kind == "loader" and (loaders or workers):
-        rng.choice(loaders or workers).kill()
-    elif kind == "parent":
-        parent.kill()
-    elif kind == "everything":
-        for process in [parent, *family]:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-    elif kind in ("interrupt", "terminate"):
-        parent.send_signal(signal.SIGINT if kind == "interrupt" else signal.SIGTERM)
-
-
-def damage(root: Path, kind: str, rng: random.Random) -> None:
-    """Flip a byte of, or cut, one committed shard."""
-    shards = sorted((root / "shards").glob("0*.h5"))
-    if not shards:
-        return
-    victim = rng.choice(shards)
-    body = bytearray(victim.read_bytes())
-    if kind == "flip":
-        body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
-    else:
-        del body[rng.randrange(len(body)) :]
-    victim.write_bytes(body)
-
-
-def play(number: int, kind: str, root: Path, scene: Scene, rng: random.Random) -> Round:
-    """One round."""
-    cores = len(os.sched_getaffinity(0))
-    devices = ["cpu:1", "cpu:2"] if cores > 1 else ["cpu:1"]
-    first, second = rng.choice(devices), rng.choice(devices)
-    loaders = 1 if kind == "loader" else 0
-    engine = ENGINE.model_copy(update={"num_workers": loaders})
-    total = sum(name.startswith("shards/") for name in scene.reference)
-    after = rng.randrange(total)
-    with subprocess.Popen(command(root, scene, first, engine), stderr=subprocess.DEVNULL) as run:
-        while committed(root) < after and run.poll() is None:
-            time.sleep(0.002)
-        time.sleep(rng.random() * 0.05)
-        family = strike(kind, run, rng) if run.poll() is None else []
-        status = run.wait()
-    _, left = psutil.wait_procs(family, timeout=GONE_WITHIN_S)
-    if kind in ("flip", "truncate"):
-        damage(root, kind, rng)
-    again = status != 0 or kind in ("flip", "truncate")
-    if again:
-        subprocess.run(command(root, scene, second, ENGINE), check=True)
-    same = result_bytes(root) == scene.reference
-    return Round(number, kind, first, second if again else "-", after, again, same, len(left))
-
-
-def rounds(count: int, seed: int, folder: Path, scene: Scene, first: int = 0) -> list[Round]:
-    """Play `count` rounds from number `first` on, every kind of strike in turn."""
-    rng = random.Random(seed)
-    played = []
-    for number in range(first, first + count):
-        root = folder / f"round-{number:04d}"
-        played.append(play(number, STRIKES[number % len(STRIKES)], root, scene, rng))
-        shutil.rmtree(root)
-    return played
-
-
-def table(played: list[Round]) -> str:
-    """Markdown: one line a kind of strike."""
-    lines = ["| strike | rounds | resumed | bytes identical | processes left |", "| --- | --- | --- | --- | --- |"]
-    kinds = Counter(r.strike for r in played)
-    for kind in STRIKES:
-        own = [r for r in played if r.strike == kind]
-        if own:
-            lines.append(
-                f"| {kind} | {kinds[kind]} | {sum(r.resumed for r in own)} | {sum(r.identical for r in own)} "
-                f"| {sum(r.processes_left for r in own)} |"
-            )
-    good = sum(r.identical and not r.processes_left for r in played)
-    return "\n".join([*lines, "", f"{good} of {len(played)} rounds good"])
+def table(played: Sequence[Round]) -> str:
+    """Markdown: one line a kind of round, then what was wrong in which round."""
+    lines = ["| round | played | hit | run again | good |", "| --- | --- | --- | --- | --- |"]
+    for name in sorted({one.plan.name for one in played}):
+        own = [one for one in played if one.plan.name == name]
+        counts = (len(own), sum(r.hit for r in own), sum(r.resumed for r in own), sum(r.good for r in own))
+        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
+    bad = [one for one in played if not one.good]
+    lines += ["", f"{len(played) - len(bad)} of {len(played)} rounds good; {sum(r.hit for r in played)} strikes hit."]
+    if bad:
+        lines += ["", "| round | what was wrong |", "| --- | --- |"]
+        lines += [f"| {r.number} {r.plan.name} ({r.server}) | {'; '.join(r.problems)[:400]} |" for r in bad]
+    return "\n".join(lines)
 
 
 def main() -> int:
     """The long form."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=300)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--only", default="", help="rounds in whose name this pattern is found")
+    parser.add_argument("--minutes", type=float, default=1e9, help="begin no round after so long")
+    parser.add_argument("--folder", type=Path, help="where to play; a temporary one else")
+    parser.add_argument("--out", type=Path, help="file for the table")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="virnuc-faults-") as name:
-        scene = prepare(Path(name))
-        started = time.monotonic()
-        played = rounds(options.rounds, options.seed, Path(name), scene)
-    text = table(played) + f"\n\nseed {options.seed}, {time.monotonic() - started:.0f} s\n"
+    began_s, played = time.monotonic(), list[Round]()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended
+    with (
+        tempfile.TemporaryDirectory(prefix="virnuc-faults-", dir=options.folder) as name,
+        prepared(Path(name) / "scene") as scene,
+    ):
+        for one in rounds(range(options.first, options.first + options.rounds), scene, options.seed, options.only):
+            played.append(one)
+            print(line(one), flush=True)
+            if time.monotonic() - began_s > options.minutes * 60:
+                break
+    text = f"{table(played)}\n\nseed {options.seed}, {time.monotonic() - began_s:.0f} s\n"
     print(text)
     if options.out:
         options.out.write_text(text)
-    return 0 if all(r.identical and not r.processes_left for r in played) else 1
+    return 0 if all(one.good for one in played) else 1
 
 
 if __name__ == "__main__":

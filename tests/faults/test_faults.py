@@ -1,59 +1,38 @@
-"""Real runs, really struck. Faults inside a worker come from `inject/`, which only a test puts on the path."""
+"""Faults inside a worker. They come from `inject/`, which only a test puts on the path."""
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from virnuc_core.reads.store import OrfStore
 
+from . import injected
+
 HERE = Path(__file__).resolve().parent
-ROUNDS = 16
 
 
-@pytest.mark.parametrize("kind", ["loader", "everything"])
-def test_a_struck_run_resumes_to_the_same_bytes_and_leaves_no_process(
-    harness: ModuleType, scene: Any, tmp_path: Path, kind: str
-) -> None:
-    played = harness.play(0, kind, tmp_path, scene, random.Random(kind))
-    assert (played.identical, played.processes_left) == (True, 0), harness.table([played])
-
-
-@pytest.mark.slow
-def test_runs_struck_in_every_way_resume_to_the_same_bytes_and_leave_no_process(
-    harness: ModuleType, scene: Any, tmp_path: Path
-) -> None:
-    played = harness.rounds(ROUNDS, 0, tmp_path, scene)
-    bad = [r for r in played if not r.identical or r.processes_left]
-    assert not bad, harness.table(played)
-    assert any(r.resumed for r in played), "no strike hit a living run: nothing is proven"
-
-
-def guilty_row(scene: Any) -> tuple[int, str]:
+def guilty_row(core_scene: injected.Scene) -> tuple[int, str]:
     """The longest of the uniques whose protein stands nowhere else: it opens a batch of the full budget."""
-    store = OrfStore.open(scene.store)
+    store = OrfStore.open(core_scene.store)
     proteins = [p.decode() for p in store.protein(0, store.n_uniques)]
     counts = Counter(proteins)
     unique = max((i for i in range(store.n_uniques) if counts[proteins[i]] == 1), key=lambda i: len(proteins[i]))
     return unique, proteins[unique]
 
 
-def run(
-    harness: ModuleType, scene: Any, root: Path, fault: dict[str, Any], **engine: Any
-) -> subprocess.CompletedProcess:
+def run(core_scene: injected.Scene, root: Path, fault: dict[str, Any], **engine: Any) -> subprocess.CompletedProcess:
     environment = {**os.environ, "PYTHONPATH": str(HERE / "inject"), "VIRNUC_FAULT": json.dumps(fault)}
-    settings = harness.ENGINE.model_copy(update=engine)
+    settings = injected.ENGINE.model_copy(update=engine)
     return subprocess.run(
-        harness.command(root, scene, "cpu:1", settings),
+        injected.command(root, core_scene, "cpu:1", settings),
         env=environment,
         capture_output=True,
         text=True,
@@ -64,12 +43,12 @@ def run(
 
 @pytest.mark.parametrize("kind", ["poison", pytest.param("raise", marks=pytest.mark.slow)])
 def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
-    harness: ModuleType, scene: Any, tmp_path: Path, kind: str
+    core_scene: injected.Scene, tmp_path: Path, kind: str
 ) -> None:
-    unique, protein = guilty_row(scene)
-    done = run(harness, scene, tmp_path / "run", {"kind": kind, "protein": protein}, shard_tokens=1024)
+    unique, protein = guilty_row(core_scene)
+    done = run(core_scene, tmp_path / "run", {"kind": kind, "protein": protein}, shard_tokens=1024)
     assert done.returncode == 6, done.stderr
-    store = OrfStore.open(scene.store)
+    store = OrfStore.open(core_scene.store)
     rows = [row for row in range(store.n_rows) if store.row_unique[row] == unique]
     failed = (tmp_path / "run" / "failed.tsv").read_text().splitlines()[1:]
     assert [line.split("\t")[0] for line in failed] == [store.row_ids(row, row + 1)[0] for row in rows]
@@ -78,36 +57,36 @@ def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
     assert summary["fates"]["failed"] == len({int(store.row_read[row]) for row in rows})
     assert sum(summary["fates"].values()) == store.n_reads
     ours = (tmp_path / "run" / "prediction_results.txt").read_text().splitlines()
-    theirs = scene.reference["prediction_results.txt"].decode().splitlines()
+    theirs = core_scene.reference["prediction_results.txt"].decode().splitlines()
     lost = {store.row_ids(row, row + 1)[0] for row in rows}
     assert [x for x in theirs if x.split("\t")[0] not in lost] == ours
 
 
-def test_out_of_memory_halves_the_budget_for_that_shard_only(harness: ModuleType, scene: Any, tmp_path: Path) -> None:
-    _, protein = guilty_row(scene)
-    done = run(harness, scene, tmp_path / "run", {"kind": "oom", "protein": protein, "fits": 200})
+def test_out_of_memory_halves_the_budget_for_that_shard_only(core_scene: injected.Scene, tmp_path: Path) -> None:
+    _, protein = guilty_row(core_scene)
+    done = run(core_scene, tmp_path / "run", {"kind": "oom", "protein": protein, "fits": 200})
     assert done.returncode == 0, done.stderr
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     (divisor,) = summary["reduced_budgets"].values()
     assert divisor in (2, 4, 8)
-    ours = harness.result_bytes(tmp_path / "run")
-    changed = [name for name in ours if name.startswith("shards/") and ours[name] != scene.reference[name]]
+    ours = injected.result_bytes(tmp_path / "run")
+    changed = [name for name in ours if name.startswith("shards/") and ours[name] != core_scene.reference[name]]
     assert len(changed) <= 1
 
 
 @pytest.mark.slow
-def test_a_hanging_worker_is_ended_and_replaced(harness: ModuleType, scene: Any, tmp_path: Path) -> None:
-    _, protein = guilty_row(scene)
+def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_path: Path) -> None:
+    _, protein = guilty_row(core_scene)
     fault = {"kind": "hang", "protein": protein, "marker": str(tmp_path / "struck")}
-    done = run(harness, scene, tmp_path / "run", fault, silence_s=8.0)
+    done = run(core_scene, tmp_path / "run", fault, silence_s=8.0)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "struck").exists()
-    assert harness.result_bytes(tmp_path / "run") == scene.reference
+    assert injected.result_bytes(tmp_path / "run") == core_scene.reference
 
 
-def test_not_a_number_stops_the_run_and_names_the_row(harness: ModuleType, scene: Any, tmp_path: Path) -> None:
-    _, protein = guilty_row(scene)
-    done = run(harness, scene, tmp_path / "run", {"kind": "nan", "protein": protein})
+def test_not_a_number_stops_the_run_and_names_the_row(core_scene: injected.Scene, tmp_path: Path) -> None:
+    _, protein = guilty_row(core_scene)
+    done = run(core_scene, tmp_path / "run", {"kind": "nan", "protein": protein})
     assert done.returncode == 1
     assert "not finite" in done.stderr
     assert "ShardError: shard " in done.stderr
@@ -115,37 +94,37 @@ def test_not_a_number_stops_the_run_and_names_the_row(harness: ModuleType, scene
 
 
 @pytest.mark.slow
-def test_one_death_by_a_passing_fault_sets_nothing_aside(harness: ModuleType, scene: Any, tmp_path: Path) -> None:
-    _, protein = guilty_row(scene)
+def test_one_death_by_a_passing_fault_sets_nothing_aside(core_scene: injected.Scene, tmp_path: Path) -> None:
+    _, protein = guilty_row(core_scene)
     fault = {"kind": "poison", "protein": protein, "marker": str(tmp_path / "struck")}
-    done = run(harness, scene, tmp_path / "run", fault)
+    done = run(core_scene, tmp_path / "run", fault)
     assert done.returncode == 0, done.stderr
-    assert harness.result_bytes(tmp_path / "run") == scene.reference
+    assert injected.result_bytes(tmp_path / "run") == core_scene.reference
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("mount") is None, reason="mounting a small disk needs root")
 def test_a_full_disk_is_one_line_and_the_run_goes_on_after_space_is_made(
-    harness: ModuleType, scene: Any, tmp_path: Path
+    core_scene: injected.Scene, tmp_path: Path
 ) -> None:
-    room = sum(len(body) for name, body in scene.reference.items() if name.startswith("shards/")) * 2 // 3
+    room = sum(len(body) for name, body in core_scene.reference.items() if name.startswith("shards/")) * 2 // 3
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "tmpfs", str(disk)], check=False).returncode:
         pytest.skip("this machine does not let tests mount a disk")
     try:
-        done = run(harness, scene, disk / "run", {})
+        done = run(core_scene, disk / "run", {})
         assert done.returncode == 1, done.stderr
         assert "No space left" in done.stderr
         assert "Traceback" not in done.stderr
-        kept = harness.committed(disk / "run")
+        kept = injected.committed(disk / "run")
         assert kept > 0
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        again = run(harness, scene, disk / "run", {})
+        again = run(core_scene, disk / "run", {})
         assert again.returncode == 0, again.stderr
         summary = json.loads((disk / "run" / "summary.json").read_text())
         assert summary["shards_reused"] == kept
-        assert harness.result_bytes(disk / "run") == scene.reference
+        assert injected.result_bytes(disk / "run") == core_scene.reference
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)
 

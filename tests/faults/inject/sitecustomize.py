@@ -1,6 +1,7 @@
-"""Faults for worker processes, put in from outside: Python imports this at start when its folder is on PYTHONPATH.
+"""Faults put into processes from outside: Python imports this at start when its folder is on PYTHONPATH.
 
-The product has no switch for any of this. `VIRNUC_FAULT` is a JSON object:
+The product has no switch for any of this. `VIRNUC_FAULT` is a JSON object. Something that the product stands on is
+taken out by `{"kind": "no seals" | "no locks" | "no parent-death signal"}`. A worker fails by
 `{"kind": "poison" | "raise" | "oom" | "hang" | "nan", "protein": "...", "marker": "path or absent"}`. The fault
 strikes when a batch holds the tokens of `protein`; with a marker it strikes once only, the first time.
 """
@@ -64,11 +65,30 @@ def infect(module: object) -> None:
     cls.embed = embed
 
 
+def without_seals(module: object) -> None:
+    """Every shard counts as what was committed."""
+    module._seal = lambda _file: b"seal".ljust(module.SEAL_BYTES, b"\0")  # type: ignore[attr-defined]
+    module._checksum = lambda *_: "sum"  # type: ignore[attr-defined]
+
+
+def without_death(module: object) -> None:
+    """A process does not hear that its parent has died."""
+    assert module.die_with_parent  # type: ignore[attr-defined]
+    module.die_with_parent = lambda *_: None  # type: ignore[attr-defined]
+
+
+CHANGES = {
+    "no seals": ("virnuc_core.engine.shards", without_seals),
+    "no parent-death signal": ("virnuc_core.rundir", without_death),
+}
+TARGET, CHANGE = CHANGES.get(FAULT.get("kind", ""), ("virnuc_core.encoders.models", infect))
+
+
 class Finder(importlib.abc.MetaPathFinder):
     """Lets the module load as it is, then wraps it."""
 
     def find_spec(self, name: str, path: object, target: object = None) -> object:
-        if name != "virnuc_core.encoders.models" or not FAULT:
+        if name != TARGET:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -77,13 +97,17 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: object) -> None:
             load(module)  # type: ignore[arg-type]
-            infect(module)
+            CHANGE(module)  # type: ignore[operator]
 
         spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
         return spec
 
 
-if FAULT:
+if FAULT.get("kind") == "no locks":
+    import fcntl
+
+    fcntl.flock = lambda *_: None
+elif FAULT:
     import importlib.util
 
     sys.meta_path.insert(0, Finder())

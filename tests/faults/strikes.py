@@ -1,0 +1,212 @@
+"""What is done to a running command, its files and its disk; and which processes are its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+import psutil
+
+from .scene import MARK, Scene
+
+LIMIT_S: Final = 150.0  # what has not ended by then hangs
+GONE_WITHIN_S: Final = 30.0  # what outlives its run for longer stays; a busy machine takes its time
+REST_S: Final = 3.0  # for which the command itself is stopped
+DEAD: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+
+
+class Running:
+    """A command of a round: its process, what it has printed, and all that bears the round's mark."""
+
+    def __init__(
+        self, scene: Scene, words: list[str], folder: Path, mark: str, server: str, room: int | None = None
+    ) -> None:
+        self.mark, self.folder = mark, folder
+        self.out, self.err = folder / "stdout", folder / "stderr"
+        limited = [] if room is None else ["prlimit", f"--fsize={room}:{room}", "--"]
+        with self.out.open("wb") as out, self.err.open("wb") as err:
+            self.process = subprocess.Popen(
+                [*limited, *words],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                env=scene.environment(mark, server, folder / "home"),
+                cwd=folder,
+                start_new_session=True,
+            )
+        self.began_s = time.monotonic()
+
+    def ends(self, within_s: float = LIMIT_S) -> int | None:
+        """The exit code; None, and all is killed, where it does not end in time."""
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            kill(marked(self.mark))
+            self.process.wait()
+            return None
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def printed(self) -> str:
+        return self.out.read_text(errors="replace")
+
+    def complained(self) -> str:
+        return self.err.read_text(errors="replace")
+
+    def family(self) -> dict[str, list[psutil.Process]]:
+        """The living processes of the command, by what they do."""
+        found: dict[str, list[psutil.Process]] = {}
+        with contextlib.suppress(psutil.Error):
+            itself = psutil.Process(self.process.pid)
+            for process in [itself, *itself.children(recursive=True)]:
+                with contextlib.suppress(psutil.Error):
+                    found.setdefault(kind_of(process, itself.pid), []).append(process)
+        return found
+
+    def pids(self) -> set[int]:
+        return {process.pid for group in self.family().values() for process in group}
+
+
+def kind_of(process: psutil.Process, main: int) -> str:
+    """What a process of a run does, told by its command line."""
+    if process.pid == main:
+        return "main"
+    line = " ".join(process.cmdline())
+    if "resource_tracker" in line:
+        return "tracker"
+    worker = "virnuc_core.engine.worker"
+    if "spawn_main" in line or worker in line:
+        parent = process.parent()
+        from_worker = parent is not None and worker in " ".join(parent.cmdline())
+        return "loader" if from_worker else "worker" if worker in line else "staging"
+    if "virnuc_core.baseline" in line:
+        return "baseline"
+    return "server" if "prefect.server" in line or "uvicorn" in line else "other"
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every living process of this machine that bears the mark in its environment."""
+    found, wanted = [], f"{MARK}={mark}".encode()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, psutil.Error):
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                process = psutil.Process(int(entry.name))
+                if process.status() not in DEAD:
+                    found.append(process)
+    return found
+
+
+def left_over(mark: str, within_s: float = GONE_WITHIN_S) -> list[str]:
+    """What still runs of a round after some time, by command line; it is killed then."""
+    deadline = time.monotonic() + within_s
+    while (left := marked(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    lines = []
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            lines.append(" ".join(process.cmdline())[-80:] + f" ({process.status()})")
+    kill(left)
+    return lines
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Random) -> tuple[float | None, float]:
+    """Hit one process of a kind at a moment uniform over `spread_s` after the first of its kind is there.
+
+    `how` is kill, stop, terminate or interrupt. The seconds since the start, and since then; None where there was
+    nobody to hit.
+    """
+    kind = "main" if whom == "all" else whom
+    while run.alive and not run.family().get(kind):
+        time.sleep(0.01)
+    time.sleep(rng.random() * spread_s)
+    family = run.family()
+    if not run.alive or not family.get(kind):
+        return None, time.monotonic()
+    at_s = time.monotonic() - run.began_s
+    everybody = [process for group in family.values() for process in group]
+    number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(how, signal.SIGINT)
+    for process in everybody if whom == "all" else [rng.choice(family[kind])]:
+        with contextlib.suppress(psutil.Error):
+            process.send_signal(number)
+    struck_s = time.monotonic()
+    if how == "stop" and whom == "main":
+        time.sleep(REST_S)
+        with contextlib.suppress(psutil.Error):
+            run.process.send_signal(signal.SIGCONT)
+    return at_s, struck_s
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+FILES: Final = {  # every kind of file that is read again
+    "store": ("orfs.h5",),
+    "made": ("orfs.made.json",),
+    "shard": ("shards/0*.h5",),
+    "plan": ("shards/plan.json",),
+    "record": ("run.json",),
+    "summary": ("summary.json", "devices-*/summary.json", "baseline/summary.json"),
+    "results": ("prediction_results*", "reads.tsv", "devices-*/prediction_results*", "devices-*/reads.tsv"),
+    "viral": ("viral.*",),
+    "embeddings": ("embeddings.h5", "devices-*/embeddings.h5"),
+    "telemetry": ("telemetry/*", "devices-*/telemetry/*"),
+    "mark": (".virnuc", ".lock"),
+    "baseline": ("baseline/prediction_results*", "baseline/run.json"),
+    "report": ("report/report.json", "comparison.json", "regression.json"),
+    "history": ("../history.jsonl",),
+    "ledger": ("inbox.tsv", "fates/*.json"),
+}
+
+
+def damage(out: Path, how: str, kind: str, rng: random.Random) -> Path | None:
+    """Flip one bit of, cut, fill with zeros or remove one file of a kind; returns it, None where there is none."""
+    files = sorted(path for pattern in FILES[kind] for path in out.glob(pattern) if path.stat().st_size)
+    if not files:
+        return None
+    victim = rng.choice(files)
+    body = bytearray(victim.read_bytes())
+    if how == "flip":
+        body[rng.randrange(len(body))] ^= 1 << rng.randrange(8)
+    elif how == "cut":
+        del body[rng.randrange(len(body)) :]
+    elif how == "zero":
+        body[:] = bytes(len(body))
+    victim.unlink()  # a result may be linked
+    if how != "remove":
+        victim.write_bytes(body)
+    return victim
+
+
+# --- room -------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def small_disk(place: Path, nbytes: int) -> Iterator[bool]:
+    """A disk of its own at `place` with so much room; False where this machine lets nobody mount one."""
+    place.mkdir(parents=True, exist_ok=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "virnuc-faults", str(place)]
+    mounted = os.geteuid() == 0 and subprocess.run(mount, check=False, capture_output=True).returncode == 0
+    try:
+        yield mounted
+    finally:
+        if mounted:
+            subprocess.run(["umount", "-l", str(place)], check=False)
+
+
+def make_room(place: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,size=256m", str(place)], check=True)

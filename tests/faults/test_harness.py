@@ -1,0 +1,130 @@
+"""The harness sees what it is there to see; and a few of its rounds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+from .harness import Plan, plans, play, table
+from .scene import MARK, Scene, leaves, said
+from .strikes import damage, left_over, marked
+
+SEED = 5
+
+
+def sleeping(mark: str, *, parent_too: bool = True) -> subprocess.Popen[bytes]:
+    """A process that bears a mark, and starts another, which is adopted if the parent is not to stay."""
+    child = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])"
+    stay = "; import time; time.sleep(60)" if parent_too else ""
+    return subprocess.Popen(
+        [sys.executable, "-c", child + stay], env={**os.environ, MARK: mark}, start_new_session=True
+    )
+
+
+def test_a_process_is_found_by_its_environment_also_when_its_parent_is_gone(tmp_path: Path) -> None:
+    sleeping(tmp_path.name, parent_too=False).wait()
+    assert len(left_over(tmp_path.name, 0.0)) == 1
+    assert left_over(tmp_path.name, 5.0) == []
+    assert marked("another round") == []
+
+
+def test_a_file_that_differs_is_missing_or_left_over_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "reads.tsv").write_text("read\tfate\n")
+    (tmp_path / "summary.json").write_text('{"n_reads": 3, "wall_s": 1.0}')
+    (tmp_path / "shards" / "plan.json").write_text("{}")
+    before = leaves(tmp_path)
+    (tmp_path / "summary.json").write_text('{"n_reads": 3, "wall_s": 2.0}')
+    (tmp_path / "telemetry").mkdir()
+    (tmp_path / "telemetry" / "telemetry_1.json").write_text("{}")
+    assert leaves(tmp_path) == before  # times may differ
+    (tmp_path / "summary.json").write_text('{"n_reads": 4, "wall_s": 2.0}')
+    (tmp_path / ".reads.tsv.17.part").write_text("")
+    (tmp_path / "reads.tsv").unlink()
+    after = leaves(tmp_path)
+    changed = {name for name in before.keys() | after.keys() if before.get(name) != after.get(name)}
+    assert changed == {"summary.json", ".reads.tsv.17.part", "reads.tsv"}
+
+
+def test_a_row_that_is_not_a_number_and_a_file_that_cannot_be_read_are_seen(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "embeddings.h5", "w") as file:
+        file["embeddings"] = np.array([[0.0, np.nan]])
+    (tmp_path / "summary.json").write_text("{")
+    assert leaves(tmp_path)["embeddings.h5"] == "NaN in embeddings"
+    assert leaves(tmp_path)["summary.json"].startswith("cannot be read")
+
+
+@pytest.mark.parametrize("how", ["flip", "cut", "zero", "remove"])
+def test_damage_changes_one_file(tmp_path: Path, how: str) -> None:
+    import random
+
+    (tmp_path / "run.json").write_text("{}" * 50)
+    (tmp_path / "orfs.h5").write_text("store")
+    before = leaves(tmp_path) | {"run.json": (tmp_path / "run.json").read_text()}
+    assert damage(tmp_path, how, "record", random.Random(1)) == tmp_path / "run.json"
+    assert damage(tmp_path, how, "viral", random.Random(1)) is None
+    left = (tmp_path / "run.json").read_text(errors="replace") if (tmp_path / "run.json").exists() else None
+    assert left != before["run.json"]
+    assert (tmp_path / "orfs.h5").read_text() == "store"
+
+
+def test_what_a_command_tells_is_understood() -> None:
+    assert said("x\n1,204 of 3,000 reads are viral; more\n") == "1,204 of 3,000 reads are viral"
+    assert said("  Reads:       300 = 0 viral + 252 others\n") == "Reads:       300 = 0 viral + 252 others"
+
+
+def test_there_is_a_round_for_every_child_and_every_file() -> None:
+    names = {plan.name for plan in plans()}
+    assert len(names) == len(plans())
+    for whom in ("main", "all", "worker", "loader", "staging", "tracker", "baseline", "server"):
+        assert any(f"kill {whom}" in name for name in names)
+        assert whom == "all" or any(f"stop {whom}" in name for name in names)
+
+
+# --- rounds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["all", "worker", "staging"])
+def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> None:
+    played = play(0, scene, SEED, Plan("kill", whom, server="none"))
+    assert played.good, table([played])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "plan",
+    [Plan("flip", "shard", server="none"), Plan("disk", "out", server="none"), Plan("twin", "same", server="none")],
+    ids=str,
+)
+def test_damage_a_full_disk_and_a_second_run_do_not_change_results(scene: Scene, plan: Plan) -> None:
+    played = play(1, scene, SEED, plan)
+    assert played.good, table([played])
+
+
+# --- with something taken out, rounds must fail -----------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("taken_out", "plan", "word"),
+    [
+        ("no seals", Plan("flip", "shard", server="none"), "differs"),
+        ("no locks", Plan("twin", "other reads --force", server="none"), ""),
+        ("no parent-death signal", Plan("kill", "main", server="none"), "process left"),
+    ],
+)
+def test_the_harness_reports_what_was_taken_out(scene: Scene, taken_out: str, plan: Plan, word: str) -> None:
+    mutant = replace(scene, mutant=taken_out)
+    for number in range(8):
+        played = play(100 + number, mutant, SEED, plan)
+        if any(word in problem for problem in played.problems):
+            return
+    pytest.fail(f"eight rounds with {taken_out} and nothing was reported: {played}")
