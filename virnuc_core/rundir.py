@@ -1,31 +1,88 @@
-"""Where things lie in a run directory, how a file appears there (whole or not at all), and who holds it.
+"""Where things lie in a run directory, how a file appears there (whole or not at all), whose it is and who holds it.
 
-Locks and the parent-death signal are the operating system's: freed by death, so that a killed run never blocks
-anybody and leaves no process behind.
+A directory is ours when its mark `.virnuc` says so, which is also its lock; in any other nothing is overwritten. What
+is removed is removed by the names of our own files, never by folder. Locks and the parent-death signal are the
+operating system's: freed by death, so that a killed run never blocks anybody and leaves no process behind.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
+import json
+import logging
 import os
 import shutil
 import signal
+import socket
 import stat
-import tempfile
+import struct
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import virnuc_core
 from virnuc_core.errors import ConfigError, DeviceError, StorageError, size, storage_error
 
 if TYPE_CHECKING:
     import h5py
 
-SYSTEM_LOCKS: Final = Path("/run/lock")
+MARK: Final = ".virnuc"
+SHARDS: Final = ("shards/plan.json", "shards/[0-9][0-9][0-9][0-9][0-9]*.h5", "shards/damaged/[0-9]*.h5")
+TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
+RUN_FILES: Final = (  # of one run, patterns: what starting over removes
+    "run.json",
+    "summary.json",
+    "summary.json.former",
+    "failed.tsv",
+    "reads.tsv",
+    "prediction_results.txt",
+    "prediction_results_highestscore.csv",
+    "embeddings.h5",
+    "viral.fasta.gz",
+    "viral.fastq.gz",
+    *SHARDS,
+    "telemetry/telemetry_*.json",
+    "telemetry/telemetry_*.h5",
+    "logs/worker-*.log",
+    "logs/baseline-*.log",
+    "logs/ceiling-*.log",
+    *(f"telemetry/traces/{name}" for name in TRACES),
+)
+OUR_FILES: Final = (  # all that any command writes into its output directory
+    *RUN_FILES,
+    "orfs.h5",
+    "orfs.made.json",
+    "skipped.tsv",
+    "baseline_files/[0-9]*_*",
+    "comparison.json",
+    "checkpoint_overhead.json",
+    "regression.json",
+    "report/report.*",
+    "report/benchmark_*.md",
+    "report/benchmark_*.json",
+    "report/approval.json",
+    "head/config.json",
+    "head/model.safetensors",
+    "rescore.json",
+    "trial.json",
+    "trials/*.npy",
+    "tune.json",
+    "settings.toml",
+)
+RUNS_WITHIN: Final = ("baseline", "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
+ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
+PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, OUR_FILES))
+MARK_BYTES: Final = 128  # always as many: writing it anew never leaves half of one
+MOST_BYTES: Final = 1 << 24  # of a record that is asked whose it is
+DEVICE: Final = "virnuc-device-"
+_held: ContextVar[frozenset[Path]] = ContextVar("run directories this context holds", default=frozenset())
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,79 +196,174 @@ def write_text_whole(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-def _try_lock(handle: int) -> bool:
-    """Whether an open file is locked for this process now, which it then names."""
+# --- whose a directory is, and who holds it ---------------------------------------------------------------------------
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty for anything else."""
+    if not path.is_file():
+        return {}
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    os.ftruncate(handle, 0)
-    os.write(handle, str(os.getpid()).encode())
-    return True
+        with path.open("rb") as file:
+            found = json.loads(file.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
-def _holder(path: Path) -> str:
-    text = path.read_text(encoding="utf-8", errors="replace").strip()
-    return f"process {text}" if text else "another process"
+def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
+    """What lies in a directory under these names."""
+    return (path for pattern in patterns for path in root.glob(pattern))
+
+
+def _is_ours(root: Path) -> bool:
+    """Whether a directory's mark says so, or, made by a version without marks, its run.json; or it lies in one held."""
+    if _json(root / MARK).get("product") == "virnuc" or "fingerprints" in _json(root / "run.json"):
+        return True
+    return any(root.resolve().is_relative_to(held) for held in _held.get())
+
+
+def check_ours(root: Path) -> None:
+    """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
+    found = () if _is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, ALL_FILES)})
+    if found and not _is_ours(root):  # asked again: who makes the first file has made the mark before
+        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+        raise ConfigError(f"{root} was not made by virnuc, and {names} would be overwritten; choose another directory")
+
+
+def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False) -> None:
+    """Refuse an output directory in which something of others could be lost; nothing is touched.
+
+    `reads`: the input files. Errors: `ConfigError`; see `check_ours`, too.
+    """
+    place, weights = out.resolve(), models.resolve()
+    special = {Path("/"): "the root directory"}
+    with suppress(RuntimeError):  # who runs this has no home
+        special = {Path("~").expanduser().resolve(): "your home directory"} | special
+    if what := special.get(place):
+        raise ConfigError(f"{out} is {what}; choose a directory of its own for results")
+    if weights.is_relative_to(place):
+        raise ConfigError(f"{out} is or holds the models directory {models}; choose another directory for results")
+    if force and (os.path.ismount(place) or place == Path.cwd()):
+        what = "the working directory" if place == Path.cwd() else "a mount point"
+        raise ConfigError(f"{out} is {what}, where --force removes nothing; choose a directory in it")
+    if place.is_dir():
+        outputs = {
+            (at.st_dev, at.st_ino) for path in _found(place, ALL_FILES) if path.is_file() for at in [path.stat()]
+        }
+        for name in reads:
+            with suppress(OSError, ValueError):
+                at = Path(name).stat()
+                if stat.S_ISREG(at.st_mode) and (at.st_dev, at.st_ino) in outputs:
+                    raise ConfigError(f"{name} is read, and would be overwritten; choose another directory than {out}")
+        check_ours(place)
 
 
 @contextmanager
 def run_lock(root: Path) -> Iterator[None]:
-    """Hold a run directory; `ConfigError` names the process that holds it already.
+    """Hold a directory for writing; who holds it already, in the same thread, holds it again for nothing.
 
-    A directory that was made for this, and in which nothing was made since, is removed again.
+    Files that killed writers left half made are removed first. A directory or a mark that was made for this, and in
+    which nothing of ours was made since, is removed again. Errors: `ConfigError` names the process that holds it, or
+    what of others would be overwritten.
     """
-    made = not root.exists()
-    root.mkdir(parents=True, exist_ok=True)
-    path = root / ".lock"
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    ours = False
+    place = root.resolve()
+    if place in _held.get():
+        yield
+        return
+    check_ours(root)
+    made, fresh = not root.exists(), not (root / MARK).exists()
+    handle = _open_mark(root)
+    _held.set(_held.get() | {place})
     try:
-        ours = _try_lock(handle)
-        if not ours:
-            raise ConfigError(f"{root}: {_holder(path)} is working here; wait for it or choose another directory")
+        began_s = os.fstat(handle).st_mtime
+        for path in [*_found(root, PARTS)]:
+            if path.lstat().st_mtime <= began_s:
+                path.unlink(missing_ok=True)
         yield
     finally:
-        if ours and made and [entry.name for entry in root.iterdir()] == [path.name]:
-            path.unlink()
-            root.rmdir()
+        _held.set(_held.get() - {place})
+        if fresh and next(_found(root, ALL_FILES), None) is None:
+            (root / MARK).unlink(missing_ok=True)
+            with suppress(OSError):  # something else is in it
+                if made:
+                    root.rmdir()
         os.close(handle)
 
 
-def device_lock_path(device: str) -> Path:
-    """The lock file of a device, the same for every run and every user of this machine.
+def _open_mark(root: Path) -> int:
+    """An open handle of a directory's mark, locked, with our number in it."""
+    path = root / MARK
+    while True:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        except OSError as error:
+            why = "is a link" if error.errno == errno.ELOOP else error.strerror
+            raise ConfigError(f"{path}: cannot be written: {why}; choose another directory") from error
+        try:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise ConfigError(f"{path} is not a file of virnuc's; choose another directory")
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(FileNotFoundError):
+                if os.path.samestat(path.lstat(), os.fstat(handle)):
+                    told = {"product": "virnuc", "version": virnuc_core.__version__, "pid": os.getpid()}
+                    os.pwrite(handle, json.dumps(told).encode().ljust(MARK_BYTES - 1) + b"\n", 0)
+                    return handle
+        except BlockingIOError:
+            os.close(handle)
+            who = f"process {pid}" if (pid := _json(path).get("pid")) else "another process"
+            raise ConfigError(f"{root}: {who} is working here; wait for it or choose another directory") from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # it was removed between opening and locking
 
-    The system's own folder for locks is taken where everybody may write to it: a service may have a temporary folder
-    of its own.
-    """
-    shared = SYSTEM_LOCKS.is_dir() and SYSTEM_LOCKS.stat().st_mode & stat.S_IWOTH
-    folder = (SYSTEM_LOCKS if shared else Path(tempfile.gettempdir())) / "virnuc-devices"
-    with suppress(FileExistsError):
-        folder.mkdir()
-        folder.chmod(0o1777)  # mkdir's own mode is cut by the umask
-    return folder / f"{device}.lock"
+
+def discard(root: Path, *patterns: str) -> None:
+    """Remove files of ours by name, and the folders that are empty then; what else lies in those is left, and named."""
+    for path in [*_found(root, patterns)]:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+    folders = {root / folder for pattern in patterns for folder in list(Path(pattern).parents)[:-1]} | {root}
+    left = []
+    for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
+        if folder.is_dir():
+            with suppress(OSError):  # not empty
+                folder.rmdir()
+            left += [] if folder == root or not folder.exists() else [*folder.iterdir()]
+    names = sorted(str(path.relative_to(root)) for path in left if path not in folders)
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        log.warning("%s: not made by virnuc and left as it is: %s%s", root, ", ".join(names[:3]), more)
 
 
-def _open_shared(path: Path) -> int:
-    """An open handle of a file that any user may lock; Linux refuses O_CREAT on another's file in such a folder."""
-    with suppress(FileNotFoundError):
-        return os.open(path, os.O_RDWR)
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-    with suppress(PermissionError):  # another user made it just now
-        os.fchmod(handle, 0o666)
-    return handle
+# --- devices ----------------------------------------------------------------------------------------------------------
+# A device is held by a socket of its name, which has no place in any folder: the same for every user of the machine,
+# nothing that could be put in its way, and gone with its process.
+
+
+def _unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
 
 def device_holder(device: str) -> str | None:
     """The process that holds a device, in words; None when nobody does."""
-    path = device_lock_path(device)
-    if not path.exists():
-        return None
-    handle = _open_shared(path)
-    try:
-        return None if _try_lock(handle) else _holder(path)
-    finally:
-        os.close(handle)
+    with _unix_socket() as asking:
+        try:
+            asking.connect(f"\0{DEVICE}{device}")
+            pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        except ConnectionRefusedError:
+            return None
+        except BlockingIOError:  # asked too often
+            pid = 0
+    return f"process {pid}" if pid else "another process"
+
+
+def held_devices() -> list[str]:
+    """The devices that are held on this machine, by name."""
+    table = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
+    return sorted({line.rpartition(f"@{DEVICE}")[2] for line in table.splitlines() if f" @{DEVICE}" in line})
 
 
 def lock_device(device: str, wait_s: float) -> int:
@@ -219,15 +371,19 @@ def lock_device(device: str, wait_s: float) -> int:
 
     Waits up to `wait_s` for another run to finish with it, then `DeviceError` names the holder.
     """
-    path = device_lock_path(device)
-    handle = _open_shared(path)
-    deadline = time.monotonic() + wait_s
-    while not _try_lock(handle):
-        if time.monotonic() >= deadline:
-            os.close(handle)
-            raise DeviceError(f"{device} is in use by {_holder(path)}; wait for it or choose another device")
+    deadline, holding = time.monotonic() + wait_s, _unix_socket()
+    while True:
+        try:
+            holding.bind(f"\0{DEVICE}{device}")
+            break
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                holding.close()
+                who = device_holder(device) or "another process"
+                raise DeviceError(f"{device} is in use by {who}; wait for it or choose another device") from error
         time.sleep(0.2)
-    return handle
+    holding.listen(socket.SOMAXCONN)  # so that others can ask who it is
+    return holding.detach()
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -67,8 +67,9 @@ def test_versions_other_than_those_tested_are_a_warning(tmp_path: Path, monkeypa
 
 
 def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("virnuc_core.rundir.SYSTEM_LOCKS", tmp_path / "absent")  # others may hold locks there
+    monkeypatch.setattr(
+        "virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-"
+    )  # others may hold some
     handle = lock_device("GPU-doctor", 0)
     assert list(checks.locks()) == [checks.Finding("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
     os.close(handle)

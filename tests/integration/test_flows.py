@@ -268,7 +268,7 @@ def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again
         state.result()
     staged = task_runs(state)["stage broken"]
     assert staged.run_count == 1
-    assert [path.name for path in (tmp_path / "run").rglob("*") if path.name != ".lock"] == []
+    assert [path.name for path in (tmp_path / "run").rglob("*") if path.name != ".virnuc"] == []
 
 
 def test_duplicate_ids_are_refused_where_that_is_asked_for(tmp_path: Path, models: Path) -> None:

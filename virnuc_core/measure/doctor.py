@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from contextvars import Context
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -30,7 +31,7 @@ from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, device_holder, device_lock_path, run_lock, whole_file
+from virnuc_core.rundir import RunDir, device_holder, held_devices, run_lock, whole_file
 from virnuc_core.runfiles import Device
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
@@ -105,10 +106,8 @@ def gpu_finding(name: str, gpu: Any) -> Finding:
 
 
 def locks() -> Iterator[Finding]:
-    """Devices that virnuc runs of this user hold on this machine."""
-    folder = device_lock_path("any").parent
-    names = sorted(path.stem for path in folder.glob("*.lock"))
-    held = [f"{name} ({holder})" for name in names if (holder := device_holder(name))]
+    """Devices that virnuc runs hold on this machine."""
+    held = [f"{name} ({holder})" for name in held_devices() if (holder := device_holder(name))]
     yield Finding("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
 
 
@@ -135,7 +134,8 @@ def file_system(folder: Path) -> Iterator[Finding]:
     try:
         with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=place) as name:
             try:
-                with run_lock(Path(name)), run_lock(Path(name)):
+                with run_lock(Path(name)), ExitStack() as again:
+                    Context().run(again.enter_context, run_lock(Path(name)))  # as another thread would hold it
                     yield Finding("file locks", "fail", f"two holders of one lock in {place}; use a local folder")
             except ConfigError:
                 yield Finding("file locks", "ok", f"locks exclude in {place}")

@@ -8,7 +8,8 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from contextvars import Context
 from pathlib import Path
 
 import numpy as np
@@ -255,5 +256,7 @@ def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, stor
 
 
 def test_two_at_once_in_one_directory_are_refused(tmp_path: Path, store: OrfStore, models: Path) -> None:
-    with run_lock(tmp_path), pytest.raises(ConfigError, match="is working here"):
-        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())
+    with ExitStack() as other:
+        Context().run(other.enter_context, run_lock(tmp_path))
+        with pytest.raises(ConfigError, match="is working here"):
+            run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())

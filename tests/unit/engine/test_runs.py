@@ -9,7 +9,8 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from contextvars import Context
 from pathlib import Path
 
 import h5py
@@ -224,8 +225,10 @@ def test_another_setting_weights_or_reads_are_refused_by_name(
 def test_a_directory_at_work_is_refused(tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path) -> None:
     from virnuc_core.rundir import run_lock
 
-    with run_lock(tmp_path / "run"), pytest.raises(ConfigError, match=f"process {os.getpid()} is working here"):
-        go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
+    with ExitStack() as other:
+        Context().run(other.enter_context, run_lock(tmp_path / "run"))
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} is working here"):
+            go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu:1"))
 
 
 def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
@@ -291,8 +294,10 @@ def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path
     from virnuc_core.rundir import run_lock
 
     run = RunDir(tmp_path / "run")
-    with run_lock(run.root), pytest.raises(ConfigError, match="is working here"):
-        stage_reads(StageSpec(reads=(str(reads_file),), model_length=300), run.store)
+    with ExitStack() as other:
+        Context().run(other.enter_context, run_lock(run.root))
+        with pytest.raises(ConfigError, match="is working here"):
+            stage_reads(StageSpec(reads=(str(reads_file),), model_length=300), run.store)
     assert not run.store.exists()
 
 

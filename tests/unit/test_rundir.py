@@ -1,0 +1,208 @@
+"""Whose a directory is, who holds it, and what is never touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.rundir import (
+    MARK,
+    RUN_FILES,
+    check_output,
+    device_holder,
+    discard,
+    held_devices,
+    lock_device,
+    run_lock,
+    whole_file,
+)
+
+
+def contents(root: Path) -> dict[str, str]:
+    return {str(path.relative_to(root)): path.read_text() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def put(root: Path, *names: str) -> dict[str, str]:
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"somebody's {name}\n")
+    return contents(root)
+
+
+def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and_processes(tmp_path: Path) -> None:
+    root, said = tmp_path / "run", []
+
+    def intrude() -> None:
+        with suppress(ConfigError), run_lock(root):
+            said.append("held twice")
+
+    with run_lock(root):
+        told = json.loads((root / MARK).read_bytes())
+        assert (told["product"], told["pid"]) == ("virnuc", os.getpid())
+        with run_lock(root), run_lock(root / "." / "x" / ".."):  # the same context, whatever it calls the place
+            pass
+        thread = threading.Thread(target=intrude)
+        thread.start()
+        thread.join()
+        code = f"from virnuc_core.rundir import *; run_lock(Path({str(root)!r})).__enter__()"
+        found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+        assert f"process {os.getpid()} is working here" in found.stderr
+        assert said == []
+        put(root, "orfs.h5")
+    intrude()
+    assert said == ["held twice"]
+
+
+def test_a_killed_holder_blocks_nobody_and_its_half_files_are_swept(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    code = f"""
+import os, signal
+from pathlib import Path
+from virnuc_core.rundir import run_lock, whole_file
+with run_lock(Path({str(root)!r})), whole_file(Path({str(root)!r}, "shards", "00001.h5")) as aside:
+    aside.write_text("half")
+    aside.with_name("of others.part").write_text("not ours")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", code], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((root / "shards").glob(".00001.h5.*.part"))) == 1
+    with run_lock(root), whole_file(root / "summary.json") as aside:
+        aside.write_text("{}")
+        assert [path.name for path in (root / "shards").iterdir()] == ["of others.part"]
+        with run_lock(root):
+            assert aside.exists()
+
+
+def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
+    made, theirs = tmp_path / "made", tmp_path / "theirs"
+    before = put(theirs, "letter.txt")
+    for root in (made, theirs):
+        with run_lock(root):
+            assert (root / MARK).exists()
+    assert not made.exists()
+    assert contents(theirs) == before
+
+
+@pytest.mark.parametrize("name", ["summary.json", "viral.fasta.gz", "shards/00000.h5", "devices-2/run.json"])
+def test_a_file_of_our_name_in_a_directory_of_others_is_named_and_left(tmp_path: Path, name: str) -> None:
+    before = put(tmp_path, name, "letter.txt", "shards/mine.txt")
+    with pytest.raises(ConfigError, match=f"not made by virnuc, and {name} would be overwritten"), run_lock(tmp_path):
+        pass
+    assert contents(tmp_path) == before
+
+
+def test_a_directory_of_others_without_our_names_may_be_used_and_is_ours_then(tmp_path: Path) -> None:
+    put(tmp_path, "reads.fq", "logs/theirs.log", "shards/notes.txt")
+    for _ in range(2):
+        with run_lock(tmp_path):
+            put(tmp_path, "summary.json")
+
+
+def test_a_run_of_a_version_without_marks_is_ours(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprints": {"reads": "r"}}))
+    put(tmp_path, "summary.json", "baseline/summary.json")
+    with run_lock(tmp_path), run_lock(tmp_path / "baseline"):
+        assert (tmp_path / "baseline" / MARK).exists()
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
+def test_a_mark_that_is_no_file_of_ours_is_not_followed(tmp_path: Path, kind: str) -> None:
+    root, victim = tmp_path / "run", tmp_path / "victim"
+    root.mkdir()
+    victim.write_text("precious")
+    {"link": lambda at: at.symlink_to(victim), "fifo": os.mkfifo, "folder": Path.mkdir}[kind](root / MARK)
+    with pytest.raises(ConfigError, match=r"\.virnuc"), run_lock(root):
+        pass
+    assert victim.read_text() == "precious"
+
+
+def test_starting_over_removes_our_files_by_name_and_names_the_rest(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    theirs = ("letter.txt", "shards/notes.txt", "logs/app.log", "telemetry/deep/er.txt", "shards/1.h5")
+    put(tmp_path, *theirs)
+    put(tmp_path, "run.json", "shards/00000.h5", "shards/123456.h5", "telemetry/traces/profile.md", "logs/worker-x.log")
+    discard(tmp_path, *RUN_FILES)
+    assert sorted(contents(tmp_path)) == sorted(theirs)
+    assert not (tmp_path / "telemetry" / "traces").exists()
+    [said] = caplog.messages
+    assert "left as it is: logs/app.log, shards/1.h5, shards/notes.txt and 1 more" in said
+
+
+def test_a_folder_that_is_a_link_is_not_emptied_of_what_is_not_ours(tmp_path: Path) -> None:
+    elsewhere, root = tmp_path / "elsewhere", tmp_path / "run"
+    before = put(elsewhere, "shard.h5", "deep/00000.h5")
+    root.mkdir()
+    (root / "shards").symlink_to(elsewhere)
+    discard(root, *RUN_FILES)
+    assert contents(elsewhere) == before
+
+
+def test_places_where_something_could_be_lost_are_no_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, models = tmp_path / "home", tmp_path / "work" / "models"
+    home.mkdir()
+    models.mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(models.parent)
+    (tmp_path / "alias").symlink_to(home)
+    places = {Path("/"): "root", home: "home", tmp_path / "alias": "home", models: "models", Path(): "models"}
+    for place, said in places.items():
+        with pytest.raises(ConfigError, match=said):
+            check_output(place, models=models)
+    other = tmp_path / "other"
+    check_output(Path(), models=other)
+    check_output(Path("/proc"), models=other)
+    for place, said in {Path(): "working directory", Path("/proc"): "mount point"}.items():
+        with pytest.raises(ConfigError, match=said):
+            check_output(place, models=other, force=True)
+    check_output(tmp_path / "new", models=models, force=True)
+
+
+def test_an_input_is_never_an_output(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    before = put(root, MARK, "viral.fasta.gz", "a.fasta", "devices-1/reads.tsv")
+    (root / MARK).write_text('{"product": "virnuc"}')
+    (tmp_path / "link.gz").symlink_to(root / "viral.fasta.gz")
+    os.link(root / "devices-1" / "reads.tsv", tmp_path / "hard.txt")
+    check_output(root, models=tmp_path / "models", reads=[str(root / "a.fasta"), "-", "absent", "/dev/null"])
+    for name in (root / "viral.fasta.gz", tmp_path / "link.gz", tmp_path / "hard.txt"):
+        with pytest.raises(ConfigError, match="is read, and would be overwritten"):
+            check_output(root, models=tmp_path / "models", reads=[str(name)])
+    assert set(contents(root)) == set(before)
+
+
+def test_a_device_is_held_by_name_until_its_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-")
+    assert (device_holder("GPU-a"), held_devices()) == (None, [])
+    handle = lock_device("GPU-a", 0)
+    assert (device_holder("GPU-a"), held_devices()) == (f"process {os.getpid()}", ["GPU-a"])
+    with pytest.raises(DeviceError, match=f"GPU-a is in use by process {os.getpid()}"):
+        lock_device("GPU-a", 0.1)
+    os.close(handle)
+    assert device_holder("GPU-a") is None
+    os.close(lock_device("GPU-a", 0))
+    assert not os.get_inheritable(lock_device("GPU-b", 0))
+
+
+def test_a_planted_link_in_a_shared_folder_does_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A device's lock was a file once, in a folder where anybody may write."""
+    victim, shared = tmp_path / "victim", tmp_path / "virnuc-devices"
+    shared.mkdir()
+    victim.write_text("precious")
+    victim.chmod(0o600)
+    (shared / "GPU-planted.lock").symlink_to(victim)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("virnuc_core.rundir.SYSTEM_LOCKS", tmp_path / "absent", raising=False)
+    device_holder("GPU-planted")
+    os.close(lock_device("GPU-planted", 0))
+    assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("precious", 0o600)
