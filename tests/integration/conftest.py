@@ -30,29 +30,32 @@ from .processes import PATIENCE_S, PREFECT, background, own_server, wait_for
 
 
 @pytest.fixture(scope="session")
-def prefect_backend() -> Iterator[None]:
-    """A Prefect API with an empty database; runs in it have no heartbeat thread, which costs a second a flow."""
+def prefect_backend(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A Prefect API with an empty database; runs in it have no heartbeat thread, which costs a second a flow.
+
+    Yields a copy of that database, made before anything was written to it: `database` is its name.
+    """
     quiet = {PREFECT_SERVER_ANALYTICS_ENABLED: False, PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW: "ignore"}
     with (
         temporary_settings(updates=quiet),
         prefect_test_harness(server_startup_timeout=90),
         temporary_settings(updates={PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}),
     ):
-        yield
+        address = PREFECT_SERVER_DATABASE_CONNECTION_URL.value()
+        assert address is not None
+        copy = tmp_path_factory.mktemp("database") / "prefect.db"
+        with (
+            closing(sqlite3.connect(str(address).partition("///")[2])) as there,
+            closing(sqlite3.connect(copy)) as here,
+        ):
+            there.backup(here)
+        yield copy
 
 
 @pytest.fixture(scope="session")
-def database(prefect_backend: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A SQLite database with Prefect's tables, to be copied."""
-    address = PREFECT_SERVER_DATABASE_CONNECTION_URL.value()
-    assert address is not None
-    copy = tmp_path_factory.mktemp("database") / "prefect.db"
-    with (
-        closing(sqlite3.connect(str(address).partition("///")[2])) as there,
-        closing(sqlite3.connect(copy)) as here,
-    ):
-        there.backup(here)
-    return copy
+def database(prefect_backend: Path) -> Path:
+    """A SQLite database with Prefect's tables and nothing in them, to be copied."""
+    return prefect_backend
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,7 +77,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def child_environment(prefect_backend: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def child_environment(prefect_backend: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Environment of processes that shall talk to the same backend as the tests."""
     url = PREFECT_API_URL.value()
     assert url is not None
