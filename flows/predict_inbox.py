@@ -28,10 +28,10 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     shared = {name for part in (ComputeSettings, ReadingSettings, VerdictSettings) for name in part.model_fields}
     common = settings.model_dump(include={"models", *shared})
 
-    def predicted(row: Row, out: Path) -> RunSummary:
+    def predicted(row: Row, out: Path) -> RunSummary | Exception:
         state = predict(reads=(str(settings.inbox / row.file),), out=out, **common, return_state=True)
-        summary: RunSummary = state.result()
-        return summary
+        found: RunSummary | Exception = state.result(raise_on_failure=state.is_cancelled() or state.is_crashed())
+        return found
 
     ledger = Ledger(settings.inbox, settings.out)
     rows = ledger.scan(settle_s=settings.settle_s)

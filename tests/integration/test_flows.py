@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -211,9 +212,11 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path) -
         )
     (inbox / "copy.fasta").write_bytes((inbox / "1.fasta").read_bytes())
     (inbox / "broken.fasta").write_text("this is no sequence file\n")
+    (inbox / os.fsdecode(b"latin-\xe9.fasta")).write_text(">a\nACGT\n")
+    (inbox / "unreadable.fasta").symlink_to("/proc/self/mem")
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     state = predict_inbox(**given, return_state=True)
-    assert state.message == "1 duplicate, 1 failed, 2 predicted"
+    assert state.message == "1 duplicate, 3 failed, 2 predicted"
     table = {row.file: row for row in Ledger(inbox, out).read_table()}
     assert {name: row.fate for name, row in table.items() if name in ("2.fasta", "broken.fasta")} == {
         "2.fasta": "predicted",
@@ -224,7 +227,7 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path) -
     run = out / table["2.fasta"].run
     assert all((run / name).is_file() for name in RESULTS)
     again = predict_inbox(**given, return_state=True)
-    assert (again.name, again.message) == ("Reused", "1 duplicate, 1 failed, 2 predicted")
+    assert (again.name, again.message) == ("Reused", "1 duplicate, 3 failed, 2 predicted")
 
 
 def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Path) -> None:
@@ -241,7 +244,7 @@ def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Pa
     assert predict_inbox(**given, return_state=True).message == "1 predicted"
 
 
-def test_a_run_of_other_settings_stops_the_inbox_and_is_no_files_fate(tmp_path: Path, models: Path) -> None:
+def test_a_run_of_other_settings_holds_up_no_other_file_and_is_no_files_fate(tmp_path: Path, models: Path) -> None:
     inbox, out = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     made = simulate(SimulateSpec(reads=40, seed=1), tmp_path / "1.fasta").reads_file
@@ -249,14 +252,15 @@ def test_a_run_of_other_settings_stops_the_inbox_and_is_no_files_fate(tmp_path: 
     ledger = Ledger(inbox, out)
     started = ledger.out / "runs" / ledger.scan(settle_s=0)[0].sha256[:16]
     predict(reads=[str(inbox / "1.fasta")], out=started, models=models, devices="cpu:1", token_budget=2048)
+    simulate(SimulateSpec(reads=40, seed=2), tmp_path / "2.fasta").reads_file.rename(inbox / "2.fasta")
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     state = predict_inbox(**given, token_budget=4096, return_state=True)
-    assert state.is_failed()
-    with pytest.raises(RunMismatchError, match="token_budget 2048 → 4096"):
-        state.result()
-    assert not (out / "fates").exists()
-    assert [(row.file, row.fate) for row in ledger.read_table()] == [("1.fasta", "waiting")]
-    assert predict_inbox(**given, token_budget=2048, return_state=True).message == "1 predicted"
+    assert state.message == "1 predicted, 1 waiting"
+    rows = {row.file: row for row in ledger.read_table()}
+    assert rows["1.fasta"].fate == "waiting"
+    assert "token_budget 2048 → 4096" in rows["1.fasta"].note
+    assert not (out / "fates" / f"{rows['1.fasta'].sha256}.json").exists()
+    assert predict_inbox(**given, token_budget=2048, return_state=True).message == "2 predicted"
 
 
 def test_broken_reads_fail_the_flow_with_their_own_error_and_are_not_tried_again(tmp_path: Path, models: Path) -> None:

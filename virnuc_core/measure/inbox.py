@@ -1,47 +1,64 @@
 """The ledger of an inbox folder: which content has met which fate, in plain files.
 
-    OUT/fates/<sha256>.json   written whole when the fate of a content is known; never changed by another run
+    OUT/fates/<sha256>.json   the fate of a content, or how often it was tried without one; written whole
     OUT/claims/<sha256>.lock  held by the run that works on it; freed by death
     OUT/runs/<sha256:16>/     the run directory of that content
     OUT/inbox.tsv             one row for each file seen, made anew from the above
 
 Files are told apart by content, so that a renamed or copied file is not predicted again, and a name used twice is.
+
+No file holds up the others. An attempt is counted before it begins, so that one that ends this process counts as well;
+a file that had all its attempts is failed, with the reason of the last.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import pandas as pd
 
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import (
+    ConfigError,
+    DeviceError,
+    InputError,
+    RunMismatchError,
+    StorageError,
+    VirnucError,
+    WeightsError,
+)
 from virnuc_core.rundir import write_text_whole
-from virnuc_core.runfiles import RunFile, RunSummary, now, write
-from virnuc_core.validation import read_usable
+from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these
 SAME: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
+ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
+KILLED: Final = "ended before it could say why: killed, or out of memory"
+MACHINE: Final = (WeightsError, DeviceError, StorageError)  # what no other file would fare better with
+log = logging.getLogger(__name__)
 
 
 class Fate(RunFile):
-    """What became of one content."""
+    """What became of one content; `waiting` was tried, and will be again."""
 
     sha256: str
-    fate: Literal["predicted", "failed"]
+    fate: Literal["predicted", "failed", "waiting"]
     file: str  # the file it was predicted from
     run: str  # run directory, relative to OUT
     when: str
     reads: int | None = None
     viral: int | None = None
     error: str | None = None
+    attempts: int = 1
 
 
 class Row(RunFile):
@@ -57,7 +74,7 @@ class Row(RunFile):
     viral: str = ""
     note: str = ""
 
-    def but(self, **changes: str) -> Row:
+    def but(self, **changes: Any) -> Row:
         """The row with some columns changed."""
         return self.model_copy(update=changes)
 
@@ -76,75 +93,117 @@ class Ledger:
         """Every file of the inbox, oldest first, with what is known of its content.
 
         A file changed less than `settle_s` ago is `arriving` and not read. Content without a fate is `waiting`; of
-        several files with one content all but the one it was, or will be, predicted from are `duplicate`.
+        several files with one content all but the one it was, or will be, predicted from are `duplicate`. What cannot
+        be opened, or has a name that no table can hold, is `failed` until that is mended.
         """
         settled_before = (time.time() if now_s is None else now_s) - settle_s
         known = {(row.file, row.size, row.mtime_ns): row.sha256 for row in self.read_table() if row.sha256}
         rows = []
         for path in self.inbox.rglob("*"):
-            name = path.relative_to(self.inbox)
-            hidden = any(part.startswith(".") for part in name.parts)
-            if not path.is_file() or hidden or path.suffix in SKIPPED_SUFFIXES:
-                continue
-            at = path.stat()
-            row = Row(file=str(name), sha256="", size=at.st_size, mtime_ns=at.st_mtime_ns, fate="arriving")
-            if at.st_mtime <= settled_before:
-                sha256 = known.get((row.file, row.size, row.mtime_ns)) or _digest(path)
-                row = self._with_fate(row.but(sha256=sha256, fate="waiting"))
-            rows.append(row)
+            hidden = any(part.startswith(".") for part in path.relative_to(self.inbox).parts)
+            if not hidden and path.suffix not in SKIPPED_SUFFIXES and (row := self._seen(path, known, settled_before)):
+                rows.append(row)
         rows.sort(key=lambda row: (row.mtime_ns, row.file))
         # the file a fate was written for comes first, else the oldest
-        first = {row.sha256: row.file for row in reversed(rows) if row.sha256 and row.note == ""}
+        foremost = [row for row in reversed(rows) if row.sha256 and (row.fate == "waiting" or row.note == "")]
+        first = {row.sha256: row.file for row in foremost}
         twins = ((row, first.get(row.sha256, row.file)) for row in rows)
         return [row if twin == row.file else row.but(fate="duplicate", note=SAME.format(twin)) for row, twin in twins]
 
+    def _seen(self, path: Path, known: dict[tuple[str, int, int], str], settled_before: float) -> Row | None:
+        """One file as it is now; None for what is no file, or is gone."""
+        name = str(path.relative_to(self.inbox))
+        plain = name.encode("utf-8", "backslashreplace").decode().replace("\r", "\\r")  # what the table can hold
+        row = Row(file=plain, sha256="", size=0, mtime_ns=0, fate="failed")
+        try:
+            at = path.stat()
+            if not stat.S_ISREG(at.st_mode):
+                return None
+            row = row.but(size=at.st_size, mtime_ns=at.st_mtime_ns)
+            if at.st_mtime > settled_before:
+                return row.but(fate="arriving")
+            if plain != name:
+                return row.but(note="its name is not UTF-8, or holds a line break; rename it")
+            sha256 = known.get((name, row.size, row.mtime_ns)) or _digest(path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            return row.but(note=f"cannot be read: {error.strerror or error}; check its permissions, or remove it")
+        return self._with_fate(row.but(sha256=sha256, fate="waiting"))
+
     def wants_work(self, row: Row, *, retry_failed: bool) -> bool:
         """Whether a file waits for its fate."""
-        return row.fate == "waiting" or (row.fate == "failed" and retry_failed)
+        return row.fate == "waiting" or (row.fate == "failed" and retry_failed and row.sha256 != "")
 
-    def work(self, row: Row, predict: Callable[[Row, Path], RunSummary], *, retry_failed: bool) -> Row:
-        """The row with its new fate; `predict` takes the row and its run directory.
+    def work(self, row: Row, predict: Callable[[Row, Path], RunSummary | Exception], *, retry_failed: bool) -> Row:
+        """The row with its new fate. `predict` takes the row and its run directory, and returns what it ended with.
 
-        Only what is wrong with the file itself (`InputError`) is its fate; any other failure of `predict` is raised.
+        What is wrong with the file itself (`InputError`) is its fate at once; any other failure is an attempt, the last
+        of which is its fate. Raised, and no attempt, is what lies with the machine: `MACHINE`, what `predict` raises.
         """
         with self.claim(row.sha256) as mine:
             if not mine:
                 return row.but(fate="busy", note="another run predicts it")
             known = self.fate(row.sha256)
-            if known is None or (known.fate == "failed" and retry_failed):  # else an overlapping run was faster
-                run, told = f"runs/{row.sha256[:16]}", {}
-                try:
-                    found = predict(row, self.out / run)
-                    told = {"fate": "predicted", "reads": found.n_reads, "viral": found.fates["viral"]}
-                except InputError as error:
-                    told = {"fate": "failed", "error": str(error)}
-                self.record(Fate(sha256=row.sha256, file=row.file, run=run, when=now(), **told))
+            if known is not None and known.fate != "waiting" and not (known.fate == "failed" and retry_failed):
+                return self._with_fate(row)  # an overlapping run was faster
+            attempt = 1 if known is None or known.fate == "failed" else known.attempts + 1
+            last, run = attempt >= ATTEMPTS, f"runs/{row.sha256[:16]}"
+            told = Fate(sha256=row.sha256, fate="waiting", file=row.file, run=run, when=now(), attempts=attempt)
+            self.record(told.model_copy(update={"fate": "failed" if last else "waiting", "error": KILLED}))
+            try:
+                found = predict(row, self.out / run)
+                if isinstance(found, MACHINE):
+                    raise found
+            except BaseException:
+                self._forget(row.sha256, known)
+                raise
+            if isinstance(found, RunMismatchError):  # of settings, of which the file knows nothing
+                self._forget(row.sha256, known)
+                row = row.but(note=str(found))
+            elif isinstance(found, RunSummary):
+                done = {"fate": "predicted", "reads": found.n_reads, "viral": found.fates["viral"]}
+                self.record(told.model_copy(update=done | {"when": now()}))
+            else:
+                fate = "failed" if last or isinstance(found, InputError) else "waiting"
+                log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
+                why = str(found) if isinstance(found, VirnucError) else f"{type(found).__name__}: {found}"
+                self.record(told.model_copy(update={"fate": fate, "error": why, "when": now()}))
             return self._with_fate(row)
 
+    def _forget(self, sha256: str, known: Fate | None) -> None:
+        """An attempt that does not count."""
+        if known is None:
+            self._fate_file(sha256).unlink()
+        else:
+            self.record(known)
+
     def fate(self, sha256: str) -> Fate | None:
-        """The fate of a content; None while unknown. Errors: `ConfigError` names a fate file that cannot be read."""
-        path = self.out / "fates" / f"{sha256}.json"
-        found, problems = read_usable(path, Fate)
-        if problems:
-            raise ConfigError(f"{path}: not a fate this version can read; remove it to predict that file anew")
-        return found
+        """What is known of a content; None for nothing, also where the file that tells was damaged: it is set aside."""
+        return read_or_set_aside(self._fate_file(sha256), Fate)
 
     def record(self, fate: Fate) -> None:
         """Write a fate down."""
-        write(self.out / "fates" / f"{fate.sha256}.json", fate)
+        write(self._fate_file(fate.sha256), fate)
+
+    def _fate_file(self, sha256: str) -> Path:
+        return self.out / "fates" / f"{sha256}.json"
 
     def claim(self, sha256: str) -> AbstractContextManager[bool]:
         """Hold a content while working on it; yields False when another run holds it."""
         return _locked(self.out / "claims" / f"{sha256}.lock", wait=False)
 
     def read_table(self) -> list[Row]:
-        """The rows written last; none when there is no table or another version wrote it."""
+        """The rows written last; none when there is no table, another version wrote it or it cannot be read."""
         try:
             table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
-        except (FileNotFoundError, pd.errors.EmptyDataError):
+            known = tuple(table) == tuple(Row.model_fields)
+            return [Row.model_validate(row) for row in table.to_dict("records")] if known else []
+        except FileNotFoundError:
             return []
-        known = tuple(table) == tuple(Row.model_fields)
-        return [Row.model_validate(row) for row in table.to_dict("records")] if known else []
+        except ValueError as error:  # pandas' own and pydantic's are such
+            log.warning("%s is made anew, for it cannot be read (%s)", self.table, type(error).__name__)
+            return []
 
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
@@ -158,8 +217,10 @@ class Ledger:
     def _with_fate(self, row: Row) -> Row:
         """The row with the fate its content has by now, an overlapping run's too; as it was while there is none."""
         fate = self.fate(row.sha256)
-        if fate is None:
+        if fate is None or (fate.fate == "waiting" and row.fate == "busy"):
             return row
+        if fate.fate == "waiting":
+            return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.error}")
         reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
         if fate.file == row.file:
             return row.but(run=fate.run, reads=reads, viral=viral, fate=fate.fate, note=fate.error or "")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, DeviceError, InputError, StorageError, WeightsError, WorkerError
 from virnuc_core.measure.inbox import Fate, Ledger, Row
 from virnuc_core.runfiles import RunSummary
 
@@ -129,15 +129,14 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
     [waiting] = ledger.scan(settle_s=0)
     asked: list[Path] = []
 
-    def broken(row: Row, run: Path) -> RunSummary:
+    def broken(row: Row, run: Path) -> Exception:
         asked.append(run)
-        raise InputError("no reads", file=ledger.inbox / row.file)
+        return InputError("no reads", file=ledger.inbox / row.file)
 
-    def full_disk(row: Row, run: Path) -> RunSummary:
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        ledger.work(waiting, full_disk, retry_failed=False)
+    for machine in (StorageError("disk full"), WeightsError("no esm2"), DeviceError("taken")):
+        with pytest.raises(type(machine)):
+            ledger.work(waiting, lambda row, run, error=machine: error, retry_failed=False)
+        assert ledger.fate(waiting.sha256) is None, "no attempt of the file's"
     failed = ledger.work(waiting, broken, retry_failed=False)
     assert (failed.fate, "no reads" in failed.note, asked) == (
         "failed",
@@ -153,12 +152,84 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
         assert ledger.work(waiting, broken, retry_failed=False).fate == "busy"
 
 
-def test_a_fate_file_that_cannot_be_read_is_named(ledger: Ledger) -> None:
+@pytest.mark.parametrize("problem", [MemoryError("no room"), WorkerError("died"), RecursionError("deep")])
+def test_a_file_that_always_fails_is_failed_after_its_attempts(ledger: Ledger, problem: Exception) -> None:
     put(ledger.inbox, "a.fa", ">a\nA\n")
-    fate = predicted(ledger, "a.fa")
-    (ledger.out / "fates" / f"{fate.sha256}.json").write_text("{}")
-    with pytest.raises(ConfigError, match=fate.sha256):
-        ledger.scan(settle_s=0)
+    for attempt in (1, 2, 3):
+        [row] = ledger.scan(settle_s=0)
+        assert ledger.wants_work(row, retry_failed=False), "it is tried again by the next run"
+        row = ledger.work(row, lambda row, run: problem, retry_failed=False)
+        assert (row.fate, str(problem) in row.note) == ("failed" if attempt == 3 else "waiting", True)
+        put(ledger.inbox, "copy.fa", ">a\nA\n", age=-5)
+        assert [row.fate for row in ledger.scan(settle_s=0)] == [row.fate, "duplicate"]
+        (ledger.inbox / "copy.fa").unlink()
+    assert not ledger.wants_work(row, retry_failed=False)
+
+
+def test_what_kills_the_process_is_an_attempt_and_what_interrupts_it_is_none(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+
+    def interrupted(_row: Row, _run: Path) -> RunSummary:
+        raise KeyboardInterrupt
+
+    for fate in ("waiting", "waiting", "failed"):
+        with pytest.raises(KeyboardInterrupt):
+            ledger.work(ledger.scan(settle_s=0)[0], interrupted, retry_failed=False)
+        child = os.fork()
+        if child == 0:
+            ledger.work(ledger.scan(settle_s=0)[0], lambda row, run: os.kill(os.getpid(), 9), retry_failed=False)
+        os.waitpid(child, 0)
+        [row] = ledger.scan(settle_s=0)
+        assert row.fate == fate
+    assert "out of memory" in row.note
+    renamed = put(ledger.inbox, "b.fa", ">a\nA\n")
+    (ledger.inbox / "a.fa").unlink()
+    assert renamed.exists()
+    assert fates(ledger) == {"b.fa": "duplicate"}, "a failed content does not come again under another name"
+
+
+def test_a_file_that_cannot_be_opened_or_named_does_not_stop_the_others(ledger: Ledger) -> None:
+    put(ledger.inbox, "good.fa", ">a\nA\n")
+    put(ledger.inbox, os.fsdecode(b"latin-\xe9.fa"), ">b\nA\n")
+    put(ledger.inbox, "line\rbreak.fa", ">c\nA\n")
+    (ledger.inbox / "broken.fa").symlink_to("/proc/self/mem")  # opens, and cannot be read by anybody
+    (ledger.inbox / "loop.fa").symlink_to("loop.fa")
+    for _ in range(2):  # the table of the first is read by the second
+        ledger.write_table(ledger.scan(settle_s=0))
+    rows = {row.file: row for row in ledger.read_table()}
+    assert {name: row.fate for name, row in rows.items()} == {
+        "good.fa": "waiting",
+        "latin-\\udce9.fa": "failed",
+        "line\\rbreak.fa": "failed",
+        "broken.fa": "failed",
+        "loop.fa": "failed",
+    }
+    assert "Input/output error" in rows["broken.fa"].note
+    assert "rename it" in rows["line\\rbreak.fa"].note
+    assert [ledger.wants_work(row, retry_failed=True) for row in rows.values()].count(True) == 1
+
+
+@pytest.mark.parametrize("damage", [b"{}", b"\xff", b""])
+def test_a_damaged_fate_is_set_aside_and_its_file_predicted_anew(
+    ledger: Ledger, damage: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    path = ledger.out / "fates" / f"{predicted(ledger, 'a.fa').sha256}.json"
+    path.write_bytes(damage)
+    assert fates(ledger) == {"a.fa": "waiting"}
+    assert path.with_name(f"{path.name}.damaged").read_bytes() == damage
+    assert path.name in caplog.text
+
+
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"file\tsha256\n", b'"', b"a\tb\n1\t2\t3\n"])
+def test_a_damaged_table_is_made_anew(ledger: Ledger, damage: bytes) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    ledger.write_table(ledger.scan(settle_s=0))
+    whole = ledger.table.read_bytes()
+    for bad in (damage, whole.replace(b"waiting", b"wanting"), whole[:-20]):
+        ledger.table.write_bytes(bad)
+        ledger.write_table(ledger.scan(settle_s=0))
+        assert [row.file for row in ledger.read_table()] == ["a.fa"]
 
 
 def test_folders_that_cannot_work_are_refused(tmp_path: Path) -> None:
