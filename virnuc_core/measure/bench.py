@@ -32,7 +32,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
-from virnuc_core.telemetry.log import read_telemetry
+from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
 

@@ -11,7 +11,8 @@ from typing import Any, Final, TypeVar
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
 from virnuc_core.runfiles import File
-from virnuc_core.telemetry.log import Telemetry, read_telemetry
+from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.validation import read_usable
 
 RUN_PREFIX: Final = "devices-"

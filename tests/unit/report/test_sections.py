@@ -20,7 +20,8 @@ from virnuc_core.report.verify import Verification, verify_overhead, verify_repo
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
-from virnuc_core.telemetry.log import Telemetry, read_telemetry, write_telemetry
+from virnuc_core.telemetry.log import Telemetry, write_telemetry
+from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.validation import OVERHEAD, OverheadFile, OverheadPair
 
