@@ -17,7 +17,7 @@ from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import Count, Device, File, RunFile, RunRecord, Seconds
+from virnuc_core.runfiles import Count, Device, File, FileDigest, RunFile, RunRecord, Seconds
 
 
 def read_usable(path: Path, kind: type[File]) -> tuple[File | None, tuple[str, ...]]:
@@ -99,8 +99,8 @@ def record_validation(
         staging=staging.tally | {"ignored_files": staging.ignored_files, "warnings": tuple(staging.warnings())},
     )
     path = RunDir(out).record
-    if path.is_file():
-        before = runfiles.read(path, ValidationRecord)
+    before = runfiles.read_or_set_aside(path, ValidationRecord)
+    if before is not None:
         others = runfiles.differing(before.fingerprints, record.fingerprints, strict=True)
         if others and not force:
             raise RunMismatchError(
@@ -153,6 +153,7 @@ class BaselineSummary(RunFile):
     file_rows: Count | None = None  # rows of the files that were measured
     devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
+    files: dict[str, FileDigest] | None = None  # the result files, by name; None: none, or an older version wrote them
     reused: bool = Field(False, exclude=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -37,9 +38,11 @@ from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import Device, read, write
+from virnuc_core.runfiles import Device, RunRecord, digest, read_or_set_aside, write
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary, choose_reads
+
+log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
@@ -82,26 +85,39 @@ def run_baseline(
         "seed": seed,
     }
     identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    record = runfiles.new_record(
+        RunRecord,
+        chosen,
+        spec=spec.model_dump(mode="json"),
+        model_length=orfs.model_length,
+        fingerprints={"reads": orfs.fingerprint, **weights},
+        store=os.path.relpath(orfs.path, run.root),
+    )
     with run_lock(run.root):
-        if run.summary.exists() and run.predictions.exists() and run.consensus.exists():
-            before = read(run.summary, BaselineSummary)
-            if before.fingerprint == identity:
-                return before.model_copy(update={"reused": True})
+        before = read_or_set_aside(run.summary, BaselineSummary)
+        if before is not None and before.fingerprint == identity and _sound(run, before):
+            if read_or_set_aside(run.record, RunRecord) is None:
+                write(run.record, record)
+            return before.model_copy(update={"reused": True})
         run.summary.unlink(missing_ok=True)
         measurement = _Measurement(run, orfs, models, chosen, spec, on_progress)
-        summary = measurement.measure(workers, seed).model_copy(update={"fingerprint": identity})
+        summary = measurement.measure(workers, seed)
         shutil.rmtree(measurement.folder)
-        record = runfiles.new_record(
-            runfiles.RunRecord,
-            chosen,
-            spec=spec.model_dump(mode="json"),
-            model_length=orfs.model_length,
-            fingerprints={"reads": orfs.fingerprint, **weights},
-            store=os.path.relpath(orfs.path, run.root),
-        )
+        files = {path.name: digest(path) for path in (run.predictions, run.consensus)}
+        summary = summary.model_copy(update={"fingerprint": identity, "files": files})
         write(run.record, record)
         write(run.summary, summary)
     return summary
+
+
+def _sound(run: RunDir, summary: BaselineSummary) -> bool:
+    """Whether a finished baseline's result files are what it left."""
+    told = summary.files or {}
+    found = {path: digest(path) for path in (run.predictions, run.consensus)}
+    wrong = [path.name for path, here in found.items() if here is None or here != told.get(path.name, here)]
+    if wrong:
+        log.warning("%s: %s not as the baseline left it; it is measured again", run.root, ", ".join(wrong))
+    return not wrong
 
 
 def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:

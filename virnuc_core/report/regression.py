@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
 from pydantic import ValidationError
 
-from virnuc_core.errors import InputError
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
+
+log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 WORSE: Final = 0.10
@@ -77,19 +79,27 @@ def entry_of(report: Report) -> HistoryEntry | None:
 
 
 def read_history(path: Path) -> tuple[HistoryEntry, ...]:
-    """All entries, oldest first; none when there is no file. `InputError` names the line that cannot be read."""
+    """All entries, oldest first; none when there is no file. A line that cannot be read is named in a warning."""
+    found, faults = _entries(path)
+    if faults:
+        more = f" (and {len(faults) - 1} more such lines)" if len(faults) > 1 else ""
+        log.warning("%s:%s%s; it is passed over", path, faults[0], more)
+    return found
+
+
+def _entries(path: Path) -> tuple[tuple[HistoryEntry, ...], list[str]]:
+    """The entries of a file, and a word on each line that is none."""
+    found, faults = [], []
     if not path.is_file():
-        return ()
-    found = []
+        return (), []
     for place, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not line.strip():
             continue
         try:
             found.append(HistoryEntry.model_validate_json(line))
         except ValidationError as error:
-            what = error.errors()[0]["msg"]
-            raise InputError(f"not a history entry ({what})", file=path, line=place, hint="remove it") from error
-    return tuple(found)
+            faults.append(f"{place}: not a history entry ({error.errors()[0]['msg']})")
+    return tuple(found), faults
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
@@ -97,8 +107,10 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+", encoding="utf-8") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if any(old.created == entry.created and old.same(entry, LIKE) for old in read_history(path)):
+        if any(old.created == entry.created and old.same(entry, LIKE) for old in _entries(path)[0]):
             return False
+        if path.read_bytes()[-1:] not in (b"", b"\n"):
+            handle.write("\n")  # the last line was cut off
         handle.write(json.dumps(entry.model_dump(mode="json"), sort_keys=True) + "\n")
     return True
 

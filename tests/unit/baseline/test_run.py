@@ -28,7 +28,7 @@ from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, run_lock
-from virnuc_core.runfiles import read, read_record
+from virnuc_core.runfiles import RunRecord, read, read_record
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSummary
 
@@ -213,6 +213,31 @@ def test_a_workers_own_error_arrives_by_its_type(tmp_path: Path, store: OrfStore
 
 
 # --- deaths ---
+
+
+@pytest.mark.slow
+def test_a_finished_baseline_is_held_against_what_it_left(
+    tmp_path: Path, store: OrfStore, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, spec = RunDir(tmp_path), BaselineSpec(name="v1", reads=20)
+    first = run_baseline(run, store.path, models, cores(1), spec)
+    before = run.predictions.read_bytes()
+    run.record.write_text("{")
+    assert run_baseline(run, store.path, models, cores(1), spec).reused, "its times do not come from run.json"
+    assert read(run.record, RunRecord).fingerprints["reads"] == store.fingerprint
+    run.predictions.write_bytes(before[:-1] + b"9")
+    assert not run_baseline(run, store.path, models, cores(1), spec).reused
+    assert run.predictions.read_bytes() == before
+    run.summary.write_text("[")
+    assert run_baseline(run, store.path, models, cores(1), spec).files == first.files
+    said = [record.message for record in caplog.records]
+    assert [
+        next(word for word in ("run.json", "prediction_results", "summary.json") if word in line) for line in said
+    ] == [
+        "run.json",
+        "prediction_results",
+        "summary.json",
+    ]
 
 
 def kill_once(found: list[int]) -> Callable[[float], None]:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
-from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.charts import history as history_chart
@@ -126,14 +125,20 @@ def test_two_writers_lose_nothing(tmp_path: Path) -> None:
     assert len({e.created for e in read_history(path)}) == 40
 
 
-@pytest.mark.parametrize("line", [b'{"created": 3}\n', b"\xff\xfe\n", b"[]"])
-def test_a_broken_line_is_named(line: bytes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [b'{"created": 3}\n', b"\xff\xfe\n", b"[]", b'{"created": "2026-0'])
+def test_a_broken_line_is_named_and_costs_no_other(
+    line: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     path = tmp_path / "history.jsonl"
     append_history(path, OLD)
     with path.open("ab") as handle:
         handle.write(line)
-    with pytest.raises(InputError, match=r"history\.jsonl:2"):
-        read_history(path)
+    assert read_history(path) == (OLD,)
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{path}:2: not a history entry")
+    assert append_history(path, entry())
+    assert read_history(path) == (OLD, entry()), "a line that was cut off does not swallow the next"
+    assert line.strip() in path.read_bytes(), "nothing is thrown away"
 
 
 def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp_path: Path) -> None:
