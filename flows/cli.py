@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
@@ -66,13 +67,20 @@ for _name, (_module, _help) in COMMANDS.items():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line; returns the exit code."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run a command line, this process's own where none is given; returns the exit code."""
+    code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None and (server := sys.modules.get("tasks.server")) is not None:
+        server.connection.leave(code)
+    return code
+
+
+def _outcome(words: list[str]) -> int:
     if words[:1] == ["help"]:
         words[0] = "--help"
     debug = "--debug" in words
     if not os.environ.get("VIRNUC_MODELS"):
         os.environ.pop("VIRNUC_MODELS", None)  # an empty one names no directory; to cyclopts it would be this one
+    warnings.filterwarnings("ignore", message="Failed to create the Prefect home directory")  # our own error names it
     if not debug:  # a machine without a GPU is not a fatal error
         logging.getLogger("nvitop.api.libnvml").addFilter(lambda _: False)  # it sets its own level on import
     try:

@@ -16,6 +16,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
-import httpx
 import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
@@ -38,8 +38,7 @@ from prefect.client.schemas.filters import (
     FlowRunFilterTags,
 )
 from prefect.client.schemas.objects import FlowRun, State, StateType
-from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
+from prefect.context import FlowRunContext, SyncClientContext
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Crashed, Failed
@@ -47,6 +46,7 @@ from pydantic import BaseModel
 
 from flows.parameters import RunSettings, flow_parameters
 from tasks.predict import stage
+from tasks.server import UNTOLD, ServerLostError, connection, limit, with_server, without_server
 from tasks.step import NotMetError, core_logs, no_orphans
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
@@ -60,6 +60,7 @@ PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labe
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
+WITHOUT: Final = "virnuc predict --no-prefect needs no server"
 IMPATIENCE_S: Final = 10.0  # in which children end; who presses Ctrl-C after that means it
 # The embedded server as a program that ends when another process has adopted it: nobody is left who would want an
 # orderly end. The kernel's parent-death signal would not do, it is sent when the *thread* that started it ends.
@@ -95,7 +96,9 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
         @wraps(function)
         def body(settings: Settings) -> State[T]:
             try:
-                with no_orphans(), core_logs(), _ended_when_cancelled():
+                if (client := SyncClientContext.get()) is not None:
+                    limit(client.client)
+                with connection.hearing(), no_orphans(), core_logs(), _ended_when_cancelled():
                     return function(_without_queries(settings))
             except VirnucError as error:
                 return Failed(message=str(error), data=error)
@@ -111,7 +114,7 @@ def _without_queries(settings: Settings) -> Settings:
     shown, context = tuple(map(hidden, reads)), FlowRunContext.get()
     if shown == reads or context is None or context.flow_run is None:
         return settings
-    with get_client(sync_client=True) as client:
+    with connection.telling("addresses without their queries"), get_client(sync_client=True) as client:
         client.update_flow_run(context.flow_run.id, parameters={**context.flow_run.parameters, "reads": list(shown)})
     return settings.model_copy(update={"reads": shown})
 
@@ -158,22 +161,20 @@ def place() -> str:
 def announce(*tags: str) -> None:
     """Write on the current flow run who works for it, and its tags; then end the runs of dead processes."""
     context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    if context is None or context.flow_run is None or not with_server():
         return
     own = psutil.Process()
     labels: dict[str, str | int | float | bool] = {PLACE: place(), PROCESS: own.pid, BEGAN: own.create_time()}
     running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
     ours = FlowRunFilter(tags=FlowRunFilterTags(all_=["virnuc"]), state=running)
-    with get_client(sync_client=True) as client:
+    gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
+    with connection.telling("its process and tags"), get_client(sync_client=True) as client:
         client.update_flow_run_labels(context.flow_run.id, labels)
         client.update_flow_run(context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags}))
-        try:
-            for flow_run in client.read_flow_runs(flow_run_filter=ours):
-                if _is_dead(flow_run):
-                    logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
-                    client.set_flow_run_state(flow_run.id, Crashed(message="its process was killed"), force=True)
-        except (httpx.HTTPError, PrefectException) as error:
-            logger.warning("runs of dead processes could not be looked for: %s", error)
+        for flow_run in client.read_flow_runs(flow_run_filter=ours):
+            if _is_dead(flow_run):
+                logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
+                client.set_flow_run_state(flow_run.id, gone, force=True)
 
 
 def _is_dead(flow_run: FlowRun) -> bool:
@@ -200,34 +201,71 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     return stage(spec, RunDir(settings.out).store, label=label, email=settings.email, force=settings.force).result()
 
 
-def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False) -> State[Any]:
+def run_flow(
+    flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False, tell: bool = True
+) -> State[Any]:
     """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 
     On the console are the core's lines, plainly, and Prefect's warnings, unless `debug`; errors are for the caller to
-    say, once. Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`.
+    say, once. Without `tell` there is no server, and nothing is recorded. Errors: what the flow raised;
+    `CancelledError`; `KeyboardInterrupt`; `ConfigError` for a home that no server can use; `VirnucError` where no
+    server answers.
     """
-    keep_server_ours()
+    logging.raiseExceptions = debug  # a lost server is said once, not once a line of the log
     for handler in () if debug else logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
             handler.addFilter(lambda one: one.name.startswith("virnuc_core") or one.levelno == logging.WARNING)
             handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
-    cancelled: list[UUID] = []
-    by_hand = _cancelled.set(cancelled)
-    try:
-        with _terminate_politely():
-            state = cast(State[Any], flow(**parameters, return_state=True))
-    except KeyboardInterrupt:
-        if not cancelled:
-            raise
-        with get_client(sync_client=True) as client:
-            client.set_flow_run_state(cancelled[0], Cancelled(message="cancelled; children ended"), force=True)
-        raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
-    finally:
-        _cancelled.reset(by_hand)
+    with _terminate_politely():
+        state = _told(flow, parameters, debug) if tell else _untold(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
     return state
+
+
+def _untold(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
+    """The flow's function as it is; Prefect only checks what it is given."""
+    core = logging.getLogger("virnuc_core")
+    if core.getEffectiveLevel() > logging.INFO:
+        core.setLevel(logging.INFO)
+    with without_server():
+        return cast(State[Any], flow.fn(**parameters))
+
+
+def inner_run(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
+    """The final state of a flow that another one calls; its function does as well when the server is lost meanwhile."""
+    try:
+        return cast(State[Any], flow(**parameters, return_state=True))
+    except ServerLostError:
+        try:
+            return _untold(flow, parameters)
+        except Exception as error:  # noqa: BLE001 - as Prefect does
+            return Failed(message=str(error), data=error)
+
+
+def _told(flow: Flow[..., Any], parameters: Mapping[str, Any], debug: bool) -> State[Any]:
+    """The flow as a run of the server's, an embedded one where none is configured."""
+    keep_server_ours(debug=debug)
+    cancelled: list[UUID] = []
+    by_hand = _cancelled.set(cancelled)
+    try:
+        context = SyncClientContext()
+        limit(context.client)
+        with context:
+            return cast(State[Any], flow(**parameters, return_state=True))
+    except (ServerLostError, RuntimeError) as error:  # the latter from Prefect's question for the version
+        if not isinstance(error, ServerLostError) and not isinstance(error.__cause__, ServerLostError):
+            raise
+        raise VirnucError(f"no Prefect server answers at {context.client.api_url}; {WITHOUT}") from error
+    except KeyboardInterrupt:
+        if not cancelled:
+            raise
+        with connection.telling("that it was cancelled"), get_client(sync_client=True) as client:
+            client.set_flow_run_state(cancelled[0], Cancelled(message="cancelled; children ended"), force=True)
+        raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
+    finally:
+        _cancelled.reset(by_hand)
 
 
 class _Printable(logging.Formatter):
@@ -237,7 +275,7 @@ class _Printable(logging.Formatter):
         return printable(super().format(record))
 
 
-def keep_server_ours() -> None:
+def keep_server_ours(*, debug: bool) -> None:
     """From now on an embedded server outlives a Ctrl-C at the terminal, but not this process.
 
     Ctrl-C reaches every process of the terminal's group. A server that is gone first leaves the flow asking for it for
@@ -246,8 +284,16 @@ def keep_server_ours() -> None:
     """
     from prefect.server.api import server
 
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
+
     def start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        return subprocess.Popen(dying_with_parent(args), **{"start_new_session": True, **options})
+        if connection.embedded is not None:  # Prefect would try again until its time is over
+            log.seek(0)
+            last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
+            raise VirnucError(f"Prefect's own server does not start: {last or 'it gave no reason'}; {WITHOUT}")
+        own = {"start_new_session": True, "stderr": None if debug else log}
+        connection.embedded = subprocess.Popen(dying_with_parent(args), **{**own, **options})
+        return connection.embedded
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})
     server.subprocess = stand_in  # type: ignore[attr-defined, assignment]
@@ -279,7 +325,7 @@ def _ended_when_cancelled() -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(timeout=30)
+        thread.join(timeout=connection.answer_s)
 
 
 def _watch(flow_run_id: UUID, cancelled: list[UUID], stop: threading.Event) -> None:
@@ -288,9 +334,11 @@ def _watch(flow_run_id: UUID, cancelled: list[UUID], stop: threading.Event) -> N
         while not stop.wait(WATCH_S):
             try:
                 state = client.read_flow_run(flow_run_id).state
-            except (httpx.HTTPError, PrefectException, OSError) as error:
+            except UNTOLD as error:
                 logger.debug("state of the run not read: %s", error)
                 continue
+            if stop.is_set():
+                return
             if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
                 cancelled.append(flow_run_id)
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)

@@ -33,7 +33,10 @@ PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 SHORT_OPTIONS = {"out": "-o"}
-ENVIRONMENT = {"models": "VIRNUC_MODELS"}  # where a command looks for what it was not given
+ENVIRONMENT = {
+    "models": "VIRNUC_MODELS",
+    "no_prefect": "VIRNUC_NO_PREFECT",
+}  # where a command looks for what it was not given
 
 
 def build(model: type[Settings], values: dict[str, Any]) -> Settings:

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import State
 
 from flows import start
 from flows.flow_commands import InboxSettings
-from flows.flow_run import announce, named, with_parameters
+from flows.flow_run import announce, inner_run, named, with_parameters
 from flows.parameters import ComputeSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
 from tasks.step import done, publish_table
@@ -29,7 +29,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     common = settings.model_dump(include={"models", *shared})
 
     def predicted(row: Row, out: Path) -> RunSummary | Exception:
-        state = predict(reads=(str(settings.inbox / row.file),), out=out, **common, return_state=True)
+        state = inner_run(predict, {"reads": (str(settings.inbox / row.file),), "out": out, **common})
         found: RunSummary | Exception = state.result(raise_on_failure=state.is_cancelled() or state.is_crashed())
         return found
 

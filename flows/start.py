@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import importlib
 import os
+import sqlite3
 import sys
 import tempfile
 from collections.abc import MutableMapping
+from contextlib import closing
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+from pydantic import Field
 
 from flows.parameters import FlowSettings, PredictSettings, RunSettings, command
 from virnuc_core.config import Devices, EngineSpec
@@ -38,16 +42,22 @@ PREFECT_DEFAULTS: Final = {
 }
 
 
-@command(PredictSettings, "reads")
-def predict(settings: PredictSettings, debug: bool) -> int:
+class PredictOptions(PredictSettings):
+    """What the command takes beside the flow's own."""
+
+    no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
+
+
+@command(PredictOptions, "reads")
+def predict(settings: PredictOptions, debug: bool) -> int:
     """Say which reads are viral."""
-    state = by_hand("flows.predict:predict", settings, debug)
+    state = by_hand("flows.predict:predict", settings, debug, not settings.no_prefect)
     say(state.message, f"Results: {settings.out}")
     return PARTIAL if state.result().fates["failed"] else 0
 
 
-def by_hand(flow: str, settings: FlowSettings, debug: bool) -> State[Any]:
-    """The final state of `module:flow` on these settings."""
+def by_hand(flow: str, settings: FlowSettings, debug: bool, tell: bool = True) -> State[Any]:
+    """The final state of `module:flow` on these settings; without `tell` no Prefect server hears of it."""
     base = EngineSpec()
     if profile := getattr(settings, "profile", None):
         from virnuc_core.profiles import load_profile
@@ -55,14 +65,16 @@ def by_hand(flow: str, settings: FlowSettings, debug: bool) -> State[Any]:
         base = load_profile(profile).engine
     prepare_prefect()
     check(settings, base)
+    if tell:
+        usable_home()
     from flows import flow_run
     from virnuc_core.reads.sources import hidden
 
     module, _, name = flow.partition(":")
-    values = {name: getattr(settings, name) for name in type(settings).model_fields}
+    values = {name: getattr(settings, name) for name in type(settings).model_fields if name != "no_prefect"}
     if "reads" in values:  # which Prefect keeps
         values["reads"] = tuple(map(hidden, values["reads"]))
-    return flow_run.run_flow(getattr(importlib.import_module(module), name), values, debug=debug)
+    return flow_run.run_flow(getattr(importlib.import_module(module), name), values, debug=debug, tell=tell)
 
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -72,6 +84,25 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
     """
     for name, value in PREFECT_DEFAULTS.items():
         environment.setdefault(name, value)
+
+
+def usable_home() -> None:
+    """Refuse a home in which an embedded server could not keep its database; a configured server needs none here."""
+    from prefect.settings import PREFECT_API_URL, PREFECT_HOME
+
+    if PREFECT_API_URL.value() is not None or os.environ.get("PREFECT_SERVER_DATABASE_CONNECTION_URL"):
+        return
+    home = PREFECT_HOME.value()
+    database, way_out = home / "prefect.db", "set another PREFECT_HOME, or use virnuc predict --no-prefect"
+    try:
+        writable(home)
+        if database.exists():
+            with closing(sqlite3.connect(database, timeout=1.0)) as there:
+                there.execute("PRAGMA schema_version")
+    except ConfigError as error:
+        raise ConfigError(f"Prefect's home {error}; {way_out}") from error
+    except sqlite3.DatabaseError as error:
+        raise ConfigError(f"Prefect's database {database}: {error}; {way_out}") from error
 
 
 def say(*lines: object) -> None:

@@ -10,10 +10,10 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
+from tasks.server import device_slots
 from tasks.step import (
     Markdown,
     Rows,
-    device_slots,
     done,
     first_attempt,
     progress_artifact,

@@ -1,9 +1,6 @@
 """What every task of ours is: tried again where that can help, heard in its run's log, brief about wrong input; what
 a flow holds while it works; and what Prefect shows of it.
 
-Two guards stand before a device. Prefect's concurrency slots make runs of one server queue, visibly. The lock of the
-operating system, taken by the worker process itself (`virnuc_core.rundir`), is what makes sharing impossible.
-
 Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9"; one infinite
 number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits.
 """
@@ -17,13 +14,12 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
-import httpx
-from prefect import Task, runtime, task
+from prefect import Task, runtime
 from prefect.artifacts import (
     create_markdown_artifact,
     create_progress_artifact,
@@ -31,20 +27,16 @@ from prefect.artifacts import (
     update_progress_artifact,
 )
 from prefect.cache_policies import NO_CACHE
-from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, TaskRun
-from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events import emit_event
-from prefect.exceptions import ObjectAlreadyExists
 from prefect.logging.handlers import APILogHandler
-from prefect.settings import PREFECT_API_URL
 from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
+from tasks.server import connection, with_server
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError, printable, storage_error
-from virnuc_core.runfiles import Device
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -54,8 +46,9 @@ HOPELESS: Final = (FileNotFoundError, PermissionError, IsADirectoryError)
 WORTH_A_RETRY: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
 MAX_BYTES: Final = 100 * 1024
 _MARKDOWN: Final = re.compile(r"([\\`*~|<>\[\]]|^[#+-](?=\s)|^\d+\.(?=\s))")
-LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
-_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
+RETRIES: Final = 3
+BACKOFF_S: Final = 10  # 10 s, 20 s, 40 s
+_attempt: contextvars.ContextVar[int] = contextvars.ContextVar("attempt of a task without Prefect", default=1)
 logger = logging.getLogger(__name__)
 
 Rows = Sequence[Mapping[str, object]]  # of equal keys
@@ -67,13 +60,13 @@ class NotMetError(VirnucError):
     exit_code = 5
 
 
-def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Task[P, State[T]]]:
+def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Step[P, State[T]]]:
     """A decorator that makes a function a task. An error of ours that no retry can help becomes its failed state.
 
     Such a state holds the error and says it in a sentence; `.result()` of what the task returns raises it.
     """
 
-    def decorate(function: Callable[P, State[T]]) -> Task[P, State[T]]:
+    def decorate(function: Callable[P, State[T]]) -> Step[P, State[T]]:
         @wraps(function)
         def body(*args: P.args, **kwargs: P.kwargs) -> State[T]:
             try:
@@ -84,18 +77,38 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Task[P, 
                     raise
                 return Failed(message=str(error), data=error)
 
-        # 10 s, 20 s, 40 s; each stretched by up to a fifth, so that tasks felled together do not come back together
-        return task(
+        # each delay is stretched by up to a fifth, so that tasks felled together do not come back together
+        return Step(
+            body,
             name=name,
             task_run_name=run_name,
             cache_policy=NO_CACHE,
-            retries=3,
-            retry_delay_seconds=exponential_backoff(backoff_factor=10),
+            retries=RETRIES,
+            retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_S),
             retry_jitter_factor=0.2,
             retry_condition_fn=_retry_condition,
-        )(body)
+        )
 
     return decorate
+
+
+class Step(Task[P, T]):
+    """A task that does the same without Prefect where there is no server to tell."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:  # type: ignore[override]
+        if with_server():
+            return super().__call__(*args, **kwargs)
+        for attempt in range(1, RETRIES + 1):
+            _attempt.set(attempt)
+            try:
+                return self.fn(*args, **kwargs)
+            except WORTH_A_RETRY as error:
+                if not can_help(error):
+                    raise
+                delay_s = BACKOFF_S << (attempt - 1)
+                logger.warning("%s: %s; tried again in %d s", self.name, error, delay_s)
+                time.sleep(delay_s)
+        return self.fn(*args, **kwargs)
 
 
 def can_help(error: BaseException) -> bool:
@@ -114,7 +127,7 @@ def _retry_condition(_task: Any, _task_run: TaskRun, state: State[Any]) -> bool:
 
 def first_attempt() -> bool:
     """Whether this is not a retry; a retry must go on from what the attempt before it committed."""
-    return (runtime.task_run.run_count or 1) <= 1
+    return _attempt.get() <= 1 if not with_server() else (runtime.task_run.run_count or 1) <= 1
 
 
 def done(data: T, message: str, *, reused: bool = False) -> State[T]:
@@ -173,41 +186,6 @@ def no_orphans() -> Iterator[None]:
         yield
     finally:
         end_all_children()
-
-
-@contextmanager
-def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
-    """Hold one slot of the server for each GPU of `devices`, waiting until all are free.
-
-    CPU cores are shared by the machine's scheduler and want no slot. Without a server (the temporary one of an ad hoc
-    run is seen by nobody else) the worker's own lock does the work. Slots that the flow holds around this are held
-    once. Errors: `TimeoutError` after `wait_s` seconds.
-    """
-    # a GPU's UUID names it on every machine
-    names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
-    if not names or PREFECT_API_URL.value() is None:
-        yield
-        return
-    with get_client(sync_client=True) as client:
-        for name in names:
-            with suppress(ObjectAlreadyExists):  # another run made it just now
-                client.upsert_global_concurrency_limit_by_name(name, limit=1)
-    logger.info("waiting for %s", ", ".join(names))
-    # strict: a limit that is missing is an error, never a free pass
-    # a server that is away for a while must not end a run: the lock of the operating system still guards the device
-    with concurrency(
-        names,
-        occupy=1,
-        strict=True,
-        timeout_seconds=wait_s,
-        lease_duration=LEASE_S,
-        raise_on_lease_renewal_failure=False,
-    ):
-        before = _held.set(_held.get() | set(names))
-        try:
-            yield
-        finally:
-            _held.reset(before)
 
 
 class TimeLimitError(VirnucError):
@@ -318,34 +296,39 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
     A description that is not `Markdown` is shown as it stands, like a cell.
     """
     if inside_a_run():
-        create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
+        with connection.telling(f"table {name}"):
+            create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
 
 
 def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
     """Record a text under `name`, cut to size."""
     if inside_a_run():
-        create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=cell(description))
+        with connection.telling(f"text {name}"):
+            create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=cell(description))
 
 
 def inside_a_run() -> bool:
     """Whether this code runs inside a Prefect flow or task."""
-    return FlowRunContext.get() is not None or TaskRunContext.get() is not None
+    return with_server() and (FlowRunContext.get() is not None or TaskRunContext.get() is not None)
 
 
 def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
     """Send `virnuc.<event>` about `virnuc.<resource>`; Prefect adds the flow run as a related resource."""
-    emit_event(
-        event=f"virnuc.{event}",
-        resource={"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name},
-        payload=dict(payload),
-    )
+    if not with_server():
+        return
+    with connection.telling(f"event {event}"):
+        emit_event(
+            event=f"virnuc.{event}",
+            resource={"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name},
+            payload=dict(payload),
+        )
 
 
 @contextmanager
 def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> Iterator[Callable[[float], None]]:
     """Gives what takes a share of work done, 0 to 1; the newest is sent every `every_s` seconds, and at the end.
 
-    Outside a run nothing is sent. A server that is away is noted in the log and never stops the work.
+    Outside a run nothing is sent. A server that is away never stops the work.
     """
     if not inside_a_run():
         yield lambda share: None
@@ -369,17 +352,16 @@ def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> I
         while not ended:
             ended = stop.wait(every_s)
             if (percent := newest) != shown:
-                try:
+                with connection.telling(f"progress {name}"):
                     publish(percent)
                     shown = percent
-                except (httpx.HTTPError, OSError) as error:
-                    logger.warning("progress not shown: %s", error)
 
     context = contextvars.copy_context()  # the run this thread belongs to
     thread = threading.Thread(target=context.run, args=(loop,), name="progress artifact", daemon=True)
     thread.start()
     try:
-        yield show
+        with connection.hearing():
+            yield show
     finally:
         stop.set()
-        thread.join(timeout=2 * every_s)
+        thread.join(timeout=connection.answer_s)

@@ -8,7 +8,8 @@ from typing import Final
 
 from prefect.client.schemas.objects import State
 
-from tasks.step import Markdown, Rows, device_slots, done, first_attempt, progress_artifact, publish_table, step
+from tasks.server import device_slots
+from tasks.step import Markdown, Rows, done, first_attempt, progress_artifact, publish_table, step
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread

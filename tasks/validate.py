@@ -12,11 +12,11 @@ from prefect.client.schemas.objects import State
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
+from tasks.server import connection, device_slots
 from tasks.step import (
     Markdown,
     Rows,
     cell,
-    device_slots,
     done,
     emit,
     first_attempt,
@@ -123,7 +123,8 @@ def publish(judged: Report, out: Path, label: str) -> None:
     publish_markdown(f"report-{name}", text, met_sentence(judged), folder / "report.md")
     if inside_a_run():
         page, what = folder / "report.html", "The report with its charts"
-        create_link_artifact(page.absolute().as_uri(), page.name, key=key(f"report-html-{name}"), description=what)
+        with connection.telling(f"link report-html-{name}"):
+            create_link_artifact(page.absolute().as_uri(), page.name, key=key(f"report-html-{name}"), description=what)
 
 
 def emit_outcome(judged: Report, out: Path) -> None:

@@ -31,10 +31,10 @@ from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
 from flows.predict import predict
 from flows.validate import ask
+from tasks.server import device_slots
 from tasks.step import (
     Markdown,
     core_logs,
-    device_slots,
     done,
     not_met,
     progress_artifact,

@@ -1,0 +1,272 @@
+"""The line to the Prefect server, which shows what a run does: no run waits for it long or fails because of it.
+
+Computing and committing need files only. A request to the server is given a few seconds; after one that was not
+answered others are not sent for a while; and a state which a run proposes in vain is taken as accepted. What could not
+be reported is said in the log. Devices wait for one another's slots there; the lock of the operating system, taken by
+the worker process itself, is what makes sharing impossible.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import UTC, datetime
+from typing import Any, Final, NoReturn
+from uuid import uuid4
+
+import httpx
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
+from prefect.concurrency.sync import concurrency
+from prefect.exceptions import ObjectAlreadyExists, PrefectException
+from prefect.settings import (
+    PREFECT_API_REQUEST_TIMEOUT,
+    PREFECT_API_URL,
+    PREFECT_CLIENT_MAX_RETRIES,
+    temporary_settings,
+)
+
+from virnuc_core.runfiles import Device
+
+ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
+SILENT_S: Final = 30.0  # after a request that was not answered
+HURRY_S: Final = 1.5  # for the last word of a run that was told to end
+LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
+UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
+_held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
+logger = logging.getLogger(__name__)
+
+
+class ServerLostError(httpx.TransportError):
+    """The server did not answer in time, or is gone. Prefect's own client does not try again after it."""
+
+
+class Connection:
+    """What this process knows of its server."""
+
+    def __init__(self) -> None:
+        self.answered = self.lost = False
+        self.hurried = False  # a signal ends the run
+        self.untold: list[str] = []
+        self.embedded: subprocess.Popen[Any] | None = None  # the server that this process started
+        self._silent_until_s = 0.0
+        self._patient_until_s = 0.0
+
+    @property
+    def answer_s(self) -> float:
+        """How long an answer is waited for."""
+        return HURRY_S if self.hurried else ANSWER_S
+
+    def send(self, request: httpx.Request, transport: httpx.BaseTransport) -> httpx.Response:
+        """The answer; the server's own word on a state, or ours when it has none. Errors: `ServerLostError`."""
+        state = _proposed_state(request)
+        until_s = max(self._patient_until_s, time.monotonic() + (self.answer_s if state else 0.0))
+        while True:
+            try:
+                answer = self._try(request, transport, at_once=state is not None or time.monotonic() < until_s)
+                break
+            except ServerLostError:
+                gone = self.embedded is not None and self.embedded.poll() is not None
+                if not gone and not self.hurried and time.monotonic() < until_s:
+                    time.sleep(1.0)
+                    continue
+                if state is None or state["type"] == "PAUSED":  # nobody could ever end that pause
+                    raise
+                self.untold.append(f"the state {state['name']}")
+                answer = _accepted(request, state)
+                break
+        if self.untold and state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
+            logger.warning("not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold)))
+            self.untold.clear()
+        return answer
+
+    def _try(self, request: httpx.Request, transport: httpx.BaseTransport, *, at_once: bool) -> httpx.Response:
+        if time.monotonic() < self._silent_until_s and not at_once:
+            raise ServerLostError("the Prefect server did not answer before")
+        request.extensions = {
+            **request.extensions,
+            "timeout": dict.fromkeys(("connect", "read", "write", "pool"), self.answer_s),
+        }
+        try:
+            with self.hearing():
+                response = transport.handle_request(request)
+        except httpx.TransportError as error:
+            self._silent_until_s = time.monotonic() + SILENT_S
+            if self.answered and not self.lost:
+                reason = type(error).__name__
+                logger.warning("the Prefect server does not answer (%s); the run goes on without it", reason)
+            self.lost = True
+            raise ServerLostError(str(error)) from error
+        if self.lost:
+            logger.warning("the Prefect server answers again")
+        self.answered, self.lost, self._silent_until_s = True, False, 0.0
+        return response
+
+    @contextmanager
+    def telling(self, what: str) -> Iterator[None]:
+        """Around a report to the server: one that cannot be given is remembered, and the run goes on."""
+        try:
+            yield
+        except UNTOLD as error:
+            logger.debug("%s: not reported: %s", what, error)
+            self.untold.append(what)
+
+    @contextmanager
+    def hearing(self) -> Iterator[None]:
+        """A signal that ends the body hurries whatever is said to the server from then on."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException:
+            self.hurried = True
+            raise
+
+    @contextmanager
+    def patience(self, seconds: float) -> Iterator[None]:
+        """The body may wait for a server that is away: it waits for a person anyway."""
+        self._patient_until_s = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._patient_until_s = 0.0
+
+    @contextmanager
+    def limited(self, retries: int) -> Iterator[None]:
+        """Clients that Prefect makes for itself in the body wait no longer than others."""
+        limits = {PREFECT_API_REQUEST_TIMEOUT: self.answer_s, PREFECT_CLIENT_MAX_RETRIES: retries}
+        with temporary_settings(updates=limits):
+            yield
+
+    def leave(self, code: int) -> None:
+        """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
+        if self.lost:
+            self._end(code)
+        timer = threading.Timer(HURRY_S if self.hurried else ANSWER_S, self._end, (code,))
+        timer.daemon = True
+        timer.start()
+
+    def _end(self, code: int) -> NoReturn:
+        if self.embedded is not None:
+            self.embedded.kill()
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+connection: Final = Connection()
+
+
+class _Limited(httpx.BaseTransport):
+    """A client's way to the server, through `connection`."""
+
+    def __init__(self, inner: httpx.BaseTransport) -> None:
+        self.inner = inner
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        return connection.send(request, self.inner)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+def limit(client: SyncPrefectClient) -> None:
+    """Let this client, which a flow run and all within it share, ask through `connection`."""
+    connection.hurried = False
+    own = client._client  # Prefect knows settings for all of its clients only, made before ours are read
+    if not isinstance(own._transport, _Limited):
+        own._transport = _Limited(own._transport)
+        own._mounts = {what: inner and _Limited(inner) for what, inner in own._mounts.items()}
+
+
+def _proposed_state(request: httpx.Request) -> Mapping[str, Any] | None:
+    if request.method == "POST" and request.url.path.endswith("/set_state"):
+        state: Mapping[str, Any] = json.loads(request.content)["state"]
+        return state
+    return None
+
+
+def _accepted(request: httpx.Request, state: Mapping[str, Any]) -> httpx.Response:
+    """The answer of a server that agrees."""
+    kept = {name: state.get(name) for name in ("type", "name", "message", "state_details")}
+    told = {**kept, "id": str(uuid4()), "timestamp": datetime.now(UTC).isoformat()}
+    body = {"state": told, "status": "ACCEPT", "details": {"type": "accept_details"}}
+    return httpx.Response(200, json=body, request=request)
+
+
+@contextmanager
+def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
+    """Hold one slot of the server for each GPU of `devices`, waiting until all are free.
+
+    CPU cores are shared by the machine's scheduler and want no slot. Without a server (the temporary one of an ad hoc
+    run is seen by nobody else), or when it is lost, the worker's own lock does the work. Slots that the flow holds
+    around this are held once. Errors: `TimeoutError` after `wait_s` seconds.
+    """
+    # a GPU's UUID names it on every machine
+    names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
+    if not names or not with_server() or PREFECT_API_URL.value() is None:
+        yield
+        return
+    with ExitStack() as slots:
+        try:
+            _take(slots, names, wait_s)
+        except ConcurrencySlotAcquisitionError as error:
+            if not isinstance(error.__cause__, httpx.TransportError):
+                raise
+            connection.untold.append(f"slots of {', '.join(names)}")
+        before = _held.set(_held.get() | set(names))
+        try:
+            with connection.hearing():
+                yield
+        finally:
+            _held.reset(before)
+            with connection.telling(f"that {', '.join(names)} are free"), connection.limited(retries=0):
+                slots.close()
+
+
+def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
+    with connection.telling(f"limits of {', '.join(names)}"), get_client(sync_client=True) as client:
+        for name in names:
+            with suppress(ObjectAlreadyExists):  # another run made it just now
+                client.upsert_global_concurrency_limit_by_name(name, limit=1)
+    logger.info("waiting for %s", ", ".join(names))
+    with connection.limited(retries=2):  # a server that starts again while we wait keeps our place
+        # strict: a limit that is missing is an error, never a free pass
+        held = concurrency(
+            names,
+            occupy=1,
+            strict=True,
+            timeout_seconds=wait_s,
+            lease_duration=LEASE_S,
+            raise_on_lease_renewal_failure=False,
+        )
+        slots.enter_context(held)
+
+
+# --- without Prefect --------------------------------------------------------------------------------------------------
+
+_alone: contextvars.ContextVar[bool] = contextvars.ContextVar("runs without Prefect", default=False)
+
+
+def with_server() -> bool:
+    """Whether there is a Prefect server to tell."""
+    return not _alone.get()
+
+
+@contextmanager
+def without_server() -> Iterator[None]:
+    """Flows' functions and tasks called in the body are plain functions: nothing is recorded, nobody is asked."""
+    before = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(before)

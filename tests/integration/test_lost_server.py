@@ -1,0 +1,71 @@
+"""A Prefect server that dies, hangs or is not wanted: runs end with their results, soon, and say what was not told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from flows.cli import main
+
+from .processes import own_server
+from .test_ending import RESULTS, SERVER, Run, digest, running, undisturbed
+
+__all__ = ["undisturbed"]
+pytestmark = [pytest.mark.usefixtures("prefect_backend")]
+TOLD = "the Prefect server does not answer"
+
+
+def embedded_server(run: Run) -> psutil.Process:
+    return next(one for one in run.family if SERVER in " ".join(one.cmdline()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"])
+def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
+    tmp_path: Path,
+    some_reads: Path,
+    models: Path,
+    database: Path,
+    undisturbed: str,
+    strike: Callable[[psutil.Process], None],
+) -> None:
+    with running(tmp_path, some_reads, models, own_server(tmp_path / "prefect", database)) as run:
+        strike(embedded_server(run))
+        assert run.ends() == 0, run.log.read_text()
+        log = run.log.read_text()
+    assert digest(run.out) == undisturbed
+    assert log.count(TOLD) == 1, log
+    assert "not reported" in log
+    assert log.count("\n") < 30, log
+
+
+@pytest.mark.slow
+def test_a_terminated_run_ends_in_ten_seconds_while_its_server_hangs(
+    tmp_path: Path, many_reads: Path, models: Path, database: Path
+) -> None:
+    with running(tmp_path, many_reads, models, own_server(tmp_path / "prefect", database)) as run:
+        embedded_server(run).suspend()
+        began_s = time.monotonic()
+        run.process.terminate()
+        assert run.ends() == 130, run.log.read_text()
+        assert time.monotonic() - began_s < 10, run.log.read_text()
+
+
+def test_without_prefect_the_same_files_come_and_nothing_is_recorded(
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("predict", str(few_reads), "--models", str(models), "--devices", "cpu:1", "-o")
+    assert main([*words, str(tmp_path / "told")]) == 0
+    monkeypatch.setattr("prefect.client.orchestration.SyncPrefectClient.request", None)
+    assert main([*words, str(tmp_path / "untold"), "--no-prefect"]) == 0
+    for name in RESULTS:
+        assert (tmp_path / "told" / name).read_bytes() == (tmp_path / "untold" / name).read_bytes()
+    told, untold = capsys.readouterr().out.split("Results: ")[:2]
+    assert told.strip() == untold.splitlines()[1]
+    monkeypatch.setenv("VIRNUC_NO_PREFECT", "1")
+    assert main([*words, str(tmp_path / "untold")]) == 0
+    assert "nothing had to be computed" in capsys.readouterr().out

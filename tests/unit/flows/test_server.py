@@ -1,0 +1,129 @@
+"""What happens to words for a Prefect server that does not answer, and to tasks that have none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from prefect.client.schemas.objects import State
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
+
+from flows.start import usable_home
+from tasks import server, step
+from tasks.server import Connection, ServerLostError, device_slots, without_server
+from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
+from virnuc_core.runfiles import Device
+
+ARTIFACT = httpx.Request("POST", "http://server/api/artifacts/", json={})
+
+
+def proposal(kind: str) -> httpx.Request:
+    state = {"type": kind, "name": kind.title(), "message": "12 of 60 reads are viral", "state_details": {}}
+    return httpx.Request("POST", "http://server/api/flow_runs/1/set_state", json={"state": state, "force": False})
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> tuple[Connection, httpx.MockTransport, list[str]]:
+    """A connection whose server never answers, and the paths that it was asked for."""
+    asked: list[str] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        raise httpx.ReadTimeout("in vain")
+
+    monkeypatch.setattr(server, "ANSWER_S", 0.0)
+    return Connection(), httpx.MockTransport(handle), asked
+
+
+def test_a_server_that_did_not_answer_is_not_asked_again_for_a_while(
+    lost: tuple[Connection, httpx.MockTransport, list[str]],
+) -> None:
+    connection, transport, asked = lost
+    for _ in range(3):
+        with pytest.raises(ServerLostError):
+            connection.send(ARTIFACT, transport)
+        with connection.telling("table reads"):
+            connection.send(ARTIFACT, transport)
+    assert asked == ["/api/artifacts/"]
+    assert connection.untold == ["table reads"] * 3
+
+
+def test_a_state_proposed_in_vain_is_taken_as_accepted_and_what_was_not_told_is_said_once(
+    lost: tuple[Connection, httpx.MockTransport, list[str]], caplog: pytest.LogCaptureFixture
+) -> None:
+    connection, transport, asked = lost
+    with connection.telling("table reads"):
+        connection.send(ARTIFACT, transport)
+    answer = connection.send(proposal("COMPLETED"), transport).json()
+    assert (answer["status"], answer["state"]["name"]) == ("ACCEPT", "Completed")
+    assert len(asked) == 2  # an end is worth a try at all times
+    assert [record.message for record in caplog.records] == [
+        "not reported to the Prefect server: table reads, the state Completed"
+    ]
+    with pytest.raises(ServerLostError):  # nobody could ever end that pause
+        connection.send(proposal("PAUSED"), transport)
+
+
+def test_a_server_that_is_back_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
+    connection, answers = Connection(), [httpx.Response(200), None, httpx.Response(201)]
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        if (answer := answers.pop(0)) is None:
+            raise httpx.ConnectError("restarting")
+        return answer
+
+    transport = httpx.MockTransport(handle)
+    connection.send(ARTIFACT, transport)
+    assert connection.send(proposal("COMPLETED"), transport).status_code == 201
+    assert not connection.lost
+    assert ["answers again" in record.message for record in caplog.records] == [False, True]
+
+
+def test_devices_are_not_waited_for_at_a_server_that_is_gone() -> None:
+    with (
+        temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
+    ):
+        assert any("gpu-unasked" in what for what in server.connection.untold)
+    server.connection.untold.clear()
+
+
+@pytest.mark.parametrize(("error", "attempts"), [(WorkerError("died"), 4), (InputError("truncated"), 1)])
+def test_without_a_server_a_task_is_tried_again_where_that_can_help(
+    monkeypatch: pytest.MonkeyPatch, error: VirnucError, attempts: int
+) -> None:
+    waited: list[float] = []
+    firsts: list[bool] = []
+    monkeypatch.setattr("tasks.step.time.sleep", waited.append)
+
+    @step.step("felled", "felled")
+    def felled() -> State[None]:
+        firsts.append(step.first_attempt())
+        raise error
+
+    with without_server(), pytest.raises(type(error)):
+        felled().result()
+    assert firsts == [True, *[False] * (attempts - 1)]
+    assert waited == [10, 20, 40][: attempts - 1]
+
+
+def not_a_folder(home: Path) -> None:
+    home.write_text("")
+
+
+def not_a_database(home: Path) -> None:
+    home.mkdir()
+    (home / "prefect.db").write_text(json.dumps("no tables"))
+
+
+@pytest.mark.parametrize("spoil", [not_a_folder, not_a_database])
+def test_a_home_that_no_server_can_use_is_named_with_the_way_out(tmp_path: Path, spoil: Callable[[Path], None]) -> None:
+    home = tmp_path / "home"
+    with temporary_settings(updates={PREFECT_HOME: home}, restore_defaults={PREFECT_API_URL}):
+        usable_home()
+        spoil(home)
+        with pytest.raises(ConfigError, match=rf"Prefect's .*{home}.*--no-prefect"):
+            usable_home()
