@@ -155,29 +155,30 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
     found = resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models)}
-    fresh = runfiles.new_record(
-        runfiles.RunRecord,
-        found,
-        spec=spec.model_dump(mode="json"),
-        model_length=length,
-        widths={"dna": open_dnabert(models)[0].width, "protein": open_esm2(models)[0].width},
-        fingerprints=fingerprints,
-        resolved={**shards.result_settings(resolved), "kind": found[0].kind},
-        store=os.path.relpath(store, run.root),
-    )
+    widths = {"dna": open_dnabert(models)[0].width, "protein": open_esm2(models)[0].width}
     if spec.force:
         for folder in (run.shards, run.telemetry, run.root / "logs"):
             if folder.exists():
                 shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
         for file in (run.record, run.summary, run.former_summary, *run.listed):
             file.unlink(missing_ok=True)
-    record, job = runfiles.resume_or_refuse(run, fresh), shards.job_fingerprint(fingerprints, resolved, found[0].kind)
-    if not run.record.exists() and job not in (told := shards.fingerprints(run)) and told:
+    resolved, plan = shards.plan_run(run, orfs.protein_offsets, resolved, fingerprints, found[0].kind)
+    fresh = runfiles.new_record(
+        runfiles.RunRecord,
+        found,
+        spec=spec.model_dump(mode="json"),
+        model_length=length,
+        widths=widths,
+        fingerprints=fingerprints,
+        resolved={**shards.result_settings(resolved), "kind": found[0].kind},
+        store=os.path.relpath(store, run.root),
+    )
+    record = runfiles.resume_or_refuse(run, fresh)
+    if not run.record.exists() and (told := shards.fingerprints(run)) and plan.fingerprint not in told:
         raise RunMismatchError(
             f"{run.root} has no readable run.json, and its shards are of another run; "
             "choose another directory or --force"
         )
-    plan = shards.make_plan(orfs.protein_offsets, resolved.shard_tokens, resolved.token_budget, job)
     shards.write_plan(run, plan)
     write(run.record, record)
     done, damaged = shards.committed(run, plan)

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import suppress
+import logging
+import resource
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -24,9 +27,13 @@ from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir, whole_hdf5, write_text_whole
 from virnuc_core.telemetry.tables import ShardDone
 
+log = logging.getLogger(__name__)
+
 SCHEMA_VERSION: Final = 1
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
 SEAL_BYTES = 512  # HDF5's smallest user block
+MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
+LARGEST_SHARD: Final = 4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
@@ -113,6 +120,30 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
         cut = int(np.searchsorted(ends, done + size, side="right")) - 1
         bounds.append(min(uniques, max(cut, bounds[-1] + 1)))
     return ShardPlan(bounds=tuple(bounds), fingerprint=fingerprint)
+
+
+def plan_run(
+    run: RunDir, protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str
+) -> tuple[EngineSpec, ShardPlan]:
+    """The plan of a run, and the settings it is made by: `shard_tokens` is raised to give at most `MOST_SHARDS`.
+
+    A run that was begun with more shards keeps them.
+    """
+    begun, asked = None, engine.shard_tokens
+    with suppress(ShardError):
+        begun = read_plan(run).fingerprint
+    while True:
+        fingerprint = job_fingerprint(prints, engine, kind)
+        plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
+        if len(plan) <= MOST_SHARDS or fingerprint == begun or engine.shard_tokens >= LARGEST_SHARD:
+            break
+        larger = engine.shard_tokens * len(plan) // (MOST_SHARDS - 30) + 1  # the last shards are smaller
+        engine = engine.model_copy(update={"shard_tokens": min(larger, LARGEST_SHARD)})
+    if engine.shard_tokens != asked:
+        log.info("shard_tokens %d → %d: %d shards", asked, engine.shard_tokens, len(plan))
+    if len(plan) > MOST_SHARDS:
+        log.warning("%d shards: to read embeddings.h5, a process must open as many files (ulimit -n)", len(plan))
+    return engine, plan
 
 
 def write_plan(run: RunDir, plan: ShardPlan) -> None:
@@ -237,7 +268,10 @@ def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
 
 
 def write_virtual_embeddings(run: RunDir) -> Path:
-    """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved."""
+    """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved.
+
+    NaN marks what failed. HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened.
+    """
     plan = read_plan(run)
     with whole_hdf5(run.embeddings, libver="latest") as file:
         if len(plan) == 0:
@@ -250,7 +284,7 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             whole = h5py.h5s.create_simple((plan.bounds[-1], columns))
             settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
             settings.set_obj_track_times(False)
-            settings.set_fill_value(np.array(np.nan, dtype=np.float32))
+            settings.set_fill_value(np.array(np.inf, dtype=np.float32))  # what HDF5 shows of a file it cannot open
             for shard in range(len(plan)):
                 lo, hi = plan.range(shard)
                 whole.select_hyperslab((lo, 0), (hi - lo, columns))
@@ -260,3 +294,35 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, whole, dcpl=settings)
         file.attrs["fingerprint"] = plan.fingerprint
     return run.embeddings
+
+
+@contextmanager
+def open_embeddings(*runs: RunDir) -> Iterator[list[h5py.File]]:
+    """`embeddings.h5` of each run, of which every row can be read; meanwhile the limit of open files is higher.
+
+    Errors: `ShardError` names the shard that cannot be read, or the limit when it cannot be raised; `OSError`,
+    `KeyError` for a file that is none of ours.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as held:
+        files = [held.enter_context(h5py.File(run.embeddings, "r")) for run in runs]
+        parts = [run.root / part.file_name for run, file in zip(runs, files, strict=True) for part in _parts(file)]
+        needed = len(list(Path("/proc/self/fd").iterdir())) + len(parts) + 8
+        if needed > soft:
+            if hard != resource.RLIM_INFINITY and needed > hard:
+                raise ShardError(f"{len(parts)} shards are read at once, {hard} files may be open; raise `ulimit -n`")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for path in parts:
+            try:
+                with h5py.File(path, "r") as file:
+                    len(file["embeddings"])
+            except (OSError, KeyError, RuntimeError) as error:
+                raise ShardError(f"{path} cannot be read ({error}); run again to compute it") from error
+        yield files
+
+
+def _parts(file: h5py.File) -> list[h5py.VDSmap]:
+    """Where the rows of `embeddings` lie."""
+    rows = file["embeddings"]
+    return rows.virtual_sources() if rows.is_virtual else []

@@ -17,7 +17,8 @@ import h5py
 import numpy as np
 import pandas as pd
 
-from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.engine.shards import open_embeddings
+from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.report.files import BASELINE, COMPARISON
 from virnuc_core.rundir import RunDir
@@ -251,8 +252,8 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
     if not left.is_file() or not right.is_file():
         return ()
     try:
-        with h5py.File(left, "r") as file_a, h5py.File(right, "r") as file_b:
-            rows_a, rows_b = file_a["embeddings"], file_b["embeddings"]
+        with open_embeddings(RunDir(a), RunDir(b)) as files:
+            rows_a, rows_b = (file["embeddings"] for file in files)
             n, width = rows_a.shape
             if rows_b.shape != (n, width):
                 return ()
@@ -269,7 +270,7 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
                     cosine = np.full(len(x), np.nan)
                     np.divide(np.einsum("ij,ij->i", x, y), norms, out=cosine, where=norms > 0)
                     found[name][block] = cosine
-    except (OSError, KeyError) as error:
+    except (OSError, KeyError, ShardError) as error:
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
     known = {name: cosine[~np.isnan(cosine)] for name, cosine in found.items()}
     return tuple(

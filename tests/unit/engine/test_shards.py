@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import h5py
@@ -12,9 +17,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from virnuc_core.config import EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.shards import ShardPlan, ShardResult, make_plan
 from virnuc_core.errors import ShardError, StorageError
+from virnuc_core.report.compare import cosines
 from virnuc_core.rundir import RunDir
 
 
@@ -147,3 +154,88 @@ def test_every_single_flipped_bit_of_the_file_is_seen(run: RunDir, start: int) -
         path.write_bytes(body)
         with pytest.raises(ShardError):
             shards.read_shard(run, plan, 0)
+
+
+# --- many shards, and the limit of open files ---
+
+PRINTS = {"reads": "r", "head": "h"}
+
+
+def test_a_run_has_few_enough_shards_to_be_opened_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lengths = np.random.default_rng(1).integers(20, 90, 30_000)
+    offsets = np.array([0, *np.cumsum(lengths)], dtype=np.int64)
+    asked = EngineSpec(token_budget=256, shard_tokens=512)
+    run = RunDir(tmp_path)
+    with caplog.at_level("INFO"):
+        engine, plan = shards.plan_run(run, offsets, asked, PRINTS, "cpu")
+    assert 600 < len(plan) <= shards.MOST_SHARDS
+    assert plan.bounds[-1] == len(lengths)
+    assert engine == asked.model_copy(update={"shard_tokens": engine.shard_tokens})
+    assert f"shard_tokens 512 → {engine.shard_tokens}" in caplog.text
+    assert plan.fingerprint == shards.job_fingerprint(PRINTS, engine, "cpu")
+    assert shards.plan_run(run, offsets, engine, PRINTS, "cpu") == (engine, plan), "what was enough stays"
+    as_asked = shards.make_plan(offsets, 512, 256, shards.job_fingerprint(PRINTS, asked, "cpu"))
+    assert len(as_asked) > shards.MOST_SHARDS
+    shards.write_plan(run, as_asked)
+    assert shards.plan_run(run, offsets, asked, PRINTS, "cpu") == (asked, as_asked), "a run that was begun goes on"
+
+
+def many_shards(run: RunDir, count: int) -> ShardPlan:
+    plan = ShardPlan(bounds=tuple(range(0, 2 * count + 1, 2)), fingerprint="f")
+    shards.write_plan(run, plan)
+    for shard in range(count):
+        shards.commit(run, plan, shard, result(2, seed=shard))
+    shards.write_virtual_embeddings(run)
+    return plan
+
+
+@contextmanager
+def open_files(more: int) -> Iterator[None]:
+    """So many files may be opened beside those that are."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(list(Path("/proc/self/fd").iterdir())) + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_every_row_is_read_whatever_the_limit_of_open_files(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    plan = many_shards(run, 60)
+    with open_files(20):
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with shards.open_embeddings(run, run) as (file, _):
+            found = file["embeddings"][:]
+        (joined,) = cosines(run.root, run.root)
+        assert joined.n == 120
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == limit
+    assert np.array_equal(found, np.concatenate([shards.read_shard(run, plan, i).embeddings for i in range(60)]))
+
+
+def test_a_limit_that_cannot_be_raised_is_named(tmp_path: Path) -> None:
+    many_shards(RunDir(tmp_path), 60)
+    program = (
+        "import resource, sys; from pathlib import Path; from virnuc_core.engine import shards; "
+        "from virnuc_core.rundir import RunDir; resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))\n"
+        "with shards.open_embeddings(RunDir(Path(sys.argv[1]))) as files: print(files)"
+    )
+    child = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "60 shards" in child.stderr.splitlines()[-1], child.stderr
+    assert "ulimit -n" in child.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("damage", ["missing", "empty", "no array"])
+def test_a_shard_that_cannot_be_read_is_an_error_and_no_row_of_nan(run: RunDir, damage: str) -> None:
+    plan = many_shards(run, 3)
+    path = shards.shard_path(run, 1)
+    path.unlink()
+    if damage == "empty":
+        path.touch()
+    elif damage == "no array":
+        h5py.File(path, "w").close()
+    else:
+        with h5py.File(run.embeddings) as file:
+            assert np.isinf(file["embeddings"][slice(*plan.range(1))]).all(), "NaN is the mark of rows that failed"
+    with pytest.raises(ShardError, match=r"00001\.h5"), shards.open_embeddings(run):
+        pass
