@@ -18,101 +18,16 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from .rounds import Plan, Round, line, plans, table
 from .scene import Scene, Truth, Work, leaves, prepared, said, server
 from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk, strike
 
 ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
 STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
 OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """One kind of round."""
-
-    how: str  # kill, stop, terminate, interrupt, disk, filesize, flip, cut, zero, remove, twin, rewrite, odd
-    whom: str  # a kind of process, of file, of second run
-    command: str = "predict"
-    server: str = "any"  # any, none, embedded, own (a server of this round's own)
-
-    @property
-    def work(self) -> Work:
-        """What an undisturbed round does."""
-        return Work(self.command, "inbox" if self.command == "predict-inbox" else "a")
-
-    @property
-    def name(self) -> str:
-        """As the table shows it."""
-        where = f" ({self.server} server)" if self.server != "any" else ""
-        return f"{self.command}: {self.how} {self.whom}{where}"
-
-
-def plans() -> tuple[Plan, ...]:
-    """Every kind of round, those of one kind apart from each other."""
-    found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging", "tracker")]
-    found += [Plan("kill", "loader"), Plan("stop", "loader")]
-    found += [Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")]
-    found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
-    found += [Plan("stop", whom) for whom in ("main", "worker", "staging", "tracker")]
-    found += [Plan("stop", whom, "validate") for whom in ("worker", "staging", "baseline")]
-    found += [Plan("stop", "worker", "predict-inbox")]
-    found += [Plan(how, "server", "predict", kind) for how in ("kill", "stop") for kind in ("embedded", "own")]
-    found += [Plan("kill", "server", "validate", "embedded"), Plan("stop", "server", "validate", "own")]
-    found += [Plan("terminate", whom) for whom in ("main", "after worker stopped", "after staging stopped")]
-    found += [Plan("terminate", "after server stopped", "predict", kind) for kind in ("embedded", "own")]
-    found += [Plan("terminate", "main", command) for command in ("validate", "predict-inbox")]
-    found += [Plan("interrupt", "main", command) for command in ("predict", "validate")]
-    found += [Plan(how, "out", command) for how in ("disk", "filesize") for command in ("predict", "validate")]
-    kinds = (
-        "store",
-        "made",
-        "shard",
-        "plan",
-        "record",
-        "summary",
-        "results",
-        "viral",
-        "embeddings",
-        "telemetry",
-        "mark",
-    )
-    found += [Plan("flip", kind) for kind in kinds] + [Plan("cut", kind) for kind in kinds]
-    found += [
-        Plan(how, kind) for how in ("zero", "remove") for kind in ("store", "shard", "record", "summary", "results")
-    ]
-    found += [Plan(how, kind, "validate") for how in ("flip", "cut") for kind in ("store", "baseline", "report")]
-    found += [Plan("flip", kind, "validate") for kind in ("history", "results", "summary", "record")]
-    found += [Plan("flip", "ledger", "predict-inbox"), Plan("cut", "ledger", "predict-inbox")]
-    found += [Plan("twin", kind) for kind in ("same", "other reads", "other reads --force", "other threshold")]
-    found += [Plan("twin", kind, "validate") for kind in ("same", "other reads --force")]
-    found += [Plan("rewrite", whom) for whom in ("main", "all")]
-    found += [Plan("odd", "files", "predict-inbox")]
-    random.Random(0).shuffle(found)
-    return tuple(found)
-
-
-@dataclass(slots=True)
-class Round:
-    """What one round did and saw."""
-
-    number: int
-    plan: Plan
-    server: str = ""
-    at_s: float | None = None  # of the strike, after the start
-    hit: bool = True
-    resumed: bool = False
-    codes: list[int | None] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    seconds: float = 0.0
-    messages: list[str] = field(default_factory=list)
-
-    @property
-    def good(self) -> bool:
-        return not self.problems
 
 
 class Play:
@@ -324,10 +239,20 @@ class Play:
         """A second run in the same directory, some time after the first; what stays is of the last that ended well."""
         other = Work(self.plan.command, "b" if "reads" in self.plan.whom else "a", int("threshold" in self.plan.whom))
         truths = self.truth, self.scene.truth(other)
+        more = ["--force"] if "--force" in self.plan.whom else []
         first = self.start()
-        time.sleep(self.rng.random() * self.truth.seconds)
+        if rests := "rests" in self.plan.whom:  # at a moment at which it surely works
+            while first.alive and not self.out.exists():
+                time.sleep(0.01)
+            time.sleep(self.rng.random() * self.truth.seconds / 4)
+            first.process.send_signal(signal.SIGSTOP)
+        else:
+            time.sleep(self.rng.random() * self.truth.seconds)
         self.round.at_s = time.monotonic() - first.began_s
-        second = self.start(other, *(["--force"] if "--force" in self.plan.whom else []))
+        second = self.start(other, *more)
+        if rests:
+            second.ends()
+            first.process.send_signal(signal.SIGCONT)
         deadline, ended = time.monotonic() + LIMIT_S, list[int]()
         while len(ended) < 2 and time.monotonic() < deadline:
             ended += [i for i, run in enumerate((first, second)) if i not in ended and not run.alive]
@@ -381,29 +306,6 @@ def rounds(numbers: Sequence[int], scene: Scene, seed: int, only: str = "") -> I
     chosen = [plan for plan in plans() if re.search(only, plan.name)]
     for number in numbers:
         yield play(number, scene, seed, chosen[number % len(chosen)])
-
-
-def line(one: Round) -> str:
-    """A round in a line, for who watches."""
-    state = "good" if one.good else "BAD "
-    at = "" if one.at_s is None else f" at {one.at_s:.1f} s"
-    said_ = "; ".join(one.problems)
-    return f"{one.number:4d} {state} {one.plan.name} [{one.server}]{at} codes {one.codes} {one.seconds:.0f} s {said_}"
-
-
-def table(played: Sequence[Round]) -> str:
-    """Markdown: one line a kind of round, then what was wrong in which round."""
-    lines = ["| round | played | hit | run again | good |", "| --- | --- | --- | --- | --- |"]
-    for name in sorted({one.plan.name for one in played}):
-        own = [one for one in played if one.plan.name == name]
-        counts = (len(own), sum(r.hit for r in own), sum(r.resumed for r in own), sum(r.good for r in own))
-        lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
-    bad = [one for one in played if not one.good]
-    lines += ["", f"{len(played) - len(bad)} of {len(played)} rounds good; {sum(r.hit for r in played)} strikes hit."]
-    if bad:
-        lines += ["", "| round | what was wrong |", "| --- | --- |"]
-        lines += [f"| {r.number} {r.plan.name} ({r.server}) | {'; '.join(r.problems)[:400]} |" for r in bad]
-    return "\n".join(lines)
 
 
 def main() -> int:

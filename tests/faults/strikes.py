@@ -17,7 +17,7 @@ import psutil
 
 from .scene import MARK, Scene
 
-LIMIT_S: Final = 150.0  # what has not ended by then hangs
+LIMIT_S: Final = 240.0  # what has not ended by then hangs
 GONE_WITHIN_S: Final = 30.0  # what outlives its run for longer stays; a busy machine takes its time
 REST_S: Final = 3.0  # for which the command itself is stopped
 DEAD: Final = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)

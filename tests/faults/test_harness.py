@@ -117,7 +117,7 @@ def test_damage_a_full_disk_and_a_second_run_do_not_change_results(scene: Scene,
     ("taken_out", "plan", "word"),
     [
         ("no seals", Plan("flip", "shard", server="none"), "differs"),
-        ("no locks", Plan("twin", "other reads --force", server="none"), ""),
+        ("no locks", Plan("twin", "other reads --force while the first rests", server="none"), ""),
         ("no parent-death signal", Plan("kill", "main", server="none"), "process left"),
     ],
 )
