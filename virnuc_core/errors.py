@@ -128,3 +128,10 @@ class SpentInputError(VirnucError):
 
 class RunMismatchError(ConfigError):
     """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""
+
+
+def named(kind: str, message: str) -> VirnucError | None:
+    """An error of another process by its class's name: one of ours, or the system's; None for all else."""
+    system = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
+    found = VirnucError if kind in system else globals().get(kind)
+    return found(message) if found else None

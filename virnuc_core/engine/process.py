@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final, NoReturn, Self
+from typing import Any, Final, NoReturn
 
 from pydantic import Field
 
@@ -43,7 +43,6 @@ from virnuc_core.engine.process import serve
 serve(sys.argv[1])
 """
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
-SYSTEM_ERRORS: Final = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")
 
 
 class Message(Spec):
@@ -92,8 +91,7 @@ class Failed(Message):
 
     def own_error(self) -> VirnucError | None:
         """The error as one of ours, where it is one or the system's: what another try cannot mend."""
-        kind = VirnucError if self.kind in SYSTEM_ERRORS else getattr(errors, self.kind, None)
-        return kind(self.message) if kind else None
+        return errors.named(self.kind, self.message)
 
 
 class Closed(Message):
@@ -116,7 +114,7 @@ class Child:
         self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
         self.last_words = "nothing"  # its last line on standard error
         self.failed: Failed | None = None  # what it said of its failure
-        self.progress_s = time.monotonic()  # when it last did something, or was last told to
+        self.progress_s = self._heard_s = time.monotonic()  # when it last did something, or was told to; said anything
         self._unlogged, self._log_lock = list[str](), threading.Lock()
         self.process = subprocess.Popen(
             # -P: no module of the folder people stand in
@@ -155,13 +153,19 @@ class Child:
         finally:
             self._inbox.put((self, Closed()))
 
+    @property
+    def silent(self) -> bool:
+        """Whether it has not even said that it lives for longer than its settings allow: it is stopped, or dead."""
+        return time.monotonic() - self._heard_s > self.spec.engine.silence_s
+
     def _heard(self, message: Message) -> None:
+        self._heard_s = time.monotonic()
         if isinstance(message, Alive):
             self.progress_s = max(self.progress_s, message.progress_s)
             return
         if isinstance(message, Failed):
             self.failed = message
-        self.progress_s = time.monotonic()
+        self.progress_s = self._heard_s
         self._inbox.put((self, message))
 
     def _read_errors(self) -> None:
@@ -189,7 +193,7 @@ class Child:
                 return self.process.wait()  # ended before: its number may be another's by now
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(self.pid, signal.SIGTERM)
-                self.process.wait(grace_s)
+                self.process.wait(0 if self.silent else grace_s)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)  # what the child itself had started, too
             status = self.process.wait()
@@ -207,10 +211,8 @@ class Child:
         if (failed := self.failed) is not None:
             problem = f"worker on {self.device}: {failed.kind}: {failed.message}; see {self.log}"
             return failed.own_error() or WorkerError(problem, worker_traceback=failed.traceback)
-        status = self.end(0.5)
-        return WorkerError(
-            f"worker on {self.device} ended (status {status}); last words: {self.last_words}; see {self.log}"
-        )
+        ended = f"ended (status {self.end(0.5)}); last words: {self.last_words}"
+        return WorkerError(f"worker on {self.device} {ended}; see {self.log}")
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
@@ -236,12 +238,11 @@ def end_all_children(grace_s: float = GRACE_S) -> int:
     return len(living)
 
 
-class LocalWorkers:
+class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
-    Those of `prewarm` are started at once, before there is a job: they import and load the weights meanwhile. Whoever
-    asks for a worker with the very same spec gets the one that waits. Until then it writes to no file: the run's
-    directory may come to nothing, and is not touched.
+    Those of `prewarm` are started at once, before there is a job: they import and load the weights meanwhile, and write
+    to no file: the run's directory may come to nothing, and is not touched.
 
     The thread that starts them must live as long as they do: the kernel sends the parent-death signal when the thread
     that started a process ends.
@@ -265,12 +266,13 @@ class LocalWorkers:
     def start(self, spec: WorkerSpec, log: Path) -> Child:
         """A worker pinned to its device and loading; what it writes to standard error goes to the file `log`.
 
-        One that waits with this very spec, and lives, is taken. Errors: `WorkerError` when all children were ended
-        meanwhile.
+        One that waits with this very spec, and lives, is taken. Errors: `WorkerError` once all children were ended.
         """
-        waiting = (child for child in self._waiting if child.spec == spec and child.process.poll() is None)
-        if (child := next(waiting, None)) is not None:
+        for child in [child for child in self._waiting if child.spec == spec]:
             self._waiting.remove(child)
+            if child.process.poll() is None and not child.silent:
+                break
+            child.end(0)  # it may hold the device
         else:
             child = self._start(spec)
         child.log = log
@@ -298,12 +300,13 @@ class LocalWorkers:
         """The next message of workers none of which may fail.
 
         Errors: those of input, weights and devices as the worker raised them; `WorkerError` for one that failed
-        otherwise, died, or is `busy` and has not moved for `silence_s`, and after `end_all_children`.
+        otherwise, died, or is `busy` and is silent or has not moved for `silence_s`, and after `end_all_children`.
         """
         while True:
             for child in busy:
-                if time.monotonic() - child.progress_s > silence_s:
-                    raise WorkerError(f"worker on {child.device} has not moved for {silence_s:.0f} s; see {child.log}")
+                rest_s = time.monotonic() - child.progress_s
+                if child.silent or rest_s > silence_s:
+                    raise WorkerError(f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}")
             if (received := self.receive(1.0)) is not None:
                 child, heard = received
                 if isinstance(heard, Closed) and self.cancelled:
@@ -315,9 +318,6 @@ class LocalWorkers:
     def close(self) -> None:
         """End every worker."""
         end_children(self._started)
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

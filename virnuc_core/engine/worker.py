@@ -11,6 +11,7 @@ import queue
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -185,6 +186,7 @@ class Worker:
         self.parent, self.spec, self._recording = parent, spec, recording
         self._heard_s = time.monotonic()
         self.runner: Runner | None = None
+        self._held = deque[int]()  # shards told of and not answered
         self.stopping = threading.Event()
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=COMMITS_AHEAD)
         parent.progress = self._progress_s
@@ -196,15 +198,19 @@ class Worker:
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
 
     def _progress_s(self) -> float:
-        """When the worker last did something; loading, and waiting for tasks, is doing something."""
-        return time.monotonic() if self.runner is None else max(self._heard_s, self.runner.progress_s)
+        """When the worker last did something; loading, and waiting with no task in hand, is doing something."""
+        if self.runner is None or not self._held:
+            return time.monotonic()
+        return max(self._heard_s, self.runner.progress_s)
 
     def _receive(self, kind: type[M], *, once: bool = False) -> M | None:
         """The next message, if it is of this kind and, for `once`, there already; None also when told to stop."""
         while not self.stopping.is_set():
             message = self.parent.receive(POLL_S)
-            self._heard_s = time.monotonic()
             if isinstance(message, kind):
+                self._heard_s = time.monotonic()
+                if isinstance(message, ShardTask):
+                    self._held.append(message.shard)
                 return message
             if message is not None:
                 self.stopping.set()
@@ -287,7 +293,7 @@ class Worker:
         task = pending.task
         finished_s = time.monotonic()
         if task.probe:
-            self.parent.send(Computed(done=None))
+            self._answer(Computed(done=None))
             return
         fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
         if bad := sorted(set((np.flatnonzero(~fine) + task.lo).tolist()) - set(task.skip)):
@@ -318,7 +324,11 @@ class Worker:
             budget_divisor=task.divisor,
             skipped=len(task.skip),
         )
-        self.parent.send(Computed(done=done))
+        self._answer(Computed(done=done))
+
+    def _answer(self, computed: Computed) -> None:
+        self._held.popleft()
+        self.parent.send(computed)
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

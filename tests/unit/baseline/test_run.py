@@ -7,9 +7,11 @@ import os
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from contextvars import Context
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +22,7 @@ import torch
 from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.run import fetch, run_baseline
 from virnuc_core.baseline.worker import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
-from virnuc_core.config import Devices
+from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
@@ -265,6 +267,25 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     assert not run.predictions.exists()
     spec = BaselineSpec(name="v1", reads=20)
     assert run_baseline(run, store.path, models, cores(1), spec).measured_rows > 0, "another try does it all"
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
+    tmp_path: Path, store: OrfStore, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baseline_run, "EngineSpec", partial(EngineSpec, heartbeat_s=0.1, silence_s=1.5))
+
+    def stop() -> None:
+        while not (found := children()):
+            time.sleep(0.01)
+        found[0].suspend()
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    with pytest.raises(WorkerError, match=r"has not moved for \d s"):
+        run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())
+    thread.join()
+    assert not children()
 
 
 def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, store: OrfStore, models: Path) -> None:

@@ -75,9 +75,11 @@ def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[process
         yield made
 
 
-def start(workers: process.LocalWorkers, tmp_path: Path, models: str = "") -> tuple[process.Child, int]:
+def start(
+    workers: process.LocalWorkers, tmp_path: Path, models: str = "", engine: EngineSpec | None = None
+) -> tuple[process.Child, int]:
     """A worker, and its own child's number."""
-    spec = WorkerSpec(models=models, device=CORE, engine=EngineSpec())
+    spec = WorkerSpec(models=models, device=CORE, engine=engine or EngineSpec())
     child = workers.start(spec, tmp_path / "log" / "echo.log")
     said = heard(workers)
     assert isinstance(said, Number)
@@ -119,11 +121,36 @@ def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers
 def test_a_worker_that_does_not_move_or_dies_is_an_error(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
     child.progress_s -= 100
-    with pytest.raises(WorkerError, match=f"{CORE.id} has not moved for 60 s"):
+    with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for 1\d\d s"):
         workers.expect({child}, 60)
     os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"status -9\); last words: noise from a library"):
         workers.expect({child}, 1000)
+
+
+def test_a_stopped_worker_is_an_error_however_long_it_may_load(workers: process.LocalWorkers, tmp_path: Path) -> None:
+    """Its heartbeats say that it moves while it loads, or waits; a stopped process says nothing."""
+    quick = EngineSpec(heartbeat_s=0.1, silence_s=0.6)
+    child, _ = start(workers, tmp_path, engine=quick)
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for [01] s"):
+        workers.expect({child}, 1800)
+
+
+def test_a_prewarmed_worker_that_is_stopped_is_ended_and_replaced(
+    workers: process.LocalWorkers, tmp_path: Path
+) -> None:
+    spec = WorkerSpec(models="", device=CORE, engine=EngineSpec(heartbeat_s=0.1, silence_s=0.6))
+    with process.LocalWorkers("echo_worker", prewarm=[spec]) as made:
+        heard(made)
+        (waiting,) = made._started
+        os.kill(waiting.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + 60
+        while not waiting.silent and time.monotonic() < deadline:
+            time.sleep(0.05)
+        child = made.start(spec, tmp_path / "log")
+        assert child.pid != waiting.pid
+        assert gone(waiting.pid, 1), "it may hold the device that the other needs"
 
 
 @pytest.mark.parametrize("models", ["", "stubborn"])
