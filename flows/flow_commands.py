@@ -178,6 +178,10 @@ class TrainSettings(RunSettings):
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
 
+    def inputs(self) -> tuple[str, ...]:
+        """The files of local reads, and the table of origins."""
+        return (*super().inputs(), str(self.truth))
+
     def check_own_files(self) -> None:
         """Refuse a table of origins that is not fit. Errors: those of `read_truth`."""
         from virnuc_core.measure.head import read_truth  # it brings torch along

@@ -42,9 +42,8 @@ from prefect.context import FlowRunContext, SyncClientContext
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Crashed, Failed
-from pydantic import BaseModel
 
-from flows.parameters import RunSettings, flow_parameters
+from flows.parameters import FlowSettings, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, with_server, without_server
 from tasks.step import NotMetError, core_logs, no_orphans
@@ -54,7 +53,7 @@ from virnuc_core.reads.sources import hidden, is_address
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
 
-Settings = TypeVar("Settings", bound=BaseModel)
+Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
@@ -98,7 +97,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             try:
                 if (client := SyncClientContext.get()) is not None:
                     limit(client.client)
-                with connection.hearing(), no_orphans(), core_logs(), _ended_when_cancelled():
+                with connection.hearing(), no_orphans(), core_logs(), _ended_when_cancelled(), settings.hold():
                     return function(_without_queries(settings))
             except VirnucError as error:
                 return Failed(message=str(error), data=error)

@@ -14,7 +14,8 @@ import inspect
 import os
 import tomllib
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,6 +25,7 @@ from pydantic.fields import FieldInfo
 
 from virnuc_core.config import SETTINGS_BYTES, THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain, small_text
 from virnuc_core.errors import ConfigError
+from virnuc_core.rundir import check_output, run_lock
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
@@ -208,6 +210,20 @@ class FlowSettings(ComputeSettings, ReadingSettings):
     def check_own_files(self) -> None:
         """Refuse files that this flow alone takes and that are not fit; most flows take none."""
 
+    def inputs(self) -> tuple[str, ...]:
+        """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""
+        return ()
+
+    def check_place(self) -> None:
+        """Refuse an output directory in which something of others could be lost. Errors: those of `check_output`."""
+        check_output(self.out, models=self.models, reads=self.inputs(), force=getattr(self, "force", False))
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the output directory, checked; flows that share it with others hold parts of it themselves."""
+        self.check_place()
+        yield
+
 
 class RunSettings(FlowSettings):
     """What every flow over one directory takes."""
@@ -216,6 +232,20 @@ class RunSettings(FlowSettings):
         description="FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
     )
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
+
+    def inputs(self) -> tuple[str, ...]:
+        """The files of local reads. Errors: `InputError`."""
+        from virnuc_core.reads.sources import find_inputs, is_remote
+
+        local = tuple(name for name in self.reads if not is_remote(name))
+        return find_inputs(local).files if local else ()
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the output directory from before staging until after the last file. Errors: those of `run_lock`, too."""
+        self.check_place()
+        with run_lock(self.out):
+            yield
 
     def spec(self, devices: Devices, base: EngineSpec) -> ClassifySpec:
         """A run on these devices; `base` has the engine's settings where none were given."""

@@ -23,7 +23,7 @@ from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsErro
 from virnuc_core.profiles import Target, load_profile, profile_names
 from virnuc_core.reads.simulate import PRESETS, SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 
 CODON: Final = 3
 DISAGREE: Final = 5
@@ -281,8 +281,9 @@ def overhead(
     from virnuc_core.report.formatting import overhead_text
     from virnuc_core.report.render import write_report
 
-    judged_by = measure_again(out, models=models, devices=devices, pairs=pairs, shards_a_device=shards, force=force)
-    print(f"Commits cost {overhead_text(write_report(out, judged_by).overhead)} of the tokens/s")
+    with run_lock(out):
+        judged_by = measure_again(out, models=models, devices=devices, pairs=pairs, shards_a_device=shards, force=force)
+        print(f"Commits cost {overhead_text(write_report(out, judged_by).overhead)} of the tokens/s")
     return 0
 
 
@@ -297,7 +298,8 @@ def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Shar
     """
     from virnuc_core.measure.head import rescore as score
 
-    results = score(RunDir(run), head, RunDir(out), threshold=threshold).results
+    with run_lock(out):
+        results = score(RunDir(run), head, RunDir(out), threshold=threshold).results
     print(f"{results.fates['viral']:,} of {sum(results.fates.values()):,} reads are viral\nResults: {out}")
     return 0
 

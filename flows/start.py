@@ -131,6 +131,7 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
             from virnuc_core.reads.subsets import readable_twice  # few runs need it
 
             readable_twice(local)
+    settings.check_place()
     settings.check_own_files()
     check_models(settings.models)
     found = resolve(Devices.parse(settings.devices))

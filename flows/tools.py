@@ -6,7 +6,6 @@ that is complete is not computed again.
 
 from __future__ import annotations
 
-import shutil
 from typing import Final
 
 from prefect import flow
@@ -27,7 +26,7 @@ from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
 from virnuc_core.measure.trace import Traces, counted
 from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
-from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.rundir import RunDir, discard, write_text_whole
 
 MEBIBYTE: Final = 1 << 20
 
@@ -48,7 +47,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     stage_input(settings, label)
     sweep = Sweep(settings.out, Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s), base)
     if settings.force:
-        shutil.rmtree(sweep.trials, ignore_errors=True)
+        discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
     for candidate, repeat, name in rounds(tried, settings.repeats, halving=settings.search == "halving"):
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -38,7 +37,7 @@ from virnuc_core.report.formatting import Mark, Table, percent, shown, target_te
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, write_report
 from virnuc_core.report.views import accounts, agreements, criteria, scaling
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import write
 from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison
 
@@ -58,8 +57,9 @@ def baseline(
     run: RunDir, *, store: Path, models: Path, devices: Devices, spec: BaselineSpec, label: str, force: bool = False
 ) -> State[BaselineSummary]:
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
-    if force and first_attempt() and run.root.exists():
-        shutil.rmtree(run.root)  # an error stops here: what cannot be removed must not be taken for the new one's
+    if force and first_attempt():
+        with run_lock(run.root):
+            discard(run.root, *RUN_FILES)  # an error stops here: what stays must not be taken for the new one's
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
     with device_slots(resolve(devices)), progress as show:
         summary = run_baseline(run, store, models, devices, spec, on_progress=show)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import time
 from collections.abc import Collection
 from contextlib import ExitStack
@@ -24,10 +23,11 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError, RunMismatchError
+from virnuc_core.reads.sources import find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
-from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.rundir import RUN_FILES, RunDir, check_output, discard, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, digest, read_or_set_aside, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
@@ -45,13 +45,15 @@ def read_summary(run: RunDir) -> RunSummary | None:
 
 
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
-    """Reads to result files in `spec.out`: stage and classify.
+    """Reads to result files in `spec.out`, which is held from before staging until the last file: stage and classify.
 
-    Workers load the weights while the reads are staged.
+    Workers load the weights while the reads are staged. Errors: those of `check_output` and of both.
     """
-    run = RunDir(spec.out)
+    run, inputs = RunDir(spec.out), find_inputs(spec.reads).files
+    check_output(spec.out, models=spec.models, reads=inputs, force=spec.force)
     reads = StageSpec(reads=spec.reads, model_length=model_length(spec.models))
     with ExitStack() as held:
+        held.enter_context(run_lock(run.root))
         prewarmed = None
         if read_summary(run) is None:
             prewarmed = held.enter_context(prewarm(spec.models, spec.devices, spec.engine))
@@ -157,11 +159,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models)}
     widths = {"dna": open_dnabert(models)[0].width, "protein": open_esm2(models)[0].width}
     if spec.force:
-        for folder in (run.shards, run.telemetry, run.root / "logs"):
-            if folder.exists():
-                shutil.rmtree(folder)  # what cannot be removed must not be mistaken for the new run's
-        for file in (run.record, run.summary, run.former_summary, *run.listed):
-            file.unlink(missing_ok=True)
+        discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
     resolved, plan = shards.plan_run(run, orfs.protein_offsets, resolved, fingerprints, found[0].kind)
     fresh = runfiles.new_record(
         runfiles.RunRecord,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MARK: Final = ".virnuc"
 SHARDS: Final = ("shards/plan.json", "shards/[0-9][0-9][0-9][0-9][0-9]*.h5", "shards/damaged/[0-9]*.h5")
+FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
 TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
 RUN_FILES: Final = (  # of one run, patterns: what starting over removes
     "run.json",
@@ -59,7 +60,7 @@ OUR_FILES: Final = (  # all that any command writes into its output directory
     "orfs.h5",
     "orfs.made.json",
     "skipped.tsv",
-    "baseline_files/[0-9]*_*",
+    FILES,
     "comparison.json",
     "checkpoint_overhead.json",
     "regression.json",
@@ -308,7 +309,8 @@ def _open_mark(root: Path) -> int:
             with suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(handle)):
                     told = {"product": "virnuc", "version": virnuc_core.__version__, "pid": os.getpid()}
-                    os.pwrite(handle, json.dumps(told).encode().ljust(MARK_BYTES - 1) + b"\n", 0)
+                    with storing(path):
+                        os.pwrite(handle, json.dumps(told).encode().ljust(MARK_BYTES - 1) + b"\n", 0)
                     return handle
         except BlockingIOError:
             os.close(handle)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -87,6 +88,55 @@ def test_reads_that_cannot_be_used(make: MakeReads, said: str, tmp_path: Path, m
     words = ["predict", make(tmp_path), "-o", out, "--models", models, "--devices", "cpu:1"]
     assert said in virnuc.refuses(2, *words)
     assert not out.exists()
+
+
+def contents(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("force", [(), ("--force",)])
+@pytest.mark.parametrize("name", ["summary.json", "viral.fasta.gz", "shards/00000.h5", "logs/worker-cpu-core-0.log"])
+def test_a_directory_with_files_of_others_under_our_names(
+    name: str, force: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    out = tmp_path / "theirs"
+    (out / name).parent.mkdir(parents=True, exist_ok=True)
+    file(out, name, b"precious")
+    before, reads = contents(tmp_path), file(tmp_path, "a.fa")
+    said = virnuc.refuses(2, "predict", reads, "-o", out, "--models", models, "--devices", "cpu:1", *force)
+    assert f"theirs was not made by virnuc, and {name} would be overwritten; choose another directory" in said
+    assert contents(out) == before
+
+
+@pytest.mark.parametrize("words", [("predict", "--write-viral"), ("validate", "--profile", "ci-smoke", "--reads")])
+def test_an_input_that_lies_where_an_output_would(
+    words: tuple[str, ...], tmp_path: Path, models: Path, virnuc: Virnuc
+) -> None:
+    out = tmp_path / "f"
+    reads = file(out, "viral.fasta.gz", gzip.compress(FASTA))
+    file(out, ".virnuc", b'{"product": "virnuc"}')
+    before = contents(tmp_path)
+    for given in (reads, out):
+        said = virnuc.refuses(2, *words, given, "-o", out, "--models", models, "--devices", "cpu:1")
+        assert "viral.fasta.gz is read, and would be overwritten" in said
+    assert contents(tmp_path) == before
+
+
+def test_places_that_are_no_output_directory(
+    tmp_path: Path, models: Path, virnuc: Virnuc, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, work, reads = tmp_path / "home", tmp_path / "work", file(tmp_path, "a.fa")
+    home.mkdir()
+    work.mkdir()
+    monkeypatch.chdir(work)
+    monkeypatch.setenv("HOME", str(home))
+    given = ("predict", reads, "--models", models, "--devices", "cpu:1", "-o")
+    assert "your home directory" in virnuc.refuses(2, *given, home)
+    assert "the root directory" in virnuc.refuses(2, *given, "/")
+    assert "holds the models directory" in virnuc.refuses(2, *given, models)
+    assert "holds the models directory" in virnuc.refuses(2, *given, models.parent)
+    assert "the working directory, where --force" in virnuc.refuses(2, *given, ".", "--force")
+    assert [*home.iterdir(), *work.iterdir()] == []
 
 
 def edit(part: str, **changes: object) -> Spoil:

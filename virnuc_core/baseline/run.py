@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -37,7 +36,7 @@ from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
-from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.rundir import FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import Device, RunRecord, digest, read_or_set_aside, write
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary, choose_reads
@@ -102,7 +101,7 @@ def run_baseline(
         run.summary.unlink(missing_ok=True)
         measurement = _Measurement(run, orfs, models, chosen, spec, on_progress)
         summary = measurement.measure(workers, seed)
-        shutil.rmtree(measurement.folder)
+        discard(run.root, FILES)
         files = {path.name: digest(path) for path in (run.predictions, run.consensus)}
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
         write(run.record, record)
@@ -199,9 +198,8 @@ class _Measurement:
 
     def _split(self, rows: NDArray[np.int64], files: list[tuple[int, int]]) -> None:
         """Write the rows as files of both kinds."""
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        self.folder.mkdir(parents=True)
+        discard(self.run.root, FILES)
+        self.folder.mkdir(parents=True, exist_ok=True)
         for number, (low, high) in enumerate(files, start=1):
             started = time.monotonic()
             ids = fetch(self.store.row_ids, rows[low:high])

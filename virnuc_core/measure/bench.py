@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +29,7 @@ from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.pipeline import model_flops, prepare
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.rundir import SHARDS, RunDir, discard, run_lock
 from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
 from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
@@ -158,7 +157,6 @@ def measure_overhead(
     before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
     if before is not None and (before.job, before.devices) == (job, ids) and len(before.pairs) >= pairs:
         return before
-    shutil.rmtree(out / "overhead", ignore_errors=True)
     found, made = [], {}
     for number in range(1, pairs + 1):
         names = {commit: f"overhead/{number}-{'on' if commit else 'off'}" for commit in (True, False)}
@@ -168,7 +166,7 @@ def measure_overhead(
             with run_lock(run.root):
                 todo = bench.job(run, engine.model_copy(update={"commit": commit}))
                 made[commit] = measure(todo, shards=shards_a_device * len(ids), sample_s=bench.sample_s)
-                shutil.rmtree(run.shards)  # nobody asks for them
+                discard(run.root, *SHARDS)  # nobody asks for them
         pair = OverheadPair(
             with_run=names[True],
             without_run=names[False],

@@ -34,11 +34,12 @@ from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, InputError, ShardError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RunDir, discard
 from virnuc_core.runfiles import RunFile, read_record, write
 
 log = logging.getLogger(__name__)
 
+HEAD_FILES: Final = ("config.json", "model.safetensors")
 CLASSES: Final = ("others", "virus")
 SPLITS: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
@@ -227,8 +228,8 @@ def train_head(
     )
     summary.head.mkdir(parents=True, exist_ok=True)
     state = network.state_dict()  # weights before sizes: a folder with a config has its weights
-    write_tensors(summary.head / "model.safetensors", shape.tensors(), torch.float32, lambda name: state[name])
-    write_shape(shape, summary.head / "config.json")
+    write_tensors(summary.head / HEAD_FILES[1], shape.tensors(), torch.float32, lambda name: state[name])
+    write_shape(shape, summary.head / HEAD_FILES[0])
     log.info("head: %s", summary)
     return summary
 
@@ -292,11 +293,10 @@ def install_head(new: Path, models: Path) -> None:
     Errors: `OSError` for an older head that cannot be removed, so that it is never taken for the new one.
     """
     target, before, aside = models / "head", models / "head.before", models / ".head.new"
-    shutil.rmtree(aside, ignore_errors=True)
+    discard(aside, *HEAD_FILES)
     shutil.copytree(new, aside)
     if target.exists():
-        if before.exists():
-            shutil.rmtree(before)
+        discard(before, *HEAD_FILES)
         os.replace(target, before)
     os.replace(aside, target)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,7 +24,7 @@ from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import Bench, measure
-from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.rundir import RUN_FILES, TRACES, RunDir, discard, whole_file, write_text_whole
 from virnuc_core.runfiles import Device, RunFile, RunSummary, read, write
 
 SCHEMA_VERSION: Final = 1
@@ -89,20 +88,20 @@ class Traces:
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
-    """Traces and tables in `spec.folder`; whatever was there is removed.
+    """Traces and tables in `spec.folder`; those that were there are removed.
 
     As many shards as every device needs to record its own are computed and thrown away. Errors: those of `prepare` and
     of the pool; `VirnucError` when no device recorded anything.
     """
     folder, scratch = Path(spec.folder), RunDir(Path(spec.folder) / "recording")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    discard(folder, *TRACES)
+    folder.mkdir(parents=True, exist_ok=True)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
     if len(job.plan) < (spec.skip + spec.shards) * len(job.devices):
         spec = spec.model_copy(update={"skip": 0})  # so few reads that there is nothing to warm up with
     job = replace(job, trace=spec, worker=__name__)
     measure(job, shards=(spec.skip + spec.shards) * len(job.devices))
-    shutil.rmtree(scratch.root)
+    discard(scratch.root, *RUN_FILES)
     paths = [folder / TABLE.format(device.id) for device in job.devices]
     tables = tuple(read(path, TraceTable) for path in paths if path.is_file())
     if not tables:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.profiles import Profile
-from virnuc_core.rundir import RunDir, device_holder, run_lock, whole_file, write_text_whole
+from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file, write_text_whole
 from virnuc_core.runfiles import write
 from virnuc_core.validation import read_usable
 
@@ -200,7 +199,7 @@ class Sweep:
                     raise  # another run has it: nothing has been said about these settings
                 return str(error)  # and nothing kept: what is refused today may run after an update
             finally:
-                shutil.rmtree(run.shards, ignore_errors=True)  # the embeddings of every trial would fill the disk
+                discard(run.root, *SHARDS)  # the embeddings of every trial would fill the disk
             if measured.reduced:
                 count, divisor = len(measured.reduced), measured.reduced[0][1]
                 return f"the device cannot hold these budgets: {count} shards ran on 1/{divisor} of them"

@@ -212,14 +212,25 @@ def test_damaged_shards_are_computed_again(
 
 
 def test_another_setting_weights_or_reads_are_refused_by_name(
-    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    staged: tuple[Path, StageSummary],
+    tiny_models: Path,
+    reference: Path,
 ) -> None:
     root = copy_of(reference, tmp_path / "run")
     other = SMALL.model_copy(update={"token_budget": 2048})
     with pytest.raises(RunMismatchError, match="token_budget 1024 → 2048"):
         go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other)
+    theirs = [root / name for name in ("shards/notes.txt", "logs/app.log", "telemetry/mine.json", "letter.txt")]
+    for path in theirs:
+        path.write_text("precious")
+    old = (root / "shards" / "00000.h5").stat().st_ino
     summary = go(root, staged, tiny_models, Devices.parse("cpu:1"), engine=other, force=True)
     assert summary.shards_computed == summary.shards
+    assert [path.read_text() for path in theirs] == ["precious"] * len(theirs)
+    assert (root / "shards" / "00000.h5").stat().st_ino != old
+    assert "not made by virnuc and left as it is: logs/app.log, shards/notes.txt, telemetry/mine.json" in caplog.text
 
 
 def test_a_directory_at_work_is_refused(tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
+from contextvars import Context
 from pathlib import Path
 
 import httpx
 import pytest
+from prefect.client.schemas.objects import State
+from prefect.states import Completed
 
 from flows import start
-from flows.flow_run import run_name, sample_of
+from flows.flow_commands import ProfileSettings, ScaleSettings, TrainSettings, TuneSettings, ValidateSettings
+from flows.flow_run import run_name, sample_of, with_parameters
+from flows.parameters import PredictSettings, RunSettings
 from tasks.server import connection
 from tasks.step import can_help, first_attempt, progress_artifact
 from virnuc_core.errors import (
@@ -22,6 +27,7 @@ from virnuc_core.errors import (
     WeightsError,
     WorkerError,
 )
+from virnuc_core.rundir import MARK, run_lock
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,28 @@ from virnuc_core.errors import (
 )
 def test_samples_have_short_names(reads: list[str], name: str) -> None:
     assert sample_of(reads) == name
+
+
+@pytest.mark.parametrize(
+    "model", [PredictSettings, ValidateSettings, ScaleSettings, TuneSettings, ProfileSettings, TrainSettings]
+)
+def test_a_flow_holds_its_directory_from_its_first_line_to_its_last(model: type[RunSettings], tmp_path: Path) -> None:
+    reads, out = tmp_path / "a.fa", tmp_path / "out"
+    reads.write_text(">r1\nACGT\n")
+
+    @with_parameters(model)
+    def probe(settings: RunSettings) -> State[bool]:
+        with pytest.raises(ConfigError, match="is working here"):
+            Context().run(run_lock(settings.out).__enter__)  # as another flow would
+        with run_lock(settings.out):
+            return Completed(data=(settings.out / MARK).exists())
+
+    truth = {"truth": reads} if model is TrainSettings else {}
+    assert probe(reads=(str(reads),), out=out, models=tmp_path / "models", devices="cpu:1", **truth).data is True
+    assert not out.exists()
+    with run_lock(out):
+        state = probe(reads=(str(reads),), out=tmp_path, models=tmp_path / "models", devices="cpu:1", **truth)
+    assert "holds the models directory" in (state.message or "")
 
 
 def test_run_names_leave_out_what_is_not_known() -> None:
