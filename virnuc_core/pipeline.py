@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.errors import ConfigError, RunMismatchError
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.reads.sources import find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -62,14 +62,24 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
-    """Reads to the ORF store at `out`; reused when it already holds the same content under the same settings.
+    """Reads to the ORF store at `out`; reused, unless by `force`, when it already holds the same content, undamaged.
 
     Errors: those of `stage`; `ConfigError` when a run is at work beside the store, and `RunMismatchError` when a run
     of other reads was recorded there: its store is what its shards refer to, so only `force` replaces it.
     """
     beside = RunDir(out.parent)
     with run_lock(beside.root):
-        return stage(spec, out, may_replace=force or not (beside.record.exists() or beside.plan.exists()))
+        return stage(spec, out, anew=force, expected=None if force else _recorded_reads(beside))
+
+
+def _recorded_reads(run: RunDir) -> str | None:
+    """The fingerprint of the reads that a run was made from; None where nothing tells."""
+    if (record := runfiles.read_or_set_aside(run.record, runfiles.RunRecord)) is not None:
+        return record.fingerprints.get("reads", "")
+    if run.plan.exists() and run.store.exists():
+        with suppress(InputError):  # a damaged one, which proves nothing
+            return OrfStore.open(run.store).fingerprint
+    return None
 
 
 def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
@@ -112,7 +122,9 @@ def classify(
     """
     with run_lock(run.root):
         started_s = time.monotonic()
-        job = replace(prepare(run, staging.store, spec), flops=flops or model_flops(spec.models))
+        job = replace(
+            prepare(run, staging.store, spec, reads=staging.fingerprint), flops=flops or model_flops(spec.models)
+        )
         before = read_summary(run)
         if before is None or job.todo:
             run.summary.unlink(missing_ok=True)
@@ -146,9 +158,14 @@ def _sound_files(run: RunDir, summary: RunSummary, spec: ClassifySpec) -> tuple[
     return sound, not wrong and (not spec.write_viral or not sound.isdisjoint(run.viral.values()))
 
 
-def prepare(run: RunDir, store: Path, spec: ClassifySpec) -> Job:
-    """Decide everything a run depends on, write run.json and the plan, and find out what is left to do."""
+def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, reads: str | None = None) -> Job:
+    """Decide everything a run depends on, write run.json and the plan, and find out what is left to do.
+
+    `reads` is the fingerprint that the store must have, if that is known.
+    """
     models, orfs = spec.models, OrfStore.open(store)
+    if reads not in (None, orfs.fingerprint):
+        raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
     length = model_length(models)
     if length != orfs.model_length:
         raise ConfigError(
@@ -208,7 +225,7 @@ def _compute(
         total_s=staging.total_s + wall_s,
         stages={stage.name: stage.seconds for stage in clock.times()},
         n_reads=orfs.n_reads,
-        n_chunks=orfs.n_chunks,
+        n_chunks=orfs.counts.n_chunks,
         n_rows=orfs.n_rows,
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,

@@ -71,7 +71,7 @@ Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, r
 @cache  # once a process
 def opened(path: Path, fingerprint: str, models: Path) -> tuple[OrfStore, Esm2Tokenizer, DnabertTokenizer]:
     """The store a plan was made for, and the tokenizers; `ConfigError` when another store lies there now."""
-    store = OrfStore.open(path)
+    store = OrfStore.open(path, check=False)  # whoever planned the run has checked it
     if store.fingerprint != fingerprint:
         raise ConfigError(f"{path} is no longer the store this run was started on; run it again")
     return store, Esm2Tokenizer(), DnabertTokenizer(models)

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from virnuc_core.config import RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ShardError
+from virnuc_core.reads.seals import SEAL_BYTES, sealed
 from virnuc_core.rundir import RunDir, whole_hdf5, write_text_whole
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -31,7 +32,6 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
-SEAL_BYTES = 512  # HDF5's smallest user block
 MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
 LARGEST_SHARD: Final = 4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
@@ -180,7 +180,7 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_hdf5(path, _sealed, libver="latest", userblock_size=SEAL_BYTES) as shard_file:
+    with whole_hdf5(path, _seal, libver="latest", userblock_size=SEAL_BYTES) as shard_file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
             dataset = shard_file.create_dataset(name, data=array)
             dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
@@ -189,10 +189,8 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     return path
 
 
-def _sealed(body: bytes | memoryview) -> bytes:
-    """What stands before the bytes of a shard: a digest of them all, so that any changed bit is seen."""
-    digest = hashlib.blake2b(body, digest_size=32)
-    return f"virnuc shard {SCHEMA_VERSION}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
+def _seal(body: bytes | memoryview) -> bytes:
+    return sealed(f"shard {SCHEMA_VERSION}", [body])
 
 
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
@@ -200,7 +198,7 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     path = shard_path(run, shard)
     try:
         body = path.read_bytes()
-        if body[:SEAL_BYTES] != _sealed(memoryview(body)[SEAL_BYTES:]):
+        if body[:SEAL_BYTES] != _seal(memoryview(body)[SEAL_BYTES:]):
             raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error

@@ -97,6 +97,7 @@ class ParseLog:
     empty_files: int = 0
     reads_by_file: Counter[str] = field(default_factory=Counter)
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
+    first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
     cut_s: float = 0.0  # unpacking, cutting, and reading through Biopython
     parse_s: float = 0.0  # reading pieces, of all workers
 
@@ -117,6 +118,7 @@ class ParseLog:
         if self.on_error == "stop":
             raise error
         self.skipped_by_file[str(error.file)] += 1
+        self.first_broken.setdefault(str(error.file), error)
         if self.report is not None:
             self.report(error)
 

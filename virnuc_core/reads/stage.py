@@ -31,8 +31,9 @@ from virnuc_core.errors import (
 from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import parse_by
+from virnuc_core.reads.seals import is_intact
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, OrfStore, StoreCounts, StoreWriter
+from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, SEALED_AS, OrfStore, StoreCounts, StoreWriter
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, fingerprint_batch, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
@@ -119,17 +120,18 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSummary:
-    """Read everything, cut it, translate it and write the store `out`; or find that it is there already.
+def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: str | None = None) -> StageSummary:
+    """Read everything, cut it, translate it and write the store `out`; or find, unless it is to be made `anew`, that it
+    is there already, to the last bit.
 
     The store appears whole or not at all. Skipped records are listed in `skipped.tsv` beside it.
     Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
-    when `out` holds other reads and may not be replaced; `SpentInputError` for what another try might mend, where reads
+    for reads that have not the `expected` fingerprint; `SpentInputError` for what another try might mend, where reads
     came through a pipe.
     """
     inputs = find_inputs(spec.reads)
     try:
-        return _stage(spec, inputs, out, may_replace)
+        return _stage(spec, inputs, out, anew, expected)
     except (WorkerError, MemoryError, OSError) as error:
         spent = [name for name in inputs.files if not can_be_read_twice(name)]
         if not spent:
@@ -140,20 +142,15 @@ def stage(spec: StageSpec, out: Path, *, may_replace: bool = True) -> StageSumma
         ) from error
 
 
-def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> StageSummary:
+def _stage(spec: StageSpec, inputs: Inputs, out: Path, anew: bool, expected: str | None) -> StageSummary:
     began, seconds = time.perf_counter(), dict[str, float]()
     try:
         with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers) as workers:
             log = new_log()
-            reused = _is_current(spec, inputs, out, log, workers)
+            reused = not anew and _is_current(spec, inputs, out, log, workers, expected)
             if not reused:
-                if out.exists() and not may_replace:
-                    raise RunMismatchError(
-                        f"{out.parent} holds a run of other reads, or of reads cut otherwise; "
-                        "choose another directory or --force"
-                    )
                 log = new_log()
-                seconds = _make(spec, inputs.files, out, folder, log, workers)
+                seconds = _make(spec, inputs.files, out, folder, log, workers, expected)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -166,7 +163,13 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, may_replace: bool) -> Sta
 
 
 def _make(
-    spec: StageSpec, files: tuple[str, ...], out: Path, folder: Path, log: ParseLog, workers: Workers
+    spec: StageSpec,
+    files: tuple[str, ...],
+    out: Path,
+    folder: Path,
+    log: ParseLog,
+    workers: Workers,
+    expected: str | None,
 ) -> dict[str, float]:
     """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
     writer, fingerprint = StoreWriter(folder, spec.model_length), _no_reads(spec.model_length)
@@ -182,6 +185,7 @@ def _make(
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and not all(can_be_read_twice(name) for name in files):
         raise InputError(f"no read came in from {', '.join(files)}", hint="did what writes to it fail?")
+    _accept(files, out, log, fingerprint, expected)
     before = time.perf_counter()
     twice = writer.find_repeats(workers)
     if spec.strict and twice is not None:
@@ -189,6 +193,19 @@ def _make(
     writer.write(out, fingerprint.hexdigest(), workers)
     seconds["store_s"] += time.perf_counter() - before
     return seconds
+
+
+def _accept(files: tuple[str, ...], out: Path, log: ParseLog, found: Fingerprint, expected: str | None) -> None:
+    """Refuse reads of another run than the one beside `out`, and files of which nothing was left."""
+    if expected not in (None, found.hexdigest()):
+        raise RunMismatchError(
+            f"{out.parent} holds a run of other reads, or of reads cut otherwise; choose another directory or --force"
+        )
+    for name in files:
+        if (broken := log.skipped_by_file[name]) and not log.reads_by_file[name]:
+            first = log.first_broken[name]
+            problem = f"none of its records can be read: {broken:,} broken, the first is {first}"
+            raise InputError(problem, file=name, hint="mend the file or leave it out")
 
 
 def _no_reads(model_length: int) -> Fingerprint:
@@ -207,12 +224,18 @@ def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> Inp
     )
 
 
-def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, workers: Workers) -> bool:
+def _is_current(
+    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, workers: Workers, expected: str | None
+) -> bool:
     """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
         return False
+    if not (intact := is_intact(out, SEALED_AS)):
+        why = "not what was staged (checksum)" if intact is False else "of an earlier version, without a checksum"
+        _log.warning("%s: %s; the reads are staged again", out, why)
+        return False
     try:
-        store = OrfStore.open(out)
+        store = OrfStore.open(out, check=False)
     except InputError:
         return False  # unreadable, or of an earlier version: made anew
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
@@ -220,13 +243,14 @@ def _is_current(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, worke
     fingerprint = _no_reads(spec.model_length)
     for leaves in parse_by(workers, fingerprint_batch, inputs.files, log):
         fingerprint.add(leaves)
+    _accept(inputs.files, out, log, fingerprint, expected)
     return fingerprint.hexdigest() == store.fingerprint
 
 
 def _summary(
     spec: StageSpec, inputs: Inputs, out: Path, counted: ParseLog, seconds: dict[str, float], reused: bool
 ) -> StageSummary:
-    store = OrfStore.open(out)
+    store = OrfStore.open(out, check=False)
     kept = out.with_name(f"{out.stem}.made.json")
     timings = Timings(fingerprint=store.fingerprint, **seconds)
     if reused:

@@ -1,7 +1,7 @@
 """The ORF store: one HDF5 file of plain columns, written once, then mapped into memory.
 
 Every dataset is contiguous and uncompressed, so that a process reads only the stretches it needs. The same reads and
-settings give the same bytes. `StoreWriter` makes one of segments, `OrfStore` is one.
+settings give the same bytes, under a seal. `StoreWriter` makes one of segments, `OrfStore` is one.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_of
 from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.seals import SEAL_BYTES, is_intact, seal
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import check_room, whole_file
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
+SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
 STRETCH: Final = 1 << 22  # values of segments put into the store together, at least
 HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
@@ -104,11 +106,16 @@ class OrfStore:
     dna_bytes: NDArray[np.uint8]
 
     @classmethod
-    def open(cls, path: Path) -> OrfStore:
-        """Map a store. Errors: `InputError` when the file is absent or no store of this version."""
+    def open(cls, path: Path, *, check: bool = True) -> OrfStore:
+        """Map a store; `check` reads all of it, as whoever did not just make or check it must.
+
+        Errors: `InputError` when the file is absent, is not what was staged, or is no store of this version.
+        """
         store = cls()
         store.path = path
         try:
+            if check and is_intact(path, SEALED_AS) is False:
+                raise InputError("not what was staged (checksum)", file=path, hint="stage the reads again")
             with h5py.File(path, "r", locking=False) as file:
                 if file.attrs.get("format") != FORMAT or file.attrs.get("schema_version") != SCHEMA_VERSION:
                     raise InputError("no ORF store of this version", file=path, hint="stage the reads again")
@@ -127,10 +134,6 @@ class OrfStore:
     @property
     def n_reads(self) -> int:
         return self.counts.n_reads
-
-    @property
-    def n_chunks(self) -> int:
-        return self.counts.n_chunks
 
     @property
     def n_rows(self) -> int:
@@ -249,6 +252,7 @@ class StoreWriter:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
             for _ in workers.map(_write_stretch, self._parts(aside, starts, repeated, uniques), may_start=False):
                 pass
+            seal(aside, SEALED_AS)
 
     def _free_mark(self, workers: Workers) -> str:
         """What stands between an id and its number: a dot, or as many as it takes that no such name is an id yet."""
@@ -300,7 +304,8 @@ class StoreWriter:
         path.touch()
         os.truncate(path, nbytes)  # refused here and not in HDF5, which does not live through it
         starts = {}
-        with h5py.File(path, "w", alignment_threshold=1, alignment_interval=_ALIGNMENT, track_times=False) as file:
+        aligned = {"alignment_threshold": 1, "alignment_interval": _ALIGNMENT}
+        with h5py.File(path, "w", userblock_size=SEAL_BYTES, track_times=False, **aligned) as file:
             file.attrs.update(about)
             for name, length in length_of.items():
                 dataset = file.create_dataset(name, (length,), COLUMNS[name], dcpl=layout)

@@ -22,8 +22,8 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine import process, shards
 from virnuc_core.engine.pool import Watch
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
-from virnuc_core.pipeline import classify, prepare, read_summary
-from virnuc_core.reads.stage import StageSummary
+from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, write
@@ -286,8 +286,6 @@ def test_other_reads_never_replace_the_store_of_a_run(
     tmp_path: Path, staged: tuple[Path, StageSummary], reference: Path
 ) -> None:
     """The store is what a run's shards refer to: refused reads must leave it as it was."""
-    from virnuc_core.pipeline import stage_reads
-    from virnuc_core.reads.stage import StageSpec
 
     run, other = RunDir(tmp_path / "run"), tmp_path / "other.fasta"
     other.write_text(">x\n" + "ACGGT" * 40 + "\n")
@@ -299,9 +297,26 @@ def test_other_reads_never_replace_the_store_of_a_run(
     assert stage_reads(StageSpec(reads=(str(other),), model_length=300), run.store, force=True).counts.n_reads == 1
 
 
+def test_a_store_that_was_replaced_after_staging_is_refused(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    """Another run's staging between the two steps of this one."""
+    store, other = tmp_path / "orfs.h5", tmp_path / "other.fasta"
+    shutil.copy(staged[0], store)
+    own = staged[1].model_copy(update={"store": store})
+    other.write_text(">x\n" + "ACGGT" * 40 + "\n")
+    stage(StageSpec(reads=(str(other),), model_length=300), store)
+    with pytest.raises(RunMismatchError, match="no longer holds the reads"):
+        go(tmp_path / "run", (store, own), tiny_models, Devices.parse("cpu:1"))
+    assert not RunDir(tmp_path / "run").record.exists()
+
+
+def test_force_stages_again(tmp_path: Path, reads_file: Path) -> None:
+    run, spec = RunDir(tmp_path / "run"), StageSpec(reads=(str(reads_file),), model_length=300)
+    assert [stage_reads(spec, run.store, force=force).reused for force in (False, False, True)] == [False, True, False]
+
+
 def test_a_directory_at_work_is_not_staged_into(tmp_path: Path, reads_file: Path) -> None:
-    from virnuc_core.pipeline import stage_reads
-    from virnuc_core.reads.stage import StageSpec
     from virnuc_core.rundir import run_lock
 
     run = RunDir(tmp_path / "run")
