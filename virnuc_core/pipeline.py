@@ -148,9 +148,8 @@ def _sound_files(run: RunDir, summary: RunSummary, spec: ClassifySpec) -> tuple[
         told, found = summary.files.get(path.name), digest(path)
         if found is not None and found == told:
             sound.add(path)
-        elif path not in run.viral.values() or (
-            told and (found or spec.write_viral)
-        ):  # viral reads may be taken elsewhere
+        elif path not in run.viral.values() or (told and (found or spec.write_viral)):
+            # viral reads that were listed may have been taken elsewhere
             wrong.append(path.name)
     if wrong:
         said = "%s: %s not as the run left it; the result files are written again from its shards"

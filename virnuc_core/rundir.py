@@ -40,6 +40,8 @@ RUN_FILES: Final = (  # of one run, patterns: what starting over removes
     "run.json",
     "summary.json",
     "summary.json.former",
+    "run.json.damaged",
+    "summary.json.damaged",
     "failed.tsv",
     "reads.tsv",
     "prediction_results.txt",

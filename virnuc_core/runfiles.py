@@ -86,12 +86,12 @@ class FileDigest(RunFile):
 
 
 def digest(path: Path) -> FileDigest | None:
-    """Of a file as it is now; None when there is none."""
+    """Of a file as it is now; None when it cannot be read."""
     try:
         with path.open("rb") as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
             return FileDigest(size=os.fstat(file.fileno()).st_size, sha256=sha256)
-    except FileNotFoundError:
+    except OSError:
         return None
 
 

@@ -156,7 +156,7 @@ def read_plan(run: RunDir) -> ShardPlan:
     try:
         return ShardPlan.model_validate_json(run.plan.read_bytes())
     except (OSError, ValueError) as error:
-        raise ShardError(f"{run.plan}: not a readable shard plan ({error}); start over with --force") from error
+        raise ShardError(f"{run.plan}: not a readable shard plan ({error}); run again to write it anew") from error
 
 
 def shard_path(run: RunDir, shard: int) -> Path:

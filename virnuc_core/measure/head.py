@@ -40,6 +40,7 @@ from virnuc_core.runfiles import RunFile, read_record, write
 log = logging.getLogger(__name__)
 
 HEAD_FILES: Final = ("config.json", "model.safetensors")
+RESCORE: Final = "rescore.json"
 CLASSES: Final = ("others", "virus")
 SPLITS: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
@@ -323,6 +324,8 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     started = time.perf_counter()
     if out.root.resolve() == run.root.resolve():
         raise ConfigError(f"{out.root} is the run itself; give the new results a directory of their own")
+    if out.record.exists():
+        raise ConfigError(f"{out.root} holds a run of its own; choose another directory")
     record = read_record(run)
     store = OrfStore.open(run.root / record.store)
     if store.fingerprint != record.fingerprints["reads"]:
@@ -342,6 +345,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
             result = shards.read_shard(run, plan, shard)
             scores[slice(*plan.range(shard))] = head.scores(torch.from_numpy(result.embeddings)).numpy()
         failed = np.isnan(scores[:, 0])
+    (out.root / RESCORE).unlink(missing_ok=True)  # it speaks of the files that are replaced now
     summary = RescoreSummary(
         run=str(run.root.resolve()),
         reads=store.fingerprint,
@@ -350,7 +354,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         results=write_results(out, store, scores, failed, threshold=threshold),
         elapsed_s=time.perf_counter() - started,
     )
-    write(out.root / "rescore.json", summary)
+    write(out.root / RESCORE, summary)
     return summary
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -106,6 +107,37 @@ def test_the_threshold_alone_moves_reads_only(tmp_path: Path, run: RunDir) -> No
     many = rescore(run, None, low, threshold=0.1)
     assert few.results.fates["viral"] < many.results.fates["viral"]
     assert content(low)[:2] == content(high)[:2] == content(run)[:2]
+
+
+def test_a_rescoring_that_is_cut_short_leaves_no_record_of_the_one_before(
+    tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = RunDir(tmp_path / "out")
+    rescore(run, None, out, threshold=0.9)
+    monkeypatch.setattr("os.replace", stopped_at("reads.tsv"))
+    with pytest.raises(KeyboardInterrupt):
+        rescore(run, None, out, threshold=0.1)
+    assert not (out.root / "rescore.json").exists(), "it would speak of files that are no longer there"
+
+
+def stopped_at(name: str) -> Callable[[Path, Path], None]:
+    """Renames up to one file, where the user has had enough."""
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name == name:
+            raise KeyboardInterrupt
+        source.rename(target)
+
+    return replace
+
+
+def test_the_files_of_another_run_are_not_replaced(tmp_path: Path, run: RunDir) -> None:
+    other = RunDir(tmp_path / "other")
+    shutil.copytree(run.root, other.root)
+    before = content(other)
+    with pytest.raises(ConfigError, match="holds a run"):
+        rescore(run, None, other, threshold=0.9)
+    assert content(other) == before
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path, run: RunDir, models: Path) -> None:
