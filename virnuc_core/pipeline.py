@@ -13,7 +13,7 @@ from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from virnuc_core import runfiles
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
@@ -27,11 +27,12 @@ from virnuc_core.reads.sources import find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
-from virnuc_core.rundir import RUN_FILES, RunDir, check_output, discard, run_lock
+from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, digest, read_or_set_aside, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
 
+LINE_BYTES: Final = 40  # of a line in the result files, without the id
 log = logging.getLogger(__name__)
 
 
@@ -199,7 +200,11 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, reads: str | None =
     for line in damaged:
         log.warning("%s; it will be computed again", line)
     left = tuple(sorted(set(range(len(plan))) - set(done)))
-    return Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec)
+    job = Job(run, orfs, models, found, resolved, plan, left, tuple(damaged), spec, 4 * (sum(widths.values()) + 2))
+    if left and resolved.commit:  # refused now rather than at the last shard
+        lines = (2 * orfs.n_rows + orfs.n_reads) * (len(orfs.read_id_bytes) // max(1, orfs.n_reads) + LINE_BYTES)
+        check_room(run.root, job.shard_bytes(left) + lines, f"{len(left)} shards and the result files")
+    return job
 
 
 def _compute(

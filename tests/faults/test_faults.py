@@ -115,15 +115,12 @@ def test_a_full_disk_is_one_line_and_the_run_goes_on_after_space_is_made(
     try:
         done = run(core_scene, disk / "run", {})
         assert done.returncode == 1, done.stderr
-        assert "No space left" in done.stderr
+        assert "shards and the result files need about" in done.stderr
         assert "Traceback" not in done.stderr
-        kept = injected.committed(disk / "run")
-        assert kept > 0
+        assert injected.committed(disk / "run") == 0
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
         again = run(core_scene, disk / "run", {})
         assert again.returncode == 0, again.stderr
-        summary = json.loads((disk / "run" / "summary.json").read_text())
-        assert summary["shards_reused"] == kept
         assert injected.result_bytes(disk / "run") == core_scene.reference
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=False)

@@ -6,6 +6,7 @@ WorkerSpec, then any number of FileTasks. Out: Ready, RowsDone, FileDone, Failed
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Final, Literal
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.baseline.networks import Padded, PaddedDnabertS, PaddedEsm2, PlainHead, placed
@@ -22,6 +24,7 @@ from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.errors import InputError
+from virnuc_core.rundir import storing
 
 SAY_ROWS_EVERY_S: Final = 1.0
 HEAD_BATCH_ROWS: Final = 256
@@ -64,7 +67,16 @@ def file_path(folder: Path, kind: str, number: int) -> Path:
 def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
     """Write rows as FASTA, one line each."""
     heads = [f">{name}\n".encode() for name in ids]
-    path.write_bytes(b"".join(head + line + b"\n" for head, line in zip(heads, sequences, strict=True)))
+    with storing(path):
+        path.write_bytes(b"".join(head + line + b"\n" for head, line in zip(heads, sequences, strict=True)))
+
+
+def save(path: Path, array: NDArray[np.float32]) -> None:
+    """Write an array; numpy alone would not say why a disk refuses. Errors: `StorageError`."""
+    buffer = io.BytesIO()
+    np.save(buffer, array)
+    with storing(path):
+        path.write_bytes(buffer.getbuffer())
 
 
 def read_fasta(path: Path) -> tuple[list[str], list[bytes]]:
@@ -197,7 +209,7 @@ def merge_file(folder: Path, number: int) -> int:
     arrays = [np.load(part) for part in parts]
     if names != others or any(len(array) != len(names) for array in arrays):
         raise InputError("the nucleotide and the protein file hold different rows", file=nucleotide)
-    np.save(file_path(folder, "merged.npy", number), np.concatenate(arrays, axis=1))
+    save(file_path(folder, "merged.npy", number), np.concatenate(arrays, axis=1))
     for part in parts:
         part.unlink()
     return len(names)
@@ -244,7 +256,7 @@ class FileWorker:
         load_s = time.monotonic() - started
         batches = (algorithm.dna_batches if dna else algorithm.protein_batches)([len(one) for one in sequences])
         embeddings = embed_rows(network, sequences, batches, self._count_rows)
-        np.save(file_path(folder, "dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy())
+        save(file_path(folder, "dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy())
         self._count_rows(0, last=True)
         return len(sequences), load_s
 
@@ -264,7 +276,7 @@ class FileWorker:
         features = torch.from_numpy(np.load(merged))
         with torch.inference_mode():
             scores = torch.cat([head.scores(batch) for batch in features.split(HEAD_BATCH_ROWS)])
-        np.save(file_path(folder, "scores.npy", file), scores.numpy())
+        save(file_path(folder, "scores.npy", file), scores.numpy())
         merged.unlink()
         return len(features), load_s
 

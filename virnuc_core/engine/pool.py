@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -21,7 +21,7 @@ from typing import Any, Final
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask, Stop
-from virnuc_core.errors import DeviceError, ShardError, WorkerError
+from virnuc_core.errors import DeviceError, ShardError, StorageError, WorkerError, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -36,6 +36,7 @@ WORKER: Final = "virnuc_core.engine.worker"
 ENCODER_STAGES: Final[tuple[tuple[Stage, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
 TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
 TICK_S: Final = 0.5
+SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, and of its last block
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
 PROOFS: Final = 2
@@ -65,9 +66,14 @@ class Job:
     todo: tuple[int, ...]
     damaged: tuple[str, ...]
     spec: ClassifySpec  # as it was asked for
+    unique_bytes: int  # of a unique's embeddings and scores
     flops: ModelFlops | None = None
     trace: TraceSpec | None = None  # what workers record with torch's profiler
     worker: str = WORKER  # module that says what a worker does
+
+    def shard_bytes(self, shards: Iterable[int]) -> int:
+        """Room that the files of some shards take, about."""
+        return sum(SHARD_BYTES + (hi - lo) * self.unique_bytes for lo, hi in map(self.plan.range, shards))
 
 
 def worker_specs(
@@ -328,7 +334,11 @@ class Embedding:
         told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)
         with self._sampler, reporter as live:
             pool = Pool(specs, told, root / "logs", prewarmed or LocalWorkers(job.worker), on_done)
-            pool.run(tasks)
+            try:
+                pool.run(tasks)
+            except StorageError as error:
+                left = job.shard_bytes({*job.todo} - {shard.shard for shard in self._shards})
+                raise StorageError(f"{error}; the shards still to come take about {size(left)}") from error
         return pool
 
     def tell(self, clock: StageClock) -> None:

@@ -7,6 +7,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,7 +39,10 @@ def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
 ) -> None:
     root = tmp_path / "run"
     sizes = sorted(path.stat().st_size for path in (reference / "shards").glob("*.h5"))
-    with largest_file(sizes[-1] - 1), pytest.raises(StorageError, match=r"shards/\d+\.h5: File too large") as caught:
+    with (
+        largest_file(sizes[-1] - 1),
+        pytest.raises(StorageError, match=r"shards/\d+\.h5: File too large.* to come take about") as caught,
+    ):
         go(root, staged, tiny_models, ONE)
     assert not can_help(caught.value)
     assert caught.value.exit_code == 1
@@ -62,6 +66,27 @@ def test_results_the_disk_refuses_are_named_and_no_summary_says_they_are_there(
     go(run.root, staged, tiny_models, ONE)
     assert result_bytes(run.root) == result_bytes(reference)
     assert read_summary(run) is not None
+
+
+def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
+    tmp_path: Path,
+    staged: tuple[Path, StageSummary],
+    tiny_models: Path,
+    reference: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """By what is left to do: the shards that lie there need no more room."""
+    root, held = copy_of(reference, tmp_path / "run"), sum(p.stat().st_size for p in reference.rglob("*.h5"))
+    free = SimpleNamespace(free=held // 2)
+    monkeypatch.setattr("virnuc_core.rundir.shutil.disk_usage", lambda _: free)
+    fresh = RunDir(tmp_path / "fresh")
+    with pytest.raises(StorageError, match=r"fresh: \d+ shards and the result files need about .* MB are free"):
+        go(fresh.root, staged, tiny_models, ONE)
+    assert not list(fresh.shards.glob("0*"))
+    last = max((root / "shards").glob("0*"))
+    last.unlink()
+    go(root, staged, tiny_models, ONE)
+    assert last.exists()
 
 
 @pytest.mark.parametrize("workers", [1, 2])
