@@ -59,6 +59,7 @@ class StagingTally(RunFile):
     ambiguous: Count | None = None
     short_for_model: Count | None = None
     no_open_frame: Count | None = None
+    files: tuple[str, ...] = ()  # that were read, by their whole paths
     ignored_files: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()
 
@@ -86,6 +87,7 @@ def record_validation(
     """
     import torch
 
+    read = {"files": [str(Path(name).absolute()) for name in staging.files], "ignored_files": staging.ignored_files}
     record = runfiles.new_record(
         ValidationRecord,
         devices,
@@ -96,7 +98,7 @@ def record_validation(
         # the CUDA that torch was built for; a torch without names none
         versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         profile=profile,
-        staging=staging.tally | {"ignored_files": staging.ignored_files, "warnings": tuple(staging.warnings())},
+        staging=staging.tally | read | {"warnings": tuple(staging.warnings())},
     )
     path = RunDir(out).record
     before = runfiles.read_or_set_aside(path, ValidationRecord)

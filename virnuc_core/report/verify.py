@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import compress, takewhile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel
 
-from virnuc_core.errors import InputError, VirnucError
+from virnuc_core.errors import InputError, StorageError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
-from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import COLUMNS, STRETCH, OrfStore
 from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
@@ -272,11 +276,44 @@ def _store(found: Verification, raw: RawFolder) -> None:
     for where, said in {**told, f"{RECORD}: staging": staging, f"{BASELINE}/{SUMMARY}": baseline}.items():
         if said is not None:
             found.as_told(where, said, counted)
+    _make_again(found, store, record)
     predictions = RunDir(raw.root / BASELINE).predictions
     if baseline is not None and baseline.subset is not None and predictions.is_file():
         drawn = baseline_tokens(store, predictions, baseline.subset.reads, baseline.subset.seed)
         tokens = {"tokens": drawn, "total_tokens": counted["row_tokens"]}
         found.as_told(f"{BASELINE}/{SUMMARY}: subset", baseline.subset, tokens)
+
+
+def _make_again(found: Verification, store: OrfStore, record: ValidationRecord | None) -> None:
+    """The store against one that is staged again from its reads, or a remark that says why it is not."""
+    files = () if record is None or record.staging is None else record.staging.files
+    if record is None or not files:
+        found.remarks.append("orfs.h5 was not made again from its reads: run.json does not tell where they are")
+        return
+    if gone := [name for name in files if not Path(name).is_file()]:
+        found.remarks.append(f"orfs.h5 was not made again from its reads: {gone[0]} is not there")
+        return
+    spec = StageSpec(
+        reads=files,
+        model_length=store.model_length,
+        on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
+        workers=len(os.sched_getaffinity(0)),
+    )
+    with TemporaryDirectory(prefix="virnuc-verify-") as folder:
+        try:
+            again = OrfStore.open(stage(spec, Path(folder, "orfs.h5")).store, check=False)
+        except StorageError as error:  # of the folder for temporary files, which proves nothing
+            found.remarks.append(f"orfs.h5 was not made again from its reads: {error}")
+            return
+        found.same("orfs.h5: fingerprint of its reads", store.fingerprint, again.fingerprint)
+        if store.fingerprint == again.fingerprint:
+            other = [name for name in COLUMNS if not _equal(getattr(store, name), getattr(again, name))]
+            found.same("orfs.h5: columns that its reads do not give", other, [])
+
+
+def _equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
+    blocks = (slice(low, low + STRETCH) for low in range(0, len(one), STRETCH))
+    return len(one) == len(other) and all(np.array_equal(one[block], other[block]) for block in blocks)
 
 
 def count_store(store: OrfStore) -> dict[str, int]:

@@ -9,10 +9,13 @@ import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
+from virnuc_core.reads.seals import seal
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
-from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.verify import baseline_tokens, count_store, verify_report
+from virnuc_core.reads.store import SEALED_AS, OrfStore
+from virnuc_core.report import verify
+from virnuc_core.report.files import RawFolder
+from virnuc_core.report.verify import Verification, baseline_tokens, count_store, verify_report
 from virnuc_core.validation import choose_reads
 
 from .validate_directory import edit_json
@@ -77,3 +80,52 @@ def test_runs_of_other_reads_than_the_store_holds_are_caught(
     assert "devices-1/summary.json: n_rows" in "\n".join(verify_report(out).differences)
     (out / "orfs.h5").write_bytes(b"x")
     assert any("orfs.h5" in line for line in verify_report(out).differences)
+
+
+def with_store(out: Path, staged: StageSummary) -> Path:
+    """A validation of these reads, as far as its store goes."""
+    store = out / "orfs.h5"
+    shutil.copyfile(staged.store, store)
+    tally = staged.tally | {"files": [str(Path(name).absolute()) for name in staged.files]}
+    edit_json(out / "run.json", lambda body: body.update(staging=tally, spec={"on_error": "stop"}))
+    return store
+
+
+def said_of_the_store(out: Path) -> tuple[list[str], list[str]]:
+    """Differences and remarks that name the store, without the rest of the verification, which takes long."""
+    found = Verification()
+    with found.noting():
+        verify._store(found, RawFolder(out))
+    said, remarks = ([line for line in lines if "orfs.h5" in line] for lines in (found.differences, found.remarks))
+    return said, remarks
+
+
+def test_the_store_is_made_again_from_the_reads(copied: tuple[Path, Profile], staged: StageSummary) -> None:
+    store = with_store(copied[0], staged)
+    assert said_of_the_store(copied[0]) == ([], [])
+    mapped = OrfStore.open(store, check=False)
+    place = mapped.dna_bytes.offset  # of a memory map
+    with store.open("rb+") as file:
+        file.seek(place)
+        file.write(b"T" if mapped.dna_bytes[0] != ord("T") else b"A")
+    assert said_of_the_store(copied[0])[0] == [f"{store}: not what was staged (checksum); stage the reads again"]
+    seal(store, SEALED_AS)  # by somebody who knows how
+    (said,), remarks = said_of_the_store(copied[0])
+    assert said.startswith("orfs.h5: columns that its reads do not give: says")
+    assert "dna_bytes" in said
+    assert not remarks
+
+
+def test_reads_that_are_gone_or_changed_are_named(
+    copied: tuple[Path, Profile], staged: StageSummary, tmp_path: Path
+) -> None:
+    with_store(copied[0], staged)
+    reads = tmp_path / "moved.fasta"
+    edit_json(copied[0] / "run.json", lambda body: body["staging"].update(files=[str(reads)]))
+    assert said_of_the_store(copied[0]) == ([], [f"orfs.h5 was not made again from its reads: {reads} is not there"])
+    reads.write_text(">other\nACGTACGT\n")
+    (said,), _ = said_of_the_store(copied[0])
+    assert said.startswith("orfs.h5: fingerprint of its reads")
+    edit_json(copied[0] / "run.json", lambda body: body["staging"].pop("files"))
+    _, (remark,) = said_of_the_store(copied[0])
+    assert remark == "orfs.h5 was not made again from its reads: run.json does not tell where they are"
