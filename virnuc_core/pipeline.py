@@ -267,6 +267,8 @@ def _write_results(job: Job, staging: StageSummary, clock: StageClock, kept: Col
     if run.summary.exists():
         run.summary.replace(run.former_summary)
     for path in set(run.viral.values()) - set(kept):
+        if path.exists() and not spec.write_viral:
+            log.warning("%s is of an earlier judgement and is removed; --write-viral writes it anew", path)
         path.unlink(missing_ok=True)
     results = write_results(run, job.store, scores, failed, threshold=spec.threshold)
     shards.write_virtual_embeddings(run)

@@ -96,7 +96,7 @@ def judge_and_die() -> None:
 
 
 def test_viral_reads_of_another_threshold_do_not_stay(
-    tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path
+    tmp_path: Path, staged: Staged, tiny_models: Path, reference: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = copy_of(reference, tmp_path / "run")
     viral = root / "viral.fasta.gz"
@@ -118,6 +118,7 @@ def test_viral_reads_of_another_threshold_do_not_stay(
     assert viral.read_bytes() == first
     go(root, staged, tiny_models, ONE, threshold=0.5)
     assert not viral.exists(), "they are of another threshold, and nobody asked for those of this one"
+    assert [record.message for record in caplog.records if f"{viral} is of an earlier judgement" in record.message]
     assert contents(root) == contents(reference)
 
 
