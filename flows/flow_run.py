@@ -288,8 +288,8 @@ def keep_server_ours(*, debug: bool) -> None:
     def start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
         if connection.embedded is not None:  # Prefect would try again until its time is over
             log.seek(0)
-            last = log.read().decode(errors="replace").strip().rpartition("\n")[2]
-            raise VirnucError(f"Prefect's own server does not start: {last or 'it gave no reason'}; {WITHOUT}")
+            said = re.findall(r"^[\w.]+(?:Error|Exception): .*", log.read().decode(errors="replace"), re.MULTILINE)
+            raise VirnucError(f"Prefect's own server does not start: {(said or ['no reason given'])[-1]}; {WITHOUT}")
         own = {"start_new_session": True, "stderr": None if debug else log}
         connection.embedded = subprocess.Popen(dying_with_parent(args), **{**own, **options})
         return connection.embedded

@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Final
 from uuid import UUID
 
-import httpx
 from prefect import flow
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
-from prefect.exceptions import PrefectException
 from prefect.flow_runs import pause_flow_run
 
 from flows import start
 from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from tasks.predict import embed
+from tasks.server import UNTOLD, connection
 from tasks.step import REJECTED, TimeLimitError, done, not_met, publish_markdown
 from tasks.tools import ceiling, overhead
 from tasks.validate import (
@@ -214,15 +213,16 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
     timer.daemon = True
     timer.start()
     try:
-        answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
+        with connection.patience(timeout_s):
+            answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
+    except UNTOLD as error:
+        logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
+        answer = form.model_validate(TIMED_OUT)
     finally:
         timer.cancel()
     return record_answer(report_dir, answer, flow_run=str(context.flow_run.id))
 
 
 def _answer_for_nobody(flow_run_id: UUID) -> None:
-    try:
-        with get_client(sync_client=True) as client:
-            client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)
-    except (httpx.HTTPError, PrefectException, OSError) as error:
-        logger.warning("the time-out of the approval could not be recorded: %s", error)
+    with connection.telling("the time-out of the approval"), get_client(sync_client=True) as client:
+        client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)

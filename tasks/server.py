@@ -83,9 +83,12 @@ class Connection:
                 self.untold.append(f"the state {state['name']}")
                 answer = _accepted(request, state)
                 break
-        if self.untold and state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
-            logger.warning("not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold)))
-            self.untold.clear()
+        if state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
+            if self.untold:
+                logger.warning("not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold)))
+                self.untold.clear()
+            if self.lost and os.environ.get("PREFECT__FLOW_RUN_ID", "none") in request.url.path:  # a worker's child
+                self._end_after(ANSWER_S, int(state["type"] != "COMPLETED"))
         return answer
 
     def _try(self, request: httpx.Request, transport: httpx.BaseTransport, *, at_once: bool) -> httpx.Response:
@@ -150,7 +153,10 @@ class Connection:
         """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
         if self.lost:
             self._end(code)
-        timer = threading.Timer(HURRY_S if self.hurried else ANSWER_S, self._end, (code,))
+        self._end_after(self.answer_s, code)
+
+    def _end_after(self, seconds: float, code: int) -> None:
+        timer = threading.Timer(seconds, self._end, (code,))
         timer.daemon = True
         timer.start()
 
@@ -238,6 +244,8 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
         for name in names:
             with suppress(ObjectAlreadyExists):  # another run made it just now
                 client.upsert_global_concurrency_limit_by_name(name, limit=1)
+    if connection.lost:
+        return
     logger.info("waiting for %s", ", ".join(names))
     with connection.limited(retries=2):  # a server that starts again while we wait keeps our place
         # strict: a limit that is missing is an error, never a free pass

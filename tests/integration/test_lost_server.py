@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import httpx
 import psutil
 import pytest
+from prefect import flow
+from prefect.context import SyncClientContext
 
 from flows.cli import main
+from flows.validate import ask
+from tasks.server import limit
+from tasks.validate import Approval
 
-from .processes import own_server
+from .conftest import answers
+from .processes import PREFECT, background, own_server, wait_for
 from .test_ending import RESULTS, SERVER, Run, digest, running, undisturbed
 
 __all__ = ["undisturbed"]
@@ -53,6 +62,62 @@ def test_a_terminated_run_ends_in_ten_seconds_while_its_server_hangs(
         run.process.terminate()
         assert run.ends() == 130, run.log.read_text()
         assert time.monotonic() - began_s < 10, run.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_without_prefect_is_ended_in_order(
+    tmp_path: Path, many_reads: Path, models: Path, database: Path
+) -> None:
+    environment = {**own_server(tmp_path / "prefect", database), "VIRNUC_NO_PREFECT": "1"}
+    with running(tmp_path, many_reads, models, environment) as run:
+        assert SERVER not in run.commands()
+        run.process.terminate()
+        assert run.ends() == 130, run.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_end(
+    tmp_path: Path, many_reads: Path, models: Path, database: Path
+) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = own_server(tmp_path / "prefect", database)
+    url = f"http://127.0.0.1:{port}/api"
+    start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
+    named = {**environment, "PREFECT_API_URL": url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
+    with background(start, named, tmp_path / "server.log") as first:
+        wait_for(lambda: answers(f"{url}/health"), "the server")
+        with running(tmp_path, many_reads, models, named) as run:
+            for process in [*psutil.Process(first.pid).children(recursive=True), psutil.Process(first.pid)]:
+                process.kill()
+            wait_for(lambda: TOLD in run.log.read_text(), "the run to notice")
+            with background(start, named, tmp_path / "server.log"):
+                wait_for(lambda: answers(f"{url}/health"), "the server again")
+                run.process.terminate()
+                assert run.ends() == 130, run.log.read_text()
+                found = httpx.post(f"{url}/flow_runs/filter", json={}).json()
+    assert [one["state_name"] for one in found] == ["Crashed"]
+
+
+@pytest.mark.slow
+def test_nobody_is_asked_at_a_server_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.server.ANSWER_S", 0.5)
+
+    @flow
+    def gated() -> dict[str, Any]:
+        context = SyncClientContext.get()
+        assert context is not None
+        limit(context.client)
+        with monkeypatch.context() as here:
+            here.setattr(httpx.HTTPTransport, "handle_request", in_vain)
+            return ask(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()
+
+    assert gated()["verdict"] == "pending"
+
+
+def in_vain(_transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
+    raise httpx.ReadTimeout("in vain", request=request)
 
 
 def test_without_prefect_the_same_files_come_and_nothing_is_recorded(
