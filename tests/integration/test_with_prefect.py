@@ -25,10 +25,10 @@ from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
 from prefect.states import Cancelled, Running
-from pydantic import Field
 
 from flows.cli import main
 from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
+from flows.parameters import FlowSettings
 from flows.predict import predict
 from flows.validate import ask
 from tasks.server import device_slots
@@ -43,7 +43,6 @@ from tasks.step import (
     step,
 )
 from tasks.validate import Approval
-from virnuc_core.config import Spec
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 
@@ -126,21 +125,20 @@ def test_a_task_is_tried_again_only_where_that_can_help(error: VirnucError, atte
     assert len(tried) == attempts
 
 
-def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(caplog: pytest.LogCaptureFixture) -> None:
+def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     @step("broken", "broken")
     def broken() -> State[None]:
         raise InputError("truncated", file="a.gz", line=3)
 
-    class Given(Spec):
-        number: int = Field(1, description="a number")
-
     @flow
-    @with_parameters(Given)
-    def whole(given: Given) -> State[None]:
+    @with_parameters(FlowSettings)
+    def whole(given: FlowSettings) -> State[None]:
         return done(broken().result(), "")
 
     with caplog.at_level(logging.INFO):
-        state = whole(return_state=True)
+        state = whole(out=tmp_path / "run", models=tmp_path / "models", return_state=True)
     assert (state.type.value, state.message) == ("FAILED", "a.gz:3: truncated")
     with pytest.raises(InputError, match=r"a\.gz:3"):
         state.result()
