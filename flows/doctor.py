@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
+import os
 import platform
 import re
 import sys
@@ -14,13 +16,17 @@ from dataclasses import asdict
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 from cyclopts import Parameter
 
+from flows.parameters import ROOTS
 from flows.start import prepare_prefect
 from virnuc_core.measure import doctor as checks
 from virnuc_core.measure.doctor import Finding
+
+if TYPE_CHECKING:
+    import httpx
 
 NOT_SOUND: Final = 1
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
@@ -129,7 +135,12 @@ def _version(package: str) -> str | None:
 def prefect_server() -> Iterator[Finding]:
     """Which server runs would talk to, and whether it answers."""
     import httpx
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE
+    from prefect.settings import (
+        PREFECT_API_AUTH_STRING,
+        PREFECT_API_URL,
+        PREFECT_HOME,
+        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    )
 
     url = PREFECT_API_URL.value()
     if url is None:
@@ -138,13 +149,55 @@ def prefect_server() -> Iterator[Finding]:
         else:
             yield Finding(SERVER, "fail", "none is named (PREFECT_API_URL) and the embedded one is forbidden")
         return
+    secret = PREFECT_API_AUTH_STRING.value() or ""
+    user, _, password = secret.partition(":")
+    ask = partial(httpx.get, f"{url}/admin/version", timeout=PREFECT_WAIT_S)
     try:
-        answer = httpx.get(f"{url}/health", timeout=PREFECT_WAIT_S)
-        answer.raise_for_status()
-        theirs = httpx.get(f"{url}/admin/version", timeout=PREFECT_WAIT_S).json()
+        answers_anybody = ask().status_code != httpx.codes.UNAUTHORIZED
+        answer = ask(auth=(user, password) if secret else None)
+        if answer.status_code == httpx.codes.UNAUTHORIZED:
+            yield Finding(SERVER, "fail", f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
+            return
+        theirs = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
         yield Finding(SERVER, "fail", f"{url} does not answer ({type(error).__name__}); start it, or unset it")
         return
     ours = metadata.version("prefect")
     other = "" if theirs == ours else f"; this side is {ours}"
     yield Finding(SERVER, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+    yield from doors(httpx.URL(url), answers_anybody=answers_anybody)
+
+
+def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Finding]:
+    """Who may have workers do what: a server that answers anybody lets anybody run commands as their account."""
+    import psutil
+
+    try:
+        seen = psutil.net_connections("tcp")
+    except (psutil.Error, OSError):
+        seen = []
+    port = url.port or (443 if url.scheme == "https" else 80)
+    listening = {one.laddr.ip for one in seen if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
+    here = _is_loopback(url.host)
+    abroad = [ip for ip in sorted(listening) if not _is_loopback(ip)] if here else [url.host]
+    said = []
+    if answers_anybody and abroad:
+        said.append(
+            f"anybody who reaches {', '.join(abroad)} port {port} can run commands as the workers: bind 127.0.0.1 and "
+            "set PREFECT_SERVER_API_AUTH_STRING"
+        )
+    if not here and url.scheme == "http":
+        said.append("what goes to and fro can be read on the way: put TLS before it")
+    if os.geteuid() == 0:
+        said.append("workers started here run as root: give them an account with few rights")
+    if not os.environ.get(ROOTS):
+        said.append(f"runs may name any path this account can open: set {ROOTS}")
+    fine = f"{'open to this machine only' if here else 'TLS'}, {'no password' if answers_anybody else 'a password'}"
+    yield Finding("Prefect doors", "warn" if said else "ok", "; ".join(said) or fine)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"

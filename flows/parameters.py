@@ -14,7 +14,7 @@ import inspect
 import os
 import tomllib
 import typing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -35,18 +35,51 @@ PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 SHORT_OPTIONS = {"out": "-o"}
+ROOTS = "VIRNUC_ROOTS"  # folders, as PATH has them, in one of which every path of a flow must lie
 ENVIRONMENT = {
     "models": "VIRNUC_MODELS",
     "no_prefect": "VIRNUC_NO_PREFECT",
 }  # where a command looks for what it was not given
 
 
-def build(model: type[Settings], values: dict[str, Any]) -> Settings:
-    """The model made of `values`; `ConfigError` says in one line what is wrong with which."""
+def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True) -> Settings:
+    """The model made of `values`; `ConfigError` says in one line what is wrong with which; `quoted`: and its value."""
+    for name, text in _texts(values.items()):
+        if "\0" in text or text.encode("utf-8", "replace").decode() != text:
+            raise ConfigError(f"{name}: {text!r} is no text (UTF-8); rename the file")
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(explain(error, quoted=quoted)) from error
+
+
+def _texts(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Each text and path among settings, lists of them opened up, with its setting's name."""
+    for name, value in settings:
+        parts = value if isinstance(value, (tuple, list)) else (value,)
+        yield from ((name, str(part)) for part in parts if isinstance(part, (str, Path)))
+
+
+def within_roots(settings: BaseModel) -> None:
+    """Hold every path among the settings against the folders of `VIRNUC_ROOTS`, where that is set; links are followed.
+
+    Errors: `ConfigError` names the setting whose path lies in none of them.
+    """
+    if not (roots := [Path(root).resolve() for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]):
+        return
+    from virnuc_core.reads.sources import STDIN, is_remote
+
+    of_paths = {name for name, value in settings if isinstance(value, Path)}
+    named = [(name, Path(text)) for name, text in _texts(settings) if name in of_paths]
+    named += [("profile", Path(text)) for name, text in _texts(settings) if name == "profile" and text[-5:] == ".toml"]
+    reads = [Path(text) for name, text in _texts(settings) if name == "reads" and text != STDIN and not is_remote(text)]
+    named += [("reads", path) for path in reads]
+    named += [("reads", entry) for path in reads if path.is_dir() for entry in path.iterdir()]
+    if getattr(settings, "history", ...) is None:
+        named += [("history", path.absolute().parent) for name, path in named if name == "out"]
+    for name, path in named:
+        if not any(path.resolve().is_relative_to(root) for root in roots):
+            raise ConfigError(f"{name}: {path} lies in none of the folders that {ROOTS} names; choose one that does")
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -80,7 +113,9 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
         def called(**values: Any) -> Result:
-            return function(build(model, values))
+            settings = build(model, values)
+            within_roots(settings)
+            return function(settings)
 
         _signed(called, function, parameters)
         lines = [f"    {name}: {field.description}" for name, field in fields.items()]
@@ -168,7 +203,7 @@ class ComputeSettings(Spec):
         from_file = {} if self.settings is None else read_settings(self.settings)
         own = {name: value for name, value in self if name in EngineSpec.model_fields}
         given = {name: value for name, value in own.items() if value not in (None, "default")}
-        return build(EngineSpec, base.model_dump() | from_file | given)
+        return build(EngineSpec, base.model_dump() | from_file | given, quoted=not from_file)
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -130,8 +130,11 @@ class RunSpec(ClassifySpec):
     out: Path = Field(description="run directory")
 
 
-def explain(error: ValidationError, most: int | None = None) -> str:
-    """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`."""
+def explain(error: ValidationError, most: int | None = None, *, quoted: bool = False) -> str:
+    """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`.
+
+    `quoted`: say what was given. What stands in a file is not told: who reads the message may not be whom it is for.
+    """
     parts = []
     for item in error.errors()[:most]:
         place = ".".join(str(step) for step in item["loc"]) or "settings"
@@ -139,7 +142,8 @@ def explain(error: ValidationError, most: int | None = None) -> str:
             return f"{item['msg'][0].lower()}{item['msg'][1:]}"
         given = repr(item.get("input"))
         given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}…"
-        parts.append(f"{place[:MOST_SHOWN]}: {item['msg'][0].lower()}{item['msg'][1:]} (given {given})")
+        said = f"{place[:MOST_SHOWN]}: {item['msg'][0].lower()}{item['msg'][1:]}"
+        parts.append(f"{said} (given {given})" if quoted else said)
     return "; ".join(parts)
 
 

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import metadata
 from pathlib import Path
+from threading import Thread
 from types import SimpleNamespace
 
+import httpx
 import numpy as np
 import pytest
-from prefect.settings import PREFECT_API_URL, PREFECT_SERVER_ALLOW_EPHEMERAL_MODE, temporary_settings
+from prefect.settings import (
+    PREFECT_API_AUTH_STRING,
+    PREFECT_API_URL,
+    PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
+    temporary_settings,
+)
 
 from flows import doctor as command
 from flows.doctor import doctor
@@ -74,6 +84,55 @@ def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest
     assert list(checks.locks()) == [checks.Finding("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
     os.close(handle)
     assert next(checks.locks()).verdict == "ok"
+
+
+class Server(BaseHTTPRequestHandler):
+    """What the doctor asks of a Prefect server; with a password when `secret` is one."""
+
+    secret = ""
+
+    def do_GET(self) -> None:
+        told = base64.b64decode(self.headers.get("Authorization", "").removeprefix("Basic ")).decode()
+        self.send_response(200 if told == self.secret or not self.secret else 401)
+        self.end_headers()
+        self.wfile.write(json.dumps(metadata.version("prefect")).encode())
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.mark.parametrize(
+    ("bound", "secret", "own", "roots", "said"),
+    [
+        ("0.0.0.0", "", None, "/srv", "anybody who reaches 0.0.0.0 port"),
+        ("127.0.0.1", "", None, "/srv", "open to this machine only, no password"),
+        ("0.0.0.0", "a:b", "a:b", "/srv", "open to this machine only, a password"),
+        ("127.0.0.1", "", None, "", "set VIRNUC_ROOTS"),
+        ("127.0.0.1", "a:b", "a:c", "/srv", "wants another PREFECT_API_AUTH_STRING"),
+    ],
+)
+def test_an_open_door_is_a_warning(
+    bound: str, secret: str, own: str | None, roots: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VIRNUC_ROOTS", roots)
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with HTTPServer((bound, 0), type("Kind", (Server,), {"secret": secret})) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own}):
+            *_, found = command.prefect_server()
+        server.shutdown()
+        thread.join()
+    assert said in found.detail
+    assert found.verdict == {"run": "warn", "any": "warn", "ope": "ok"}.get(found.detail[:3], "fail")
+    if own == secret:
+        monkeypatch.setattr("os.geteuid", lambda: 0)
+        [root] = command.doors(httpx.URL("http://127.0.0.1:9/api"), answers_anybody=False)
+        [far] = command.doors(httpx.URL("http://10.0.0.1:4200/api"), answers_anybody=True)
+        assert "run as root" in root.detail
+        assert "10.0.0.1 port 4200" in far.detail
+        assert "TLS" in far.detail
 
 
 def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:

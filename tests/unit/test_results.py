@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -412,3 +413,18 @@ def test_scores_of_covered_reads_must_be_as_many_as_their_rows(run: RunDir, coun
         "c_chunk_1F1\tvirus\t0.4\t0.6",
     ]
     assert len(run.consensus.read_text().splitlines()) == 3
+
+
+def test_ids_that_begin_with_a_quote_survive_the_snippet_of_the_readme(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = ['"a', "'b", 'c"d', '"e"', "plain"]
+    (tmp_path / "run").mkdir()
+    lines = [f"{name}\tviral\n" for name in ids]
+    (tmp_path / "run" / "reads.tsv").write_text("read\tfate\n" + "".join(lines), encoding="utf-8")
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    [snippet] = [line for line in readme.splitlines() if line.startswith("reads = pd.read_csv")]
+    monkeypatch.chdir(tmp_path)
+    names = {"pd": pd}
+    exec(snippet, names)  # as its readers would
+    assert list(names["reads"]["read"]) == ids

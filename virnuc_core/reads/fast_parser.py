@@ -378,5 +378,5 @@ def _format(data: bytes, name: str) -> Format:
     if first == b"@":
         return "fastq"
     known = {b"BAM\1": "BAM; convert it: samtools fastq", b"PK\3\4": "a zip archive; unpack it first"}
-    kind = known.get(data[:4], f"neither FASTA nor FASTQ: it starts with {data[:12]!r}, expected '>' or '@'")
+    kind = known.get(data[:4], "neither FASTA nor FASTQ: it does not start with '>' or '@'")
     raise InputError(f"this is {kind}", file=name)

@@ -154,6 +154,8 @@ class Source:
     @contextmanager
     def open(cls, name: str) -> Iterator[Source]:
         """A path, or standard input for `-`, which stays open. Errors: `InputError` when it cannot be opened."""
+        if name == STDIN and sys.stdin is None:
+            raise InputError("standard input is closed", file=name, hint="give it reads, or name a file")
         with ExitStack() as opened:
             try:
                 source = cls(name, sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb")))

@@ -40,6 +40,17 @@ def test_every_flow_is_deployed_and_named_where_people_look() -> None:
         assert f"`{flow_of(deployment['entrypoint']).name}/{deployment['name']}`" in guide
 
 
+@pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: f"{d['entrypoint']}-{d['name']}")
+def test_a_name_that_is_no_parameter_is_refused_when_a_run_is_created(deployment: dict[str, Any]) -> None:
+    from prefect.utilities.callables import parameter_schema
+    from prefect.utilities.schema_tools.validation import ValidationError, validate
+
+    schema = parameter_schema(flow_of(deployment["entrypoint"])).model_dump(exclude_unset=True)  # as it is deployed
+    validate(deployment["parameters"], schema, raise_on_error=True, ignore_required=True)
+    with pytest.raises(ValidationError, match="unknown"):
+        validate(deployment["parameters"] | {"unknown": 1}, schema, raise_on_error=True, ignore_required=True)
+
+
 def test_a_value_the_form_must_refuse_is_refused() -> None:
     from prefect.exceptions import ParameterTypeError
 

@@ -23,8 +23,10 @@ from flows.parameters import (
     flow_parameters,
 )
 from virnuc_core.config import Attention, Devices, EngineSpec, Precision, Spec
-from virnuc_core.errors import ConfigError
+from virnuc_core.encoders.model_config import HeadShape, read_shape
+from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile
+from virnuc_core.reads.parse import ParseLog, parse
 
 
 class Base(Spec):
@@ -70,6 +72,83 @@ def test_a_bad_value_is_one_sentence_that_names_it() -> None:
         cook(dish="soup", workers=9)
     with pytest.raises(ConfigError, match="spoon"):
         build(Cooking, {"dish": "soup", "spoon": 1})
+
+
+@pytest.mark.parametrize("name", [b"latin-\xe9".decode("utf-8", "surrogateescape"), "a\0b"])
+def test_a_name_that_is_no_text_is_refused_by_the_setting_it_stands_in(name: str) -> None:
+    for given in ({"reads": (name,)}, {"out": Path(name)}, {"models": name}):
+        with pytest.raises(ConfigError, match=f"^{next(iter(given))}: .* is no text"):
+            build(PredictSettings, {"reads": ("a.fa",), "out": "o", "models": "m"} | given)
+
+
+def test_no_message_tells_what_stands_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "file.toml"
+    path.write_text('precision = "hunter2"\n')
+    with pytest.raises(ConfigError, match=r"^precision: ") as of_settings:
+        ComputeSettings(settings=path).engine(EngineSpec())
+    path.write_text('name = ["hunter2"]\npassword = "hunter2"\n')
+    with pytest.raises(ConfigError, match="password: extra") as of_profile:
+        load_profile(str(path))
+    path.write_text("hunter2\n")
+    with pytest.raises(InputError, match="neither FASTA nor FASTQ") as of_reads:
+        list(parse((str(path),), ParseLog("stop")))
+    (tmp_path / "config.json").write_text('{"model": "hunter2"}')
+    with pytest.raises(WeightsError, match="model: ") as of_models:
+        read_shape(tmp_path / "config.json", HeadShape)
+    for found in (of_settings, of_profile, of_reads, of_models):
+        assert "hunter2" not in str(found.value)
+
+
+@pytest.fixture
+def roots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of reads and one of results are allowed; a link leads out of the first."""
+    allowed = tmp_path / "reads", tmp_path / "results"
+    for folder in allowed:
+        folder.mkdir()
+    (tmp_path / "secret").write_text("key")
+    (tmp_path / "reads" / "link.fa").symlink_to(tmp_path / "secret")
+    monkeypatch.setenv("VIRNUC_ROOTS", ":".join(map(str, allowed)))
+    return tmp_path
+
+
+OUTSIDE = {
+    "reads": ["reads/a.fa", "secret"],
+    "out": "results/../other",
+    "models": "models",
+    "history": "h.jsonl",
+    "settings": "s.toml",
+    "profile": "p.toml",
+}
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_path_outside_of_the_roots_is_refused_whichever_parameter_it_stands_in(roots: Path, name: str) -> None:
+    asked = []
+    flow = flow_parameters(ValidateSettings)(asked.append)
+    good = {"reads": ["reads/a.fa"], "out": "results/x", "models": "reads/m"}
+    absolute = lambda given: [str(roots / one) for one in given] if isinstance(given, list) else str(roots / given)  # noqa: E731
+    good = {key: absolute(value) for key, value in good.items()}
+    flow(**good, history=None, profile="ci-smoke")
+    assert len(asked) == 1
+    with pytest.raises(ConfigError, match=f"^{name}: .* lies in none of the folders that VIRNUC_ROOTS names"):
+        flow(**good | {name: absolute(OUTSIDE[name])})
+    assert len(asked) == 1
+
+
+def test_links_and_what_is_made_beside_the_output_stay_within_the_roots(
+    roots: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = {"reads": [str(roots / "reads")], "out": str(roots / "results" / "x"), "models": str(roots / "results")}
+    flow = flow_parameters(PredictSettings)(lambda settings: settings)
+    with pytest.raises(ConfigError, match=r"^reads: .*link\.fa lies in none"):
+        flow(**given)
+    (roots / "reads" / "link.fa").unlink()
+    assert flow(**given | {"reads": ["-", "https://a.b/c.fa", "ncbi:X1", *given["reads"]]})
+    validate = flow_parameters(ValidateSettings)(lambda settings: settings)
+    with pytest.raises(ConfigError, match=r"^history: "):
+        validate(**given | {"out": str(roots / "results")})
+    monkeypatch.delenv("VIRNUC_ROOTS")
+    assert flow(**given | {"out": "/elsewhere"})
 
 
 @pytest.mark.parametrize("model", [PredictSettings, ValidateSettings, InboxSettings, TrainSettings])

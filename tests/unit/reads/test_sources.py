@@ -218,3 +218,9 @@ def test_a_file_without_permission(write: WriteReads) -> None:
     Path(path).chmod(0)
     with pytest.raises(InputError, match="Permission denied"):
         everything(path)
+
+
+def test_a_closed_standard_input_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where the shell said <&-
+    with pytest.raises(InputError, match="standard input is closed"), Source.open("-"):
+        """Not reached."""
