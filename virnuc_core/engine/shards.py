@@ -304,7 +304,9 @@ def open_embeddings(*runs: RunDir) -> Iterator[list[h5py.File]]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as held:
         files = [held.enter_context(h5py.File(run.embeddings, "r")) for run in runs]
-        parts = [run.root / part.file_name for run, file in zip(runs, files, strict=True) for part in _parts(file)]
+        tables = [file["embeddings"] for file in files]
+        mapped = [table.virtual_sources() if table.is_virtual else [] for table in tables]
+        parts = [run.root / part.file_name for run, found in zip(runs, mapped, strict=True) for part in found]
         needed = len(list(Path("/proc/self/fd").iterdir())) + len(parts) + 8
         if needed > soft:
             if hard != resource.RLIM_INFINITY and needed > hard:
@@ -318,9 +320,3 @@ def open_embeddings(*runs: RunDir) -> Iterator[list[h5py.File]]:
             except (OSError, KeyError, RuntimeError) as error:
                 raise ShardError(f"{path} cannot be read ({error}); run again to compute it") from error
         yield files
-
-
-def _parts(file: h5py.File) -> list[h5py.VDSmap]:
-    """Where the rows of `embeddings` lie."""
-    rows = file["embeddings"]
-    return rows.virtual_sources() if rows.is_virtual else []
