@@ -48,6 +48,7 @@ from flows.parameters import FlowSettings, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, with_server, without_server
 from tasks.step import NotMetError, core_logs, no_orphans
+from virnuc_core.engine.process import INTERRUPTED
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.sources import hidden, is_address
@@ -61,6 +62,7 @@ ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|x
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
 WITHOUT: Final = "virnuc predict --no-prefect needs no server"
+ENDING_S: Final = 7.5  # for a run that was told to end; with the last word to the server it has ended in 10
 IMPATIENCE_S: Final = 10.0  # in which children end; who presses Ctrl-C after that means it
 # The embedded server as a program that ends when another process has adopted it: nobody is left who would want an
 # orderly end. The kernel's parent-death signal would not do, it is sent when the *thread* that started it ends.
@@ -360,14 +362,23 @@ def _watch(flow_run_id: UUID, cancelled: list[UUID], stop: threading.Event) -> N
 
 @contextmanager
 def _terminate_politely() -> Iterator[None]:
-    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again at once does not disturb the ending."""
-    last_s = -math.inf
+    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again at once does not disturb the ending.
+
+    An ending that something holds is cut off after `ENDING_S`: children die with this process.
+    """
+    last_s, ended = -math.inf, threading.Event()
+
+    def cut_off() -> None:
+        if not ended.wait(ENDING_S):
+            sys.stderr.write(f"virnuc: {INTERRUPTED.removeprefix('the run was ')}\n")
+            os._exit(130)
 
     def interrupt(_signum: int, _frame: object) -> None:
         nonlocal last_s
         now = time.monotonic()
         if now - last_s > IMPATIENCE_S:
             last_s = now
+            threading.Thread(target=cut_off, daemon=True).start()
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
@@ -377,5 +388,6 @@ def _terminate_politely() -> Iterator[None]:
     try:
         yield
     finally:
+        ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)

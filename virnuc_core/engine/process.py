@@ -33,7 +33,7 @@ from virnuc_core.errors import VirnucError, WorkerError, storage_error
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
-GRACE_S: Final = 6.0  # for a worker to finish what it is at
+GRACE_S: Final = 4.5  # for a worker to finish what it is at
 # a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
 PROGRAM: Final = """
 import sys

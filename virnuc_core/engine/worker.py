@@ -33,7 +33,7 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
-TERM_GRACE_S = 5.0
+TERM_GRACE_S = 3.5
 SAMPLED_ROWS = 10_000  # of the store, to warm up with rows of its usual length
 POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 

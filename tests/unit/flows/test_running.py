@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 from contextvars import Context
@@ -160,3 +162,32 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
         start.writable(tmp_path / "file" / "out")
+
+
+STUCK = """
+import threading, time
+from flows import flow_run
+flow_run.ENDING_S = 0.5
+with flow_run._terminate_politely():
+    print("here", flush=True)
+    try:
+        time.sleep(600)
+    finally:
+        threading.Event().wait()
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same() -> None:
+    """A disk or a server that answers nothing holds the ending: it has its time, and no more."""
+    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=-1, stderr=-1, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "here\n"
+        run.terminate()
+        try:
+            assert (
+                run.communicate(timeout=30)[1] == "virnuc: interrupted; what was committed stays, run again to go on\n"
+            )
+        finally:
+            run.kill()
+    assert run.returncode == 130
