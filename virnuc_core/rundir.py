@@ -313,6 +313,7 @@ def _open_mark(root: Path) -> int:
                     told = {"product": "virnuc", "version": virnuc_core.__version__, "pid": os.getpid()}
                     with storing(path):
                         os.pwrite(handle, json.dumps(told).encode().ljust(MARK_BYTES - 1) + b"\n", 0)
+                        os.ftruncate(handle, MARK_BYTES)  # if something was added to it
                     return handle
         except BlockingIOError:
             os.close(handle)

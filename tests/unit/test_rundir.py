@@ -83,6 +83,14 @@ with run_lock(Path({str(root)!r})), whole_file(Path({str(root)!r}, "shards", "00
             assert aside.exists()
 
 
+def test_a_damaged_mark_is_made_whole_where_the_record_says_whose_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"fingerprints": {"reads": "r"}}))
+    for damaged in (b"", b"\0" * 300, b'{"product": "vir'):
+        (tmp_path / MARK).write_bytes(damaged)
+        with run_lock(tmp_path):
+            assert json.loads((tmp_path / MARK).read_bytes())["product"] == "virnuc"
+
+
 def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
     made, theirs = tmp_path / "made", tmp_path / "theirs"
     before = put(theirs, "letter.txt")
