@@ -13,6 +13,7 @@ import psutil
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import FlowRun
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.states import Cancelling
 
 from .processes import PREFECT, ROOT, background, committed, gone, wait_for
@@ -86,6 +87,9 @@ def test_the_deployments_deploy_run_and_cancel_under_a_worker(
     succeed(child_environment, "deploy", "--prefect-file", "deployments/prefect.yaml", "--all")
     with get_client(sync_client=True) as client:
         names = {f"{client.read_flow(d.flow_id).name}/{d.name}" for d in client.read_deployments()}
+        nightly = client.read_deployment_by_name("validate/nightly")
+        with pytest.raises(PrefectHTTPStatusError, match="'unknown' was unexpected"):
+            client.create_flow_run_from_deployment(nightly.id, parameters={"unknown": 1})
     assert names >= {
         "validate/nightly",
         "predict-inbox/inbox",

@@ -144,6 +144,7 @@ class Ledger:
         with self.claim(row.sha256) as mine:
             if not mine:
                 return row.but(fate="busy", note="another run predicts it")
+            _sweep(self._fate_file(row.sha256))
             known = self.fate(row.sha256)
             if known is not None and known.fate != "waiting" and not (known.fate == "failed" and retry_failed):
                 return self._with_fate(row)  # an overlapping run was faster
@@ -208,6 +209,7 @@ class Ledger:
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
         with _locked(self.out / "claims" / "inbox.tsv.lock", wait=True):
+            _sweep(self.table)
             here = {row.file for row in rows}
             gone = [row.but(fate="gone") for row in self.read_table() if row.file not in here]
             rows = [self._with_fate(row) if row.fate in UNSETTLED else row for row in rows]
@@ -230,6 +232,12 @@ class Ledger:
 def _digest(path: Path) -> str:
     with path.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
+
+
+def _sweep(path: Path) -> None:
+    """Remove what killed writers of a file left beside it; whoever else writes it is kept out by a lock."""
+    for left in path.parent.glob(f".{path.name}.*.part"):
+        left.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -232,6 +232,14 @@ def test_a_damaged_table_is_made_anew(ledger: Ledger, damage: bytes) -> None:
         assert [row.file for row in ledger.read_table()] == ["a.fa"]
 
 
+def test_what_killed_writers_left_is_swept(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    [row] = ledger.scan(settle_s=0)
+    left = [put(ledger.out, name, "half") for name in (".inbox.tsv.7.part", f"fates/.{row.sha256}.json.7.part")]
+    ledger.write_table([ledger.work(row, lambda row, run: InputError("none"), retry_failed=False)])
+    assert not any(path.exists() for path in left)
+
+
 def test_folders_that_cannot_work_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such folder"):
         Ledger(tmp_path / "absent", tmp_path / "out")
