@@ -199,9 +199,6 @@ def write_text_whole(path: Path, text: str) -> None:
         aside.write_text(text, encoding="utf-8")
 
 
-# --- whose a directory is, and who holds it ---------------------------------------------------------------------------
-
-
 def _json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty for anything else."""
     if not path.is_file():
@@ -343,7 +340,6 @@ def discard(root: Path, *patterns: str) -> None:
         log.warning("%s: not made by virnuc and left as it is: %s%s", root, ", ".join(names[:3]), more)
 
 
-# --- devices ----------------------------------------------------------------------------------------------------------
 # A device is held by a socket of its name, which has no place in any folder: the same for every user of the machine,
 # nothing that could be put in its way, and gone with its process.
 
