@@ -274,7 +274,12 @@ class Play:
         other = Work(self.plan.command, threshold=1)
         self.ends(self.start(), (0,), "first")
         second = self.start(other)
-        self.round.at_s, _ = strike(second, "kill", self.plan.whom, self.truth.seconds, self.rng)
+        changes, seen = self.rng.randint(0, 10), self.out.stat().st_mtime_ns  # files appear and go one after the other
+        while changes and second.alive:
+            if (now := self.out.stat().st_mtime_ns) != seen:
+                changes, seen = changes - 1, now
+            time.sleep(0.001)
+        self.round.at_s, _ = strike(second, "kill", self.plan.whom, 0.01, self.rng)
         self.round.hit = self.round.at_s is not None
         self.ends(second, (0, -9), "struck", self.scene.truth(other))
         self.resume(self.scene.truth(other), other)
