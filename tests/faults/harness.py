@@ -159,7 +159,7 @@ class Play:
         else:
             at_s, struck_s = self._strike(first, how, whom)
         self.round.at_s, self.round.hit = at_s, at_s is not None
-        mine = whom == "all" or (whom == "main" and how == "kill")
+        mine = whom == "all" or (whom.startswith("main") and how == "kill")
         fatal = mine or how in ("terminate", "interrupt")
         allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
         if whom in ("server", "tracker", "worker", "loader") or (how, whom) == ("stop", "main"):
@@ -178,7 +178,8 @@ class Play:
         self.resume()
 
     def _strike(self, run: Running, how: str, whom: str) -> tuple[float | None, float]:
-        spread_s = self.truth.seconds if whom in ("main", "all", "server", "tracker") else self.truth.seconds / 4
+        parts = 1 if whom in ("main", "all", "server", "tracker") else 20 if "staging" in whom else 4
+        spread_s = self.truth.seconds / parts
         if whom == "server" and self.plan.server == "own":
             time.sleep(self.rng.random() * spread_s)
             self.own.kill() if how == "kill" else self.own.send_signal(19)

@@ -33,6 +33,8 @@ class Plan:
 def plans() -> tuple[Plan, ...]:
     """Every kind of round, those of one kind apart from each other."""
     found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging", "tracker")]
+    found += [Plan("kill", f"main while {kind}") for kind in ("staging", "worker")]
+    found += [Plan("kill", "main while baseline", "validate"), Plan("terminate", "main while staging")]
     found += [Plan("kill", "loader"), Plan("stop", "loader")]
     found += [Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")]
     found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]

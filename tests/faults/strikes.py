@@ -131,7 +131,8 @@ def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Rando
     `how` is kill, stop, terminate or interrupt. The seconds since the start, and since then; None where there was
     nobody to hit.
     """
-    kind = "main" if whom == "all" else whom
+    whom, _, meanwhile = whom.partition(" while ")  # main while staging: there are staging processes then
+    kind = meanwhile or ("main" if whom == "all" else whom)
     while run.alive and not run.family().get(kind):
         time.sleep(0.01)
     time.sleep(rng.random() * spread_s)
@@ -141,7 +142,7 @@ def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Rando
     at_s = time.monotonic() - run.began_s
     everybody = [process for group in family.values() for process in group]
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(how, signal.SIGINT)
-    for process in everybody if whom == "all" else [rng.choice(family[kind])]:
+    for process in everybody if whom == "all" else [rng.choice(family[whom])]:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
     struck_s = time.monotonic()

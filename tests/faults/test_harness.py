@@ -118,7 +118,7 @@ def test_damage_a_full_disk_and_a_second_run_do_not_change_results(scene: Scene,
     [
         ("no seals", Plan("flip", "shard", server="none"), "differs"),
         ("no locks", Plan("twin", "other reads --force while the first rests", server="none"), ""),
-        ("no parent-death signal", Plan("kill", "main", server="none"), "process left"),
+        ("no parent-death signal", Plan("kill", "main while staging", server="none"), "process left"),
     ],
 )
 def test_the_harness_reports_what_was_taken_out(scene: Scene, taken_out: str, plan: Plan, word: str) -> None:
