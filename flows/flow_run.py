@@ -28,6 +28,7 @@ from types import SimpleNamespace
 from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
+import httpx
 import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
@@ -265,7 +266,7 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any], debug: bool) -> S
     cancelled: list[UUID] = []
     by_hand = _cancelled.set(cancelled)
     try:
-        context = SyncClientContext()
+        context = _connected()
         limit(context.client)
         with context:
             return cast(State[Any], flow(**parameters, return_state=True))
@@ -281,6 +282,21 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any], debug: bool) -> S
         raise CancelledError("cancelled; what was committed stays, the same command goes on from there") from None
     finally:
         _cancelled.reset(by_hand)
+
+
+def _connected() -> SyncClientContext:
+    """A client of the configured server, or of an embedded one once it answers."""
+    try:
+        return SyncClientContext()
+    except (RuntimeError, httpx.HTTPError) as error:
+        raise VirnucError(f"Prefect's own server does not start: {error}; {WITHOUT}") from error
+
+
+class _Server(subprocess.Popen[Any]):
+    """The embedded server. However it ends while it starts, its code is the one that Prefect does not wait on."""
+
+    def poll(self) -> int | None:
+        return None if super().poll() is None else 3
 
 
 class _Printable(logging.Formatter):
@@ -307,7 +323,7 @@ def keep_server_ours(*, debug: bool) -> None:
             said = re.findall(r"^[\w.]+(?:Error|Exception): .*", log.read().decode(errors="replace"), re.MULTILINE)
             raise VirnucError(f"Prefect's own server does not start: {(said or ['no reason given'])[-1]}; {WITHOUT}")
         own = {"start_new_session": True, "stderr": None if debug else log}
-        connection.embedded = subprocess.Popen(dying_with_parent(args), **{**own, **options})
+        connection.embedded = _Server(dying_with_parent(args), **{**own, **options})
         return connection.embedded
 
     stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})

@@ -27,6 +27,7 @@ from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk,
 
 ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
 STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
+NO_SERVER: Final = "Prefect's own server does not start"
 OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
 
 
@@ -166,6 +167,9 @@ class Play:
             allowed = (0,)  # replaced, or nothing that the results need
         if mine:
             allowed = (0, -9)
+        if whom == "server":
+            first.ends()
+            allowed = (1,) if NO_SERVER in first.complained() else (0,)  # the first before there was a run
         if at_s is not None and fatal and at_s < 2.0:
             allowed = (*allowed, -15, -2, -9)  # before it could hear
         code = self.ends(first, allowed, "struck")

@@ -20,7 +20,7 @@ from tasks.server import limit
 from tasks.validate import Approval
 
 from .conftest import answers
-from .processes import PREFECT, background, own_server, wait_for
+from .processes import PATIENCE_S, PREFECT, VIRNUC, background, own_server, wait_for
 from .test_ending import RESULTS, SERVER, Run, digest, running, undisturbed
 
 __all__ = ["undisturbed"]
@@ -50,6 +50,21 @@ def test_a_run_whose_server_is_lost_ends_with_its_results_and_says_so(
     assert log.count(TOLD) == 1, log
     assert "not reported" in log
     assert log.count("\n") < 30, log
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", [psutil.Process.kill, psutil.Process.suspend], ids=["killed", "stopped"])
+def test_a_server_that_is_lost_while_it_starts_is_one_line(
+    tmp_path: Path, few_reads: Path, models: Path, database: Path, strike: Callable[[psutil.Process], None]
+) -> None:
+    words = ("predict", str(few_reads), "-o", str(tmp_path / "run"), "--models", str(models), "--devices", "cpu:1")
+    log = tmp_path / "log"
+    with background((*VIRNUC, *words), own_server(tmp_path / "prefect", database), log) as process:
+        children = psutil.Process(process.pid).children
+        strike(wait_for(lambda: [one for one in children() if SERVER in " ".join(one.cmdline())], "a server")[0])
+        assert process.wait(PATIENCE_S) == 1
+    assert log.read_text().startswith("virnuc: Prefect's own server does not start")
+    assert log.read_text().count("\n") == 1
 
 
 @pytest.mark.slow
