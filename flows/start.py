@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from virnuc_core.reads.fast_parser import OnError
 
 PARTIAL: Final = 6  # done, but some rows had to be set aside
-LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about; a longer first record is read whole
+LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
 PREFECT_DEFAULTS: Final = {
     # the statistics client contends for an embedded server's database and logs a traceback where there is no network

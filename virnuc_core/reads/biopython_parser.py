@@ -6,21 +6,22 @@ import io
 from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import chain
+from dataclasses import dataclass, replace
 from typing import IO, Final, cast
 
 import numpy as np
-from Bio.SeqIO.FastaIO import SimpleFastaParser
 from Bio.SeqIO.QualityIO import FastqGeneralIterator
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import (
     LETTERS,
+    LONGEST_LINE,
     ParseLog,
+    Part,
     Piece,
     ReadBatch,
     Strings,
+    dropped,
     printable_ids,
     shortened,
     without_illegal,
@@ -31,26 +32,35 @@ _LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for br
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """One read as it stands in the file; the id is the first word of the header, possibly empty."""
+    """One read, or a part of one, as it stands in the file; the id is the first word of the header, possibly empty."""
 
     id: bytes
     bases: bytes
     line: int
     text: bytes  # the record in its plain form: unwrapped FASTQ, FASTA on two lines
+    part: Part | None = None
 
 
 def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_bytes: int) -> Iterator[ReadBatch]:
     """The rest of a file from `first` on; its reads are counted as they are drawn."""
-    lines = _Lines(chain([first], later))
-    records = (_fastq_records if first.form == "fastq" else _fasta_records)(lines, first.name, log.broken)
+    lines = _Lines(first, later, block_bytes)
+    if first.form == "fastq":
+        records = _fastq_records(lines, first.name, log.broken)
+    else:
+        records = _fasta_records(lines, first, log.broken)
     for held in _lists(records, block_bytes):
         ids, bases, text = (Strings.of([getattr(one, name) for one in held]) for name in ("id", "bases", "text"))
-        ids, before = printable_ids(ids), log.reads + log.left_out
+        ids, before, part = printable_ids(ids), log.reads + log.left_out, held[0].part
         if not ids.lengths.all():
             ids = Strings.of([ids[i] or f"unnamed_{before + i + 1}".encode() for i in range(len(held))])
         at = np.array([record.line for record in held], np.int64)
-        batch, illegal = without_illegal(ReadBatch(first.file, first.form, ids, bases, at, text), first.name)
-        log.take(first.name, len(batch), illegal)
+        batch, illegal = without_illegal(ReadBatch(first.file, first.form, ids, bases, at, text, part), first.name)
+        if part is None:
+            log.take(first.name, len(batch), illegal)
+        elif not log.take_part(first.name, part, illegal):
+            if part.last:
+                yield dropped(first, part)
+            continue
         if len(batch):
             yield batch
     if lines.damage is not None:
@@ -61,6 +71,11 @@ def _lists(records: Iterator[_Record], block_bytes: int) -> Iterator[list[_Recor
     held: list[_Record] = []
     size = 0
     for record in records:
+        if record.part is not None:
+            yield from ([held] if held else [])
+            yield [record]
+            held, size = [], 0
+            continue
         held.append(record)
         size += len(record.bases) + len(record.id) + 32
         if size >= block_bytes:
@@ -76,24 +91,32 @@ class _Lines:
     Looks like a text file to Biopython.
     """
 
-    def __init__(self, pieces: Iterator[Piece]) -> None:
-        first = next(pieces)
-        self._text = self._split(chain([first], pieces))
+    def __init__(self, first: Piece, later: Iterator[Piece], longest: int) -> None:
+        self.longest = longest  # letters; of a longer line of FASTA more than one piece is given out
+        self._text = self._split(first, later)
         self._again: deque[str] = deque()
         self.number = first.line - 1  # of the last line given out
         self.last = ""
+        self._ended = True  # the line before, so that the next one counts
         self.since: list[str] = []  # lines of the current record; its header first
         self.damage: InputError | None = None  # why no line follows, once none does
 
-    def _split(self, pieces: Iterator[Piece]) -> Iterator[str]:
+    def _split(self, piece: Piece, later: Iterator[Piece]) -> Iterator[str]:
         """Any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are."""
         decoder = io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
-        begun, last = "", False
-        while not last:
-            piece = next(pieces)
-            last = piece.last
-            *lines, begun = (begun + decoder.decode(piece.data, final=last)).split("\n")
+        begun = ""
+        while True:
+            *lines, begun = (begun + decoder.decode(piece.data, final=piece.last)).split("\n")
             yield from (f"{line}\n" for line in lines)
+            if piece.last:
+                break
+            if piece.form == "fasta" and len(begun) > self.longest:
+                yield begun
+                begun = ""
+            elif len(begun) > LONGEST_LINE:
+                problem = f"a line of more than {LONGEST_LINE:,} letters"
+                raise InputError(problem, file=piece.name, line=self.number + 1, hint="only FASTA may have such")
+            piece = next(later)
         self.damage = piece.damage
         if begun:
             yield begun
@@ -106,7 +129,8 @@ class _Lines:
         if len(self.since) >= _LONGEST_RECORD_LINES:
             self._again.appendleft(line)
             raise ValueError(f"A record does not end within {_LONGEST_RECORD_LINES} lines.")
-        self.number += 1
+        self.number += self._ended
+        self._ended = line.endswith("\n")
         self.last = line
         self.since.append(line)
         return line
@@ -122,6 +146,7 @@ class _Lines:
         """Give out `lines`, the last ones, again."""
         self._again.extendleft(reversed(lines))
         self.number -= len(lines)
+        self._ended = True
         self.since = []
 
 
@@ -133,43 +158,56 @@ def _id(title: str) -> bytes:
     return _bytes("".join(title.split(None, 1)[:1]))
 
 
-def _fasta_records(lines: _Lines, name: str, broken: Callable[[InputError], None]) -> Iterator[_Record]:
-    """Records of the rest of a FASTA file; `;` lines are comments wherever they stand.
+def _fasta_records(lines: _Lines, first: Piece, broken: Callable[[InputError], None]) -> Iterator[_Record]:
+    """_Records of the rest of a FASTA file from `first` on; `;` lines are comments wherever they stand.
 
-    Text before the first header is given to `broken`; the record at a damaged end is left out.
+    One that is longer than a piece comes in parts. Text before the first header is given to `broken`; the record at a
+    damaged end is left out, or its last part says so.
     """
-    headers: deque[int] = deque()
-    held: _Record | None = None
-    for title, bases in SimpleFastaParser(_fasta_lines(lines, headers, name, broken)):  # type: ignore[no-untyped-call]
-        if held is not None:
-            yield held
-        letters = "".join(bases.split())
-        held = _Record(_id(title), _bytes(letters), headers.popleft(), _bytes(f">{title}\n{letters}\n"))
-    if lines.damage is None and held is not None:
-        yield held
+    part, at_start = first.part, first.part is None or first.part.first
+    if part is not None and part.first:
+        part = None  # its header is still to come
+    kind, title, told, held, size = ("" if part is None else "bases"), "", False, list[str](), 0
 
+    def record(last: bool, dropped: bool = False) -> _Record:
+        assert part is not None  # a header was read
+        letters = "".join("".join(held).split())
+        text = (f">{title[1:].rstrip()}\n" if part.first else "") + letters + "\n" * last
+        now = None if part.first and last else replace(part, last=last, dropped=dropped)
+        return _Record(part.id or _id(title[1:]), _bytes(letters), part.line, _bytes(text), now)
 
-def _fasta_lines(lines: _Lines, headers: deque[int], name: str, broken: Callable[[InputError], None]) -> Iterator[str]:
-    """Lines without comments; notes the line of each header, and whatever text no header stands before."""
-    headed = told = False
     for text in lines:
         lines.since = []
-        if text.startswith(";"):
-            continue
-        if text.startswith(">"):
-            headers.append(lines.number)
-            headed = True
-        elif not headed:
+        begins, at_start = at_start, text.endswith("\n")
+        if begins and text.startswith(">"):
+            if part is not None:
+                yield record(last=True)
+            kind, title, held, size = "title", "", [], 0
+            part = Part(b"", lines.number, first=True)
+        elif begins:
+            kind = "comment" if text.startswith(";") else "bases"
+        if kind == "title":
+            title += text
+        elif kind == "bases" and part is None:
             if text.strip() and not told:
                 told = True
                 problem = f"'{shortened(text.strip())}' stands before the first header"
-                broken(InputError(problem, file=name, line=lines.number, hint="expected a line that starts with '>'"))
-            continue
-        yield text
+                broken(
+                    InputError(problem, file=first.name, line=lines.number, hint="expected a line that starts with '>'")
+                )
+        elif kind == "bases" and part is not None:
+            held.append(text)
+            size += len(text)
+            if size > lines.longest:
+                made = record(last=False)
+                yield made
+                part, held, size = replace(part, first=False, before=part.before + len(made.bases)), [], 0
+    if part is not None and (lines.damage is None or not part.first):
+        yield record(last=True, dropped=lines.damage is not None)
 
 
 def _fastq_records(lines: _Lines, name: str, broken: Callable[[InputError], None]) -> Iterator[_Record]:
-    """Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
+    """_Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
 
     After a broken record reading goes on at the next lines that look like a record.
     """

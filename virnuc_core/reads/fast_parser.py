@@ -6,8 +6,8 @@ A cutter takes what it is sure of from the front of a block; from anything unusu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -15,16 +15,15 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
-from virnuc_core.reads.sources import Source
 
 Format = Literal["fasta", "fastq"]
 OnError = Literal["stop", "skip"]
 
 LETTERS: Final = "ACGTUNRYSWKMBDHVX-."  # nucleotides, IUPAC codes, X for masked bases, gaps
 _LEGAL: Final = f"{LETTERS}{LETTERS.lower()}".encode()
+LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
 _LONGEST_SHOWN: Final = 200
-_BLANK: Final = b" \t\r\n\v\f"
-_NEWLINE, _RETURN = 10, 13
+NEWLINE, _RETURN = 10, 13
 _HEADER_FASTA, _COMMENT, _HEADER_FASTQ, _PLUS = b">;@+"
 _SPLITS: Final = np.isin(np.arange(33), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])  # what str.split() takes as blank
 
@@ -54,8 +53,20 @@ class Strings:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Which part of a FASTA record that is longer than a block a piece or batch holds, and nothing else."""
+
+    id: bytes  # first word of the header, as it stands
+    line: int  # of the header
+    before: int = 0  # bases in the parts before
+    first: bool = False
+    last: bool = False
+    dropped: bool = False  # this last part, without bases, says that the record is broken: those before do not count
+
+
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one file: whole records, as far as line ends tell."""
+    """Text of one file: whole records, as far as line ends tell, or a part of one."""
 
     file: int  # place of the file among the inputs
     name: str
@@ -66,11 +77,13 @@ class Piece:
     damage: InputError | None = None  # why the file ends here, within a record perhaps: this piece holds no whole one
     refused: bool = False  # the file cannot be read at all, for its damage
     is_empty_file: bool = False  # nothing but blanks is in it
+    part: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """Consecutive reads of one file, as columns. Ids are printable UTF-8 without blanks; bases keep their case."""
+    """Consecutive reads of one file, or a part of one, as columns. Ids are printable UTF-8 without blanks; bases keep
+    their case."""
 
     file: int  # place of the file among the inputs
     form: Format
@@ -78,6 +91,7 @@ class ReadBatch:
     bases: Strings
     lines: NDArray[np.int64]  # [n] line of each header in its file, from 1
     text: Strings  # the records as they stand in the file; wrapped FASTQ may be unwrapped
+    part: Part | None = None
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -100,6 +114,7 @@ class ParseLog:
     first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
     cut_s: float = 0.0  # unpacking, cutting, and reading through Biopython
     parse_s: float = 0.0  # reading pieces, of all workers
+    _good: bool = True  # the long record that is being read
 
     @property
     def reads(self) -> int:
@@ -112,6 +127,16 @@ class ParseLog:
         for error in illegal:
             self.left_out += 1
             self.broken(error)
+
+    def take_part(self, name: str, part: Part, illegal: Sequence[InputError]) -> bool:
+        """Count a long record once it is whole; whether nothing in it was illegal so far."""
+        self._good = (self._good or part.first) and not part.dropped
+        if illegal and self._good:
+            self._good = False
+            self.take(name, 0, illegal)
+        if part.last and self._good:
+            self.take(name, 1, ())
+        return self._good
 
     def broken(self, error: InputError) -> None:
         """Stop at a broken record, or count it and go on, as was asked."""
@@ -162,9 +187,10 @@ def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputE
     legal = np.isin(np.arange(256), list(_LEGAL))
     bad_at = np.flatnonzero(~legal[np.frombuffer(bases.data, np.uint8)])
     owners, first = np.unique(np.searchsorted(bases.offsets, bad_at, side="right") - 1, return_index=True)
+    before = batch.part.before + 1 if batch.part else 1
     errors = [
         InputError(
-            f"{bases.data[place : place + 1].decode('latin-1')!r} at base {place - bases.offsets[owner] + 1}"
+            f"{bases.data[place : place + 1].decode('latin-1')!r} at base {place - bases.offsets[owner] + before}"
             " is no nucleotide letter",
             file=name,
             line=int(batch.lines[owner]),
@@ -175,7 +201,7 @@ def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputE
     ]
     kept = np.setdiff1d(np.arange(len(batch)), owners).tolist()
     ids, bases, text = (Strings.of([column[i] for i in kept]) for column in (batch.ids, bases, batch.text))
-    return ReadBatch(batch.file, batch.form, ids, bases, batch.lines[kept], text), errors
+    return ReadBatch(batch.file, batch.form, ids, bases, batch.lines[kept], text, batch.part), errors
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +221,7 @@ class _Lines:
         letters = np.frombuffer(data, np.uint8)
         low = np.flatnonzero(letters <= 32)
         kinds = letters[low]
-        is_newline = kinds == _NEWLINE
+        is_newline = kinds == NEWLINE
         newlines = low[is_newline]
         starts = np.empty_like(newlines)
         starts[:1] = 0
@@ -282,7 +308,8 @@ def _regular_fastq(lines: _Lines, starts: NDArray[np.int64], ends: NDArray[np.in
 
 def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
     """The same for FASTA: all records of a piece, or none. No comments."""
-    lines = _Lines.of(piece.data if piece.data.endswith(b"\n") else piece.data + b"\n")
+    header = b">%b\n" % piece.part.id if piece.part and not piece.part.first else b""
+    lines = _Lines.of(header + piece.data + b"\n" * (not piece.data.endswith(b"\n")))
     first = lines.letters[lines.starts]
     is_header = first == _HEADER_FASTA
     is_sequence = ~is_header & (lines.ends > lines.starts)
@@ -308,75 +335,14 @@ def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
         bases=Strings(lines.pick(starts, ends).data, offsets_of(base_lengths)),
         lines=piece.line + np.flatnonzero(is_header),
         text=Strings(lines.data, np.append(id_starts - 1, len(lines.data))),
+        part=piece.part,
     )
+    if piece.part is not None:
+        batch = replace(batch, lines=np.array([piece.part.line]), text=Strings.of([piece.data]))
     return batch, 0
 
 
-def pieces_of(files: tuple[str, ...], block_bytes: int) -> Iterator[Piece]:
-    """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
-    for number, name in enumerate(files):
-        try:
-            with Source.open(name) as source:
-                yield from _pieces_of_one(number, source, block_bytes)
-        except InputError as error:
-            yield Piece(number, name, "fasta", b"", 1, last=True, damage=error, refused=True)
-
-
-def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Piece]:
-    text = source.read(block_bytes).removeprefix(b"\xef\xbb\xbf")
-    line, ended = 1, False
-    while not (kept := text.lstrip(_BLANK)) and not ended:
-        line += text.count(b"\n")
-        text = source.read(block_bytes)
-        ended = not text
-    line += text[: len(text) - len(kept)].count(b"\n")
-    text, wanted, is_empty_file = kept, block_bytes, not kept and source.damage is None
-    form = _format(text, source.name) if text else "fasta"
-    while text or not ended:
-        while len(text) < wanted and not ended:
-            more = source.read(wanted - len(text))
-            text, ended = text + more, not more
-        if ended and source.damage is None:
-            break
-        end, lines = _whole_records(text, form)
-        if end:
-            yield Piece(number, source.name, form, text[:end], line)
-            text, line, wanted = text[end:], line + lines, block_bytes
-        elif ended:
-            break
-        else:
-            # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
-            wanted = 2 * len(text)
-    yield Piece(number, source.name, form, text, line, True, source.damage, is_empty_file=is_empty_file)
-
-
-def _whole_records(text: bytes, form: Format) -> tuple[int, int]:
-    """How many bytes of `text` are whole records, if they are regular, and how many lines those have."""
-    if form == "fasta":
-        end = text.rfind(b"\n>") + 1
-        lines = _newlines(text[:end])
-    else:
-        end, lines = len(text), _newlines(text)
-        for _ in range(lines % 4 + 1):
-            end = text.rfind(b"\n", 0, end)
-        end, lines = (end + 1, lines - lines % 4) if lines >= 4 else (0, 0)
-    if end == 0 and b"\r" in text.removesuffix(b"\r").replace(b"\r\n", b""):
-        return len(text), _newlines(text)  # lines end otherwise here: whoever reads this will see it
-    return end, lines
-
-
-def _newlines(text: bytes) -> int:
-    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == _NEWLINE))  # many times as fast as bytes.count
-
-
-def _format(data: bytes, name: str) -> Format:
-    first = data[:1]
-    if first in (b">", b";"):
-        return "fasta"
-    if data.startswith((b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")):
-        raise InputError("this is SAM, not FASTQ", file=name, hint="convert it: samtools fastq")
-    if first == b"@":
-        return "fastq"
-    known = {b"BAM\1": "BAM; convert it: samtools fastq", b"PK\3\4": "a zip archive; unpack it first"}
-    kind = known.get(data[:4], "neither FASTA nor FASTQ: it does not start with '>' or '@'")
-    raise InputError(f"this is {kind}", file=name)
+def dropped(piece: Piece, part: Part) -> ReadBatch:
+    """What says that the long record which ends with this part does not count."""
+    nothing, end = Strings.of([b""]), replace(part, dropped=True)
+    return ReadBatch(piece.file, piece.form, nothing, nothing, np.array([part.line]), nothing, end)

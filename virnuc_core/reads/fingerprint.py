@@ -12,6 +12,7 @@ neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b, sha256
 from itertools import pairwise
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import ReadBatch, within
+from virnuc_core.reads.fast_parser import Part, ReadBatch, within
 
 Words = NDArray[np.uint64]
 
@@ -130,10 +131,17 @@ class Leaves:
     head: tuple[bytes, ...]  # up to the first end of a leaf; of all reads if there is none
     hashes: bytes | None  # of the leaves after, end to end; none if no leaf ends in this batch
     tail: tuple[bytes, ...]  # the reads after the last end of a leaf
+    part: Part | None = None  # of a long read: which one this is
 
 
 def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
     """Hash a batch; `id_digests` [reads, 2] are those of its ids."""
+    if (part := batch.part) is not None:  # id and lengths are known with the last
+        length = (part.before + len(batch.bases.data)).to_bytes(8, "little")
+        about = (batch.ids.data, len(batch.ids.data).to_bytes(8, "little"), length) if part.last else (b"", b"", b"")
+        ends_leaf = part.last and bool(id_digests[0, 0] % _LEAF_READS == 0)
+        head = (about[0], batch.bases.data, *about[1:])
+        return Leaves(head, b"" if ends_leaf else None, (b"",) * 4, part)
     ends = (np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1).tolist()
     if not ends:
         return Leaves(_content(batch, 0, len(batch)), None, ())
@@ -158,6 +166,11 @@ class _Leaf:
         for part, data in zip(self._parts, content, strict=True):
             part.update(data)
 
+    def copy(self) -> _Leaf:
+        made = _Leaf()
+        made._parts = [part.copy() for part in self._parts]
+        return made
+
     def digest(self) -> bytes:
         return sha256(b"".join(part.digest() for part in self._parts)).digest()
 
@@ -168,9 +181,16 @@ class Fingerprint:
     def __init__(self, settings: str) -> None:
         self._root = sha256(settings.encode())
         self._leaf = _Leaf()
+        self._before: _Leaf | None = None  # of the long read whose parts are coming in
 
     def add(self, leaves: Leaves) -> None:
-        """Take in the next reads."""
+        """Take in the next reads. What was taken in of a long one that is dropped is forgotten."""
+        if leaves.part is not None:
+            before = self._leaf.copy() if leaves.part.first else self._before
+            self._before = None if leaves.part.last else before
+            if leaves.part.dropped:
+                self._leaf = before or self._leaf
+                return
         self._leaf.add(leaves.head)
         if leaves.hashes is None:
             return
@@ -220,37 +240,52 @@ class Bucket:
         buckets = 1 << max(0, -(-len(digests) // BUCKET) - 1).bit_length()
         return [cls(digests, number, buckets) for number in range(buckets)]
 
-    def records(self) -> NDArray[np.uint64]:
-        """Both halves of the digests and their places in the column: uint64 [n, 3]."""
-        records = [np.empty((0, 3), np.uint64)]
+    def records(self) -> Iterator[NDArray[np.uint64]]:
+        """Both halves of the digests, their places in the column, and 1: uint64 [n, 4], about a bucketful at a time.
+
+        There are more only where a few digests make up much of the column.
+        """
+        held, size = [np.empty((0, 4), np.uint64)], 0
         for low in range(0, len(self.digests), _READ_AT_ONCE):
             found = self.digests.read(low, low + _READ_AT_ONCE)
             own = np.flatnonzero(found[:, 0] & np.uint64(self.buckets - 1) == self.number)
-            records.append(np.column_stack([found[own], (low + own).astype(np.uint64)]))
-        return np.concatenate(records)
+            held.append(np.column_stack([found[own], (low + own).astype(np.uint64), np.ones(len(own), np.uint64)]))
+            size += len(own)
+            if size > BUCKET:
+                yield np.concatenate(held)
+                held, size = [np.empty((0, 4), np.uint64)], 0
+        yield np.concatenate(held)
 
 
-def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
-    """The entries of a bucket that equal an earlier one, in order: int64 [n, 3].
+def repeats_in(bucket: Bucket) -> Column:
+    """The entries of a bucket that equal an earlier one, in order: int64 [n, 3], in a file.
 
     Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
     """
-    records = bucket.records()
-    # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
-    order = np.argsort(records[:, 0])
-    low = records[order, 0]
-    same = low[1:] == low[:-1]
-    in_company = np.zeros(len(order), bool)
-    in_company[1:] |= same
-    in_company[:-1] |= same
-    records = records[order[in_company]]
-    low, high, place = records[np.lexsort((records[:, 2], records[:, 1], records[:, 0]))].T
-    begins = np.ones(len(place), bool)
-    begins[1:] = (low[1:] != low[:-1]) | (high[1:] != high[:-1])
-    first = np.maximum.accumulate(np.where(begins, np.arange(len(place)), 0))
-    again = np.flatnonzero(~begins)
-    found = np.column_stack([place[again], place[first[again]], again - first[again] + 1]).astype(np.int64)
-    return found[np.argsort(found[:, 0])]
+    made = Column(bucket.digests.path.with_suffix(f".{bucket.number}"), np.int64, 3)
+    known = np.empty((0, 4), np.uint64)  # of each kind the digest, the first place, and how many there were
+    with made.path.open("wb") as out:
+        for more in bucket.records():
+            records = np.concatenate([known, more])
+            # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
+            order = np.argsort(records[:, 0])
+            low = records[order, 0]
+            same = low[1:] == low[:-1]
+            in_company = np.zeros(len(order), bool)
+            in_company[1:] |= same
+            in_company[:-1] |= same
+            alone, kinds = records[order[~in_company]], records[order[in_company]]
+            kinds = kinds[np.lexsort((kinds[:, 2], kinds[:, 1], kinds[:, 0]))]
+            begins = np.ones(len(kinds), bool)
+            begins[1:] = (kinds[1:, :2] != kinds[:-1, :2]).any(axis=1)
+            first = np.maximum.accumulate(np.where(begins, np.arange(len(kinds)), 0))
+            again = np.flatnonzero(~begins)
+            how_many = kinds[first, 3] + (np.arange(len(kinds)) - first).astype(np.uint64)
+            found = np.column_stack([kinds[again, 2], kinds[first[again], 2], how_many[again]]).astype(np.int64)
+            out.write(found[np.argsort(found[:, 0])].data)
+            kinds[first, 3] = how_many  # that of the last of a kind stays
+            known = np.concatenate([alone, kinds[begins]])
+    return made
 
 
 class Repeats:
@@ -265,11 +300,16 @@ class Repeats:
     def __len__(self) -> int:
         return len(self._column)
 
-    def add(self, found: NDArray[np.int64]) -> None:
-        """Keep the repeats of one more bucket."""
-        self._bounds.append(len(self) + np.searchsorted(found[:, 0], self._edges))
+    def add(self, repeats: Column) -> None:
+        """Keep the repeats of one more bucket, whose file goes."""
+        bounds = np.full(len(self._edges), len(self))
         with self._column.path.open("ab") as file:
-            file.write(found.data)
+            for low in range(0, len(repeats), _READ_AT_ONCE):
+                found = repeats.read(low, low + _READ_AT_ONCE)
+                bounds += np.searchsorted(found[:, 0], self._edges)
+                file.write(found.data)
+        self._bounds.append(bounds)
+        repeats.path.unlink()
 
     def of(self, stretch: int) -> NDArray[np.int64]:
         """The repeats within the stretch of this number: [n, 3] as of `repeats_in`, in order of their buckets."""
@@ -281,8 +321,23 @@ class Repeats:
         return min(((place, first) for place, first, _ in found), default=None)
 
 
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """Which rows repeat an earlier one."""
+
+    words: NDArray[np.uint64]  # a bit for each row, lowest first
+    before: NDArray[np.int64]  # repeating rows before each word
+
+    def uniques_before(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many rows before each of `rows` are the first of their kind: the unique of a row that is one itself."""
+        word = rows >> 6
+        lower = (np.uint64(1) << (rows & 63).astype(np.uint64)) - np.uint64(1)
+        uniques: NDArray[np.int64] = rows - self.before[word] - np.bitwise_count(self.words[word] & lower)
+        return uniques
+
+
 def share_a_digest(pair: tuple[Bucket, Bucket]) -> bool:
     """Whether a digest stands in the same bucket of both columns."""
-    one, other = (bucket.records() for bucket in pair)
+    one, other = (np.concatenate([*bucket.records()]) for bucket in pair)
     one, other = one[np.isin(one[:, 0], other[:, 0])], other[np.isin(other[:, 0], one[:, 0])]
     return not {*map(tuple, one[:, :2].tolist())}.isdisjoint(map(tuple, other[:, :2].tolist()))

@@ -3,7 +3,7 @@
 Files are cut into pieces where records end, as far as line ends tell: that costs a fraction of reading, and pieces can
 be read apart from each other. `fast_parser` reads what is regular (four-line FASTQ, FASTA of any wrapping). From the
 first thing that is not, the rest of that file goes through Biopython, which also reads wrapped FASTQ, here and one
-record after the other; both give the same reads.
+record after the other; both give the same reads. A FASTA record that is longer than a block comes in parts.
 """
 
 from __future__ import annotations
@@ -16,21 +16,29 @@ from functools import partial
 from itertools import chain
 from typing import Final, Generic, TypeVar, cast
 
+import numpy as np
+
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import (
+    LONGEST_LINE,
+    NEWLINE,
+    Format,
     ParseLog,
+    Part,
     Piece,
     ReadBatch,
     cut_fasta,
     cut_fastq,
-    pieces_of,
+    dropped,
     printable_ids,
     without_illegal,
 )
+from virnuc_core.reads.sources import Source
 from virnuc_core.reads.workers import Workers
 
 O = TypeVar("O")  # noqa: E741  # what comes of a batch
 
+_BLANK: Final = b" \t\r\n\v\f"
 BLOCK_BYTES: Final = 4_000_000  # of one piece: a tenth less processor time than a million takes
 
 
@@ -49,6 +57,8 @@ def parse(
     files: tuple[str, ...], log: ParseLog | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[ReadBatch]:
     """Batches of reads of all files, in order; an empty file gives none and is counted in `log`.
+
+    A FASTA record of more than `block_bytes` comes in parts, each a batch of its own.
 
     Errors: `InputError` for a file that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is
     `skip`, for the first broken record.
@@ -70,7 +80,7 @@ def parse_by(
     Where a file turns out irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in
     the order of the files whatever was met first; those of `workers`.
     """
-    cut, again = pieces_of(files, block_bytes), deque[Piece]()
+    cut, again = _pieces_of(files, block_bytes), deque[Piece]()
 
     def pieces() -> Iterator[Piece]:
         while (piece := again.popleft() if again else next(cut, None)) is not None:
@@ -94,12 +104,15 @@ def parse_by(
         for made in workers.map(
             partial(_work_on, work), items, lambda item: len(item.data if isinstance(item, Piece) else item.bases.data)
         ):
-            item = given.popleft()
+            item, value = given.popleft(), made.value
             if isinstance(item, Piece):
-                log.take(item.name, made.reads, made.illegal)
                 log.parse_s += made.parse_s
-            if made.value is not None:
-                yield made.value
+                if item.part is None or made.irregular:
+                    log.take(item.name, made.reads, made.illegal)
+                elif not log.take_part(item.name, item.part, made.illegal):
+                    value = work(dropped(item, item.part)) if item.part.last else None
+            if value is not None:
+                yield value
             if isinstance(item, ReadBatch):
                 continue
             log.empty_files += item.is_empty_file
@@ -121,7 +134,7 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O
     """What a worker does with a piece: read it up to the first irregular record, without illegal letters."""
     if isinstance(item, ReadBatch):
         return _Made(work(item))
-    if item.damage is not None or not item.data:
+    if item.damage is not None or not (item.data or item.part):
         return _Made(None)
     started = time.perf_counter()
     read, irregular = (cut_fastq if item.form == "fastq" else cut_fasta)(item)
@@ -133,3 +146,93 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O
     batch, illegal = without_illegal(replace(read, ids=ids), item.name)
     parse_s = time.perf_counter() - started
     return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s)
+
+
+def _pieces_of(files: tuple[str, ...], block_bytes: int) -> Iterator[Piece]:
+    """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
+    for number, name in enumerate(files):
+        try:
+            with Source.open(name) as source:
+                yield from _pieces_of_one(number, source, block_bytes)
+        except InputError as error:
+            yield Piece(number, name, "fasta", b"", 1, last=True, damage=error, refused=True)
+
+
+def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Piece]:
+    text = source.read(block_bytes).removeprefix(b"\xef\xbb\xbf")
+    line, ended = 1, False
+    while not (kept := text.lstrip(_BLANK)) and not ended:
+        line += text.count(b"\n")
+        text = source.read(block_bytes)
+        ended = not text
+    line += text[: len(text) - len(kept)].count(b"\n")
+    text, wanted, is_empty_file = kept, block_bytes, not kept and source.damage is None
+    form = _format(text, source.name) if text else "fasta"
+    part: Part | None = None
+    while text or not ended:
+        while len(text) < wanted and not ended:
+            more = source.read(wanted - len(text))
+            text, ended = text + more, not more
+        end, lines, after = 0, 0, None
+        if part is not None:
+            end = text.find(b"\n>") + 1
+            if ended and not end:
+                break
+            part, after = replace(part, last=end > 0), None if end else part
+            # line ends are left for the next part, where it can be seen whether a header follows
+            end = end or len(text.rstrip(b"\r\n")) or len(text) - 1
+            lines = _newlines(text[:end])
+        elif ended and source.damage is None:
+            break
+        else:
+            end, lines = _whole_records(text, form)
+        if end:
+            yield Piece(number, source.name, form, text[:end], line, part=part)
+            if after is not None:
+                bases = text[text.index(b"\n") if after.first else 0 : end].translate(None, b"\r\n")
+                after = replace(after, first=False, before=after.before + len(bases))
+            part, text, line, wanted = after, text[end:], line + lines, block_bytes
+        elif ended:
+            break
+        elif part is None and form == "fasta" and b"\n" in text:
+            part = Part(b"".join(text[1 : text.index(b"\n")].split(None, 1)[:1]), line, first=True)
+        elif len(text) > LONGEST_LINE:
+            problem = f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end"
+            raise InputError(problem, file=source.name, line=line, hint="only sequences of FASTA may be as long")
+        else:
+            # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
+            wanted = 2 * len(text)
+    part = replace(part, last=True, dropped=source.damage is not None) if part else None
+    yield Piece(number, source.name, form, text, line, True, source.damage, is_empty_file=is_empty_file, part=part)
+
+
+def _whole_records(text: bytes, form: Format) -> tuple[int, int]:
+    """How many bytes of `text` are whole records, if they are regular, and how many lines those have."""
+    if form == "fasta":
+        end = text.rfind(b"\n>") + 1
+        lines = _newlines(text[:end])
+    else:
+        end, lines = len(text), _newlines(text)
+        for _ in range(lines % 4 + 1):
+            end = text.rfind(b"\n", 0, end)
+        end, lines = (end + 1, lines - lines % 4) if lines >= 4 else (0, 0)
+    if end == 0 and b"\r" in text.removesuffix(b"\r").replace(b"\r\n", b""):
+        return len(text), _newlines(text)  # lines end otherwise here: whoever reads this will see it
+    return end, lines
+
+
+def _newlines(text: bytes) -> int:
+    return int(np.count_nonzero(np.frombuffer(text, np.uint8) == NEWLINE))  # many times as fast as bytes.count
+
+
+def _format(data: bytes, name: str) -> Format:
+    first = data[:1]
+    if first in (b">", b";"):
+        return "fasta"
+    if data.startswith((b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")):
+        raise InputError("this is SAM, not FASTQ", file=name, hint="convert it: samtools fastq")
+    if first == b"@":
+        return "fastq"
+    known = {b"BAM\1": "BAM; convert it: samtools fastq", b"PK\3\4": "a zip archive; unpack it first"}
+    kind = known.get(data[:4], "neither FASTA nor FASTQ: it does not start with '>' or '@'")
+    raise InputError(f"this is {kind}", file=name)

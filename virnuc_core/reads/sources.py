@@ -31,7 +31,11 @@ STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
 _HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
 _addresses: dict[str, str] = {}  # whole ones, by how they are shown
-_PIECE_BYTES: Final = 1 << 16  # compressed bytes unpacked at a time; bounds what one call can swell to
+_PIECE_BYTES: Final = 1 << 16
+_PACKED_BYTES: Final = 1 << 12  # unpacked at a time: of gzip they can swell to a thousand times as much
+_PACKED_ZSTD_BYTES: Final = 1 << 10  # the same, thirty thousand times
+_UNPACKED_BYTES: Final = 1 << 22  # at a time, of those that can be told
+_UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +178,24 @@ class Source:
     def _unpacked(
         self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
     ) -> Iterator[bytes]:
-        unpacker = None
+        unpacker, step = None, _PACKED_ZSTD_BYTES if packed_as == "zstd" else _PACKED_BYTES
         while packed or (packed := self._next_piece()):
             if unpacker is None:
                 packed = packed.lstrip(b"\0")  # tapes and some tools pad with zeros after the last member
                 if not packed:
                     continue
                 unpacker = make()
+            now, packed = packed[:step], packed[step:]
+            bounds = (_UNPACKED_BYTES,) if hasattr(unpacker, "needs_input") else ()
             try:
-                yield unpacker.decompress(packed)
+                yield unpacker.decompress(now, *bounds)
+                while bounds and not (unpacker.needs_input or unpacker.eof):
+                    yield unpacker.decompress(b"", *bounds)
             except errors as error:
                 self._end(f"damaged {packed_as} data: {str(error) or type(error).__name__}")
                 return
-            packed = b""
             if unpacker.eof:
-                packed, unpacker = unpacker.unused_data, None
+                packed, unpacker = unpacker.unused_data + packed, None
         if unpacker is not None:
             self._end(f"the {packed_as} data ends early: the file is cut off")
 
@@ -216,7 +223,7 @@ def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None
     if head.startswith(b"BZh"):
         return "bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError)
     if head.startswith(b"\xfd7zXZ\0"):
-        return "xz", lzma.LZMADecompressor, (lzma.LZMAError, EOFError)
+        return "xz", partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES), (lzma.LZMAError, EOFError)
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
         try:
             zstandard = importlib.import_module("zstandard")

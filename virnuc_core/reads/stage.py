@@ -34,7 +34,7 @@ from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.seals import is_intact
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, SEALED_AS, OrfStore, StoreCounts, StoreWriter
-from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, fingerprint_batch, process
+from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, fingerprint_batch, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
 
@@ -175,10 +175,19 @@ def _make(
     writer, fingerprint = StoreWriter(folder, spec.model_length), _no_reads(spec.model_length)
     seconds = defaultdict[str, float](float)
     work = partial(process, model_length=spec.model_length, folder=folder)
-    for segment, leaves, taken in parse_by(workers, work, files, log):
+    ambiguous = False  # the long read whose parts are coming in
+    for made, leaves, taken in parse_by(workers, work, files, log):
         before = time.perf_counter()
-        writer.add(segment)
         fingerprint.add(leaves)
+        if isinstance(made, Segment):
+            writer.add(made)
+        else:
+            ambiguous = made.ambiguous or (ambiguous and not made.part.first)
+            if made.part.dropped:
+                Path(made.path).unlink()
+            elif made.part.last:
+                for segment in long_segments(made, ambiguous, spec.model_length, folder, workers):
+                    writer.add(segment)
         seconds["store_s"] += time.perf_counter() - before
         for part, part_s in taken.items():
             seconds[part] += part_s / spec.workers  # side by side with those of others

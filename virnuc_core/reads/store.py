@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_of
-from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.fingerprint import Bucket, Column, Repeated, Repeats, digests, repeats_in, share_a_digest
 from virnuc_core.reads.seals import SEAL_BYTES, is_intact, seal
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
@@ -59,6 +59,9 @@ _AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a 
 }
 
 
+_Place = tuple[int, np.dtype[Any]]  # byte at which a column begins, and what it is of
+
+
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
     """What a store holds, as written in its attributes."""
@@ -88,7 +91,7 @@ class OrfStore:
     duplicate_mark: str  # stands between an id and its number when the id is not the first of its kind
     counts: StoreCounts
 
-    read_length: NDArray[np.int32]  # [n_reads] bases
+    read_length: NDArray[np.int32]  # [n_reads] bases; int64 where one has more than that holds
     read_chunks: NDArray[np.int32]  # [n_reads]
     read_rows: NDArray[np.int32]  # [n_reads] open frames
     read_flags: NDArray[np.uint8]  # [n_reads] EMPTY | SHORT_FOR_MODEL | AMBIGUOUS | DUPLICATE_ID
@@ -202,6 +205,7 @@ class StoreWriter:
         self._stretches: list[list[Segment]] = []
         self._room = 0  # values that the last stretch still takes in
         self._counts: Counter[str] = Counter()
+        self._kinds = dict(COLUMNS)
         self._digests = {axis: Column(folder / f"{axis}_digests", np.uint64, 2) for axis in ("read", "row")}
         for column in self._digests.values():
             column.path.touch()
@@ -214,6 +218,8 @@ class StoreWriter:
         self._room -= sum(segment.sizes.values())
         self._stretches[-1].append(segment)
         self._counts.update(segment.counts)
+        if segment.counts["n_bases"] > np.iinfo(np.int32).max:  # that of one long read, then
+            self._kinds["read_length"] = np.int64
         for name, axis in (("read_id_digest", "read"), ("row_digest", "row")):
             with self._digests[axis].path.open("ab") as file:
                 file.write(segment.read(name).data)
@@ -278,7 +284,7 @@ class StoreWriter:
                     out.write(digests(named.data, named.offsets).data)
         return names
 
-    def _uniques(self) -> tuple[_Repeated, dict[str, NDArray[np.int64]]]:
+    def _uniques(self) -> tuple[Repeated, dict[str, NDArray[np.int64]]]:
         """Which rows repeat an earlier one; uniques, and letters of them, before each stretch and in all."""
         repeated = np.zeros((int(self._at["row"][-1]) >> 6) + 1, np.uint64)
         held: list[tuple[int, ...]] = []
@@ -290,30 +296,30 @@ class StoreWriter:
             held.append((len(lengths[0]) - len(rows), *(int(n.sum() - n[dropped].sum()) for n in lengths)))
         at = np.array([(0, 0, 0), *held], np.int64).cumsum(axis=0)
         before = offsets_of(np.bitwise_count(repeated))
-        return _Repeated(repeated, before), dict(zip(("unique", "protein", "dna"), at.T, strict=True))
+        return Repeated(repeated, before), dict(zip(("unique", "protein", "dna"), at.T, strict=True))
 
-    def _create(self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]) -> dict[str, int]:
-        """Make the file with room for all columns, as zeros; gives the byte at which each begins."""
+    def _create(self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]) -> dict[str, _Place]:
+        """Make the file with room for all columns, as zeros; gives where each is."""
         layout = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
         layout.set_layout(h5py.h5d.CONTIGUOUS)
         layout.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
         layout.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
         length_of = {name: entries[_AXES[name]] + name.endswith("_offsets") for name in COLUMNS}
-        nbytes = sum(length * np.dtype(COLUMNS[name]).itemsize for name, length in length_of.items()) + HEADERS_BYTES
+        nbytes = sum(length * self._kinds[name]().itemsize for name, length in length_of.items()) + HEADERS_BYTES
         check_room(path.parent, nbytes, "the staged reads")
         path.touch()
         os.truncate(path, nbytes)  # refused here and not in HDF5, which does not live through it
-        starts = {}
+        starts: dict[str, _Place] = {}
         aligned = {"alignment_threshold": 1, "alignment_interval": _ALIGNMENT}
         with h5py.File(path, "w", userblock_size=SEAL_BYTES, track_times=False, **aligned) as file:
             file.attrs.update(about)
             for name, length in length_of.items():
-                dataset = file.create_dataset(name, (length,), COLUMNS[name], dcpl=layout)
-                starts[name] = dataset.id.get_offset() if length else 0
+                dataset = file.create_dataset(name, (length,), self._kinds[name], dcpl=layout)
+                starts[name] = dataset.id.get_offset() if length else 0, dataset.dtype
         return starts
 
     def _parts(
-        self, path: Path, starts: Mapping[str, int], repeated: _Repeated, uniques: dict[str, NDArray[np.int64]]
+        self, path: Path, starts: Mapping[str, _Place], repeated: Repeated, uniques: dict[str, NDArray[np.int64]]
     ) -> Iterator[_Part]:
         for number, files in enumerate(self._stretches):
             begin = {axis: int(at[number]) for axis, at in (self._at | uniques).items()}
@@ -323,26 +329,11 @@ class StoreWriter:
 
 
 @dataclass(frozen=True, slots=True)
-class _Repeated:
-    """Which rows repeat an earlier one."""
-
-    words: NDArray[np.uint64]  # a bit for each row, lowest first
-    before: NDArray[np.int64]  # repeating rows before each word
-
-    def uniques_before(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many rows before each of `rows` are the first of their kind: the unique of a row that is one itself."""
-        word = rows >> 6
-        lower = (np.uint64(1) << (rows & 63).astype(np.uint64)) - np.uint64(1)
-        uniques: NDArray[np.int64] = rows - self.before[word] - np.bitwise_count(self.words[word] & lower)
-        return uniques
-
-
-@dataclass(frozen=True, slots=True)
 class _Part:
     """A stretch of segments, and all that whoever puts it into the store needs to know of the others."""
 
     path: Path
-    starts: Mapping[str, int]  # byte at which each column begins
+    starts: Mapping[str, _Place]
     files: tuple[Segment, ...]
     begin: Mapping[str, int]  # entries of each axis before
     copies: NDArray[np.int64]  # [n, 3] repeats of ids: read, first read of that id, how many-th
@@ -359,8 +350,8 @@ def _write_stretch(part: _Part) -> None:
     with part.path.open("rb+") as file:
 
         def put(name: str, values: NDArray[Any]) -> None:
-            kind = np.dtype(COLUMNS[name])
-            file.seek(part.starts[name] + begin[_AXES[name]] * kind.itemsize)
+            at, kind = part.starts[name]
+            file.seek(at + begin[_AXES[name]] * kind.itemsize)
             file.write(np.ascontiguousarray(values, kind).data)
 
         for name in ("read_length", "read_chunks", "read_rows", "read_id_bytes", "row_chunk", "row_frame"):
@@ -370,7 +361,9 @@ def _write_stretch(part: _Part) -> None:
         put("read_copy", copy)
         put("read_flags", of("read_flags") | (copy > 0) * np.uint8(DUPLICATE_ID))
         put("read_id_offsets", begin["id"] + offsets_of(of("read_id_length")))
-        put("row_read", np.repeat(np.arange(low, low + len(copy)), of("read_rows")))
+        before = np.cumsum([low, *(file.sizes["read_length"] for file in part.files)])
+        owners = [first + file.read("row_read") for first, file in zip(before.tolist(), part.files, strict=False)]
+        put("row_read", np.concatenate(owners))
         firsts = np.ones(len(of("row_frame")), bool)
         firsts[part.again[:, 0] - begin["row"]] = False
         unique = begin["unique"] + np.cumsum(firsts) - 1

@@ -80,11 +80,11 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
             files = (kept.name,)
         if any(out.resolve() == Path(name).resolve() for name in files):
             raise ConfigError(f"{out}: is what is drawn from; choose another name")
-        lengths = _count_lengths(files, out)
+        lengths, long = _count_lengths(files, out)
         bins = _bins(lengths)
         quotas = _quotas(np.array([part.before for part in bins], np.int64), n)
         bins = [replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
-        drawn = _draw(files, bins, out, np.random.default_rng(seed))
+        drawn = _draw(files, bins, long, out, np.random.default_rng(seed))
     distance = 0.0
     if drawn:
         ordered = sorted(lengths)
@@ -93,20 +93,24 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
     return SampleSummary(lengths.total(), drawn.total(), tuple(bins), distance)
 
 
-def _count_lengths(files: tuple[str, ...], out: Path) -> Counter[int]:
-    lengths: Counter[int] = Counter()
+def _count_lengths(files: tuple[str, ...], out: Path) -> tuple[Counter[int], list[int]]:
+    """How often each length occurs, and those of reads that come in parts, in order."""
+    lengths, long = Counter[int](), list[int]()
     form = None
     for batch in parse(files, ParseLog()):
         if form not in (None, batch.form):
             raise InputError("FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one")
         form = batch.form
+        if batch.part is not None:
+            long += [batch.part.before + len(batch.bases.data)] * batch.part.last
+            continue
         values, counts = np.unique(batch.bases.lengths, return_counts=True)
         lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
     named = out.name.removesuffix(".gz").rpartition(".")[2].lower()
     claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(named)
     if form is not None and claims not in (None, form):
         raise ConfigError(f"{out}: the reads are {form.upper()}; name the file .{form} or .{form}.gz")
-    return lengths
+    return lengths + Counter(long), long
 
 
 def _bins(lengths: Counter[int]) -> list[LengthBin]:
@@ -134,15 +138,21 @@ def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     return quotas
 
 
-def _draw(files: tuple[str, ...], bins: list[LengthBin], out: Path, rng: np.random.Generator) -> Counter[int]:
-    """Write the chosen reads; gives the lengths written."""
+def _draw(
+    files: tuple[str, ...], bins: list[LengthBin], long: list[int], out: Path, rng: np.random.Generator
+) -> Counter[int]:
+    """Write the chosen reads; gives the lengths written. `long` are the lengths of reads that come in parts."""
     chosen = [np.sort(rng.choice(part.before, part.after, replace=False, shuffle=False)) for part in bins]
     upper = np.array([part.longest for part in bins])
     seen = np.zeros(len(bins), np.int64)
     drawn: Counter[int] = Counter()
     with reads_file(out) as target:
+        lengths_of_long, picked = iter(long), np.zeros(1, bool)
         for batch in parse(files, ParseLog()):
-            lengths = batch.bases.lengths
+            if batch.part is not None and not batch.part.first:
+                target.write(batch.text.data if picked[0] else b"")  # of the part before
+                continue
+            lengths = batch.bases.lengths if batch.part is None else np.array([next(lengths_of_long)])
             bin_of = np.searchsorted(upper, lengths)
             picked = np.zeros(len(batch), bool)
             for number in np.unique(bin_of).tolist():
@@ -182,17 +192,22 @@ def write_viral(
     wanted, read = viral_score >= threshold, 0
     with ExitStack() as stack:
         out: dict[str, gzip.GzipFile] = {}
+        begun = False  # a wanted read of which parts are still to come
         for batch in parse(files, ParseLog(on_error)):
-            last = read + len(batch)
-            if last > store.n_reads or store.original_ids(read, last) != [batch.id(i) for i in range(len(batch))]:
+            part, last = batch.part, read + len(batch)
+            same = last <= store.n_reads and store.original_ids(read, last) == [batch.id(i) for i in range(len(batch))]
+            if part is not None and part.dropped and not begun:
+                continue  # nor was it staged
+            if not same and (part is None or part.last):
                 raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
+            begun = same and part is not None and not part.last and bool(wanted[read])
             if batch.form not in out:  # without name or time in it
                 raw = stack.enter_context(stack.enter_context(whole_file(run.viral[batch.form])).open("wb"))
                 packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
                 out[batch.form] = stack.enter_context(packed)
-            for i in np.flatnonzero(wanted[read:last]).tolist():
+            for i in np.flatnonzero(wanted[read:last] & same).tolist():
                 out[batch.form].write(batch.text[i])
-            read = last
+            read = last if part is None or part.last else read
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
         for form in set(run.viral) - set(out):

@@ -12,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,8 +21,9 @@ from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import ReadBatch, Strings, offsets_of, within
+from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_of, within
 from virnuc_core.reads.fingerprint import Leaves, digests, leaves_of
+from virnuc_core.reads.workers import Workers
 
 EMPTY: Final = 1  # bits of read_flags: no bases
 SHORT_FOR_MODEL: Final = 2  # less than half of the model's length, but not empty
@@ -30,7 +31,7 @@ AMBIGUOUS: Final = 4  # holds a letter other than A, C, G, T
 DUPLICATE_ID: Final = 8  # an earlier read has the same id
 
 SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
-    "read_length": np.int32,
+    "read_length": np.int64,
     "read_chunks": np.int32,
     "read_rows": np.int32,
     "read_flags": np.uint8,
@@ -38,6 +39,7 @@ SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
     "read_id_length": np.int32,
     "read_id_bytes": np.uint8,
     "read_id_digest": np.uint64,  # two each
+    "row_read": np.int32,  # from 0 within the segment; that of rows without a read in it is the next to come
     "row_chunk": np.int32,
     "row_frame": np.uint8,
     "row_digest": np.uint64,  # two each
@@ -48,6 +50,7 @@ SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
 }
 FRAMES: Final = ("F1", "F2", "F3", "R1", "R2", "R3")
 
+_WINDOW_BASES: Final = 1 << 22  # of a long read that are translated together
 _GROUP_BASES: Final = 1 << 20  # bases looked at together: arrays of this many bytes stay in the cache
 _NO_BASE: Final = 84  # code of a letter that is no base: 16 a + 4 b + c with one of it is no codon, also modulo 256
 _STOP: Final = ord("*")
@@ -76,7 +79,12 @@ def chunk(lengths: NDArray[np.int64], size: int) -> Chunks:
     counts = -(-lengths // size)
     read = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
     number = np.arange(len(read), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
-    length, count = lengths[read], counts[read]
+    return _chunks(read, number, lengths[read], size)
+
+
+def _chunks(read: NDArray[np.int64], number: NDArray[np.int64], length: NDArray[np.int64], size: int) -> Chunks:
+    """The chunks of these numbers, of reads of these lengths: all are of one shape."""
+    count = -(-length // size)
     lower, extra = np.divmod(count * size - length, count)
     start = number * size - (lower * number + np.minimum(number, lower + extra))
     return Chunks(read, number.astype(np.int32), start, np.minimum(start + size, length))
@@ -226,52 +234,136 @@ class Segment:
         raise KeyError(name)
 
 
-def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment, Leaves, dict[str, float]]:
+def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment | LongPart, Leaves, dict[str, float]]:
     """The batch's part of a store, in a file of `folder`; its part of the fingerprint; seconds of staging's stages.
 
-    Reads are cut, their chunks translated in six frames, ids and open frames digested.
+    Reads are cut, their chunks translated in six frames, ids and open frames digested. A part of a long read is kept
+    until the length of all is known.
     """
+    if batch.part is not None:
+        return _keep_part(batch, batch.part, folder)
     started = time.perf_counter()
-    bases, offsets, lengths = batch.bases.data, batch.bases.offsets, batch.bases.lengths
-    chunks = chunk(lengths, model_length)
+    bases, offsets = batch.bases.data, batch.bases.offsets
+    chunks = chunk(batch.bases.lengths, model_length)
     chunked = time.perf_counter()
     begin = offsets[chunks.read]
     orfs = translate(bases, begin + chunks.start, begin + chunks.end)
     translated = time.perf_counter()
-    row_read = chunks.read[orfs.chunk]
     ambiguous = np.zeros(len(batch), bool)
-    odd = np.flatnonzero(np.frombuffer(bases.translate(_ODD), np.bool_))
-    ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
+    ambiguous[np.searchsorted(offsets, _odd(bases), side="right") - 1] = True
+    rows = np.bincount(chunks.read[orfs.chunk], minlength=len(batch))
+    reads = _reads(batch.ids, batch.lines, batch.bases.lengths, model_length, rows, ambiguous)
+    segment = _write(folder, reads | _rows(orfs, chunks, ambiguous), len(chunks.read))
+    leaves = leaves_of(batch, reads["read_id_digest"].reshape(-1, 2))
+    stored_s = time.perf_counter() - translated
+    return segment, leaves, {"chunk_s": chunked - started, "translate_s": translated - chunked, "store_s": stored_s}
+
+
+def _odd(bases: bytes) -> NDArray[np.int64]:
+    """Where letters stand that are none of A, C, G, T."""
+    return np.flatnonzero(np.frombuffer(bases.translate(_ODD), np.bool_))
+
+
+def _reads(
+    ids: Strings,
+    lines: NDArray[np.int64],
+    lengths: NDArray[np.int64],
+    model_length: int,
+    rows: NDArray[np.int64],
+    ambiguous: NDArray[np.bool_],
+) -> dict[str, NDArray[Any]]:
+    """A segment's columns of reads; `rows` [reads] counts their open frames."""
     short = (lengths > 0) & (2 * lengths < model_length)
-    read_rows = np.bincount(row_read, minlength=len(batch))
-    id_digests = digests(batch.ids.data, batch.ids.offsets)
-    columns: dict[str, NDArray[Any]] = {
+    return {
         "read_length": lengths,
-        "read_chunks": np.bincount(chunks.read, minlength=len(batch)),
-        "read_rows": read_rows,
+        "read_chunks": -(-lengths // model_length),
+        "read_rows": rows,
         "read_flags": (lengths == 0) * EMPTY + short * SHORT_FOR_MODEL + ambiguous * AMBIGUOUS,
-        "read_line": batch.lines,
-        "read_id_length": batch.ids.lengths,
-        "read_id_bytes": np.frombuffer(batch.ids.data, np.uint8),
-        "read_id_digest": id_digests.reshape(-1),
+        "read_line": lines,
+        "read_id_length": ids.lengths,
+        "read_id_bytes": np.frombuffer(ids.data, np.uint8),
+        "read_id_digest": digests(ids.data, ids.offsets).reshape(-1),
+    }
+
+
+def _rows(orfs: Orfs, chunks: Chunks, ambiguous: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+    """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters."""
+    return {
+        "row_read": chunks.read[orfs.chunk],
         "row_chunk": chunks.number[orfs.chunk],
         "row_frame": orfs.frame,
-        "row_digest": _digest_rows(orfs, ambiguous[row_read]).reshape(-1),
+        "row_digest": _digest_rows(orfs, ambiguous[chunks.read[orfs.chunk]]).reshape(-1),
         "protein_length": orfs.protein_lengths,
         "dna_length": orfs.dna_lengths,
         "protein_bytes": orfs.proteins,
         "dna_bytes": orfs.dna,
     }
+
+
+def _write(folder: Path, columns: Mapping[str, NDArray[Any]], chunks: int) -> Segment:
+    """A segment of these columns; those that are not given are empty."""
+    sizes = dict.fromkeys(SEGMENT_COLUMNS, 0) | {name: len(column) for name, column in columns.items()}
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         for name, kind in SEGMENT_COLUMNS.items():
-            file.write(np.ascontiguousarray(columns[name], kind).data)
-    counts = {"n_reads": len(batch), "n_rows": len(orfs), "n_chunks": len(chunks.read), "n_bases": len(bases)}
-    marked = {"n_open_reads": read_rows, "n_empty": lengths == 0, "n_short": short, "n_ambiguous": ambiguous}
-    counts |= {name: int(np.count_nonzero(reads)) for name, reads in marked.items()}
-    segment = Segment(file.name, {name: len(columns[name]) for name in SEGMENT_COLUMNS}, counts)
-    leaves = leaves_of(batch, id_digests)
-    stored_s = time.perf_counter() - translated
-    return segment, leaves, {"chunk_s": chunked - started, "translate_s": translated - chunked, "store_s": stored_s}
+            if sizes[name]:
+                file.write(np.ascontiguousarray(columns[name], kind).data)
+    counts = {"n_reads": sizes["read_length"], "n_rows": sizes["row_frame"], "n_chunks": chunks, "n_bases": 0}
+    if sizes["read_length"]:
+        flags = columns["read_flags"]
+        counts |= {
+            "n_bases": int(columns["read_length"].sum()),
+            "n_open_reads": int(np.count_nonzero(columns["read_rows"])),
+        }
+        marks = {"n_empty": EMPTY, "n_short": SHORT_FOR_MODEL, "n_ambiguous": AMBIGUOUS}
+        counts |= {name: int(np.count_nonzero(flags & bit)) for name, bit in marks.items()}
+    return Segment(file.name, sizes, counts)
+
+
+@dataclass(frozen=True, slots=True)
+class LongPart:
+    """A part of a long read, whose bases lie in a scratch file until all are there."""
+
+    part: Part
+    path: str  # of the file
+    bases: int
+    ambiguous: bool
+    id: Strings  # of the read, printable
+
+
+def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> tuple[LongPart, Leaves, dict[str, float]]:
+    started, bases = time.perf_counter(), batch.bases.data
+    path = folder / f"long_{batch.file}_{part.line}"
+    path.touch()
+    with path.open("rb+") as file:
+        file.seek(part.before)
+        file.write(bases)
+    kept = LongPart(part, str(path), len(bases), len(_odd(bases)) > 0, batch.ids)
+    return kept, fingerprint_batch(batch), {"store_s": time.perf_counter() - started}
+
+
+def long_segments(
+    last: LongPart, ambiguous: bool, model_length: int, folder: Path, workers: Workers
+) -> Iterator[Segment]:
+    """A long read's part of a store: segments of rows, each of a stretch of its chunks, and one of the read itself."""
+    length, rows = last.part.before + last.bases, 0
+    count, step = -(-length // model_length), max(1, _WINDOW_BASES // model_length)
+    work = partial(_window, last.path, length=length, size=model_length, ambiguous=ambiguous, folder=folder)
+    for segment in workers.map(work, (range(low, min(low + step, count)) for low in range(0, count, step))):
+        rows += segment.counts["n_rows"]
+        yield segment
+    Path(last.path).unlink()
+    line, lengths, n_rows, odd = (np.array([value]) for value in (last.part.line, length, rows, ambiguous))
+    yield _write(folder, _reads(last.id, line, lengths, model_length, n_rows, odd), 0)
+
+
+def _window(path: str, numbers: range, *, length: int, size: int, ambiguous: bool, folder: Path) -> Segment:
+    number = np.array(numbers)
+    chunks = _chunks(np.zeros_like(number), number, np.full_like(number, length), size)
+    low, high = int(chunks.start[0]), int(chunks.end[-1])
+    with Path(path).open("rb") as file:
+        file.seek(low)
+        orfs = translate(file.read(high - low), chunks.start - low, chunks.end - low)
+    return _write(folder, _rows(orfs, chunks, np.array([ambiguous])), len(number))
 
 
 def fingerprint_batch(batch: ReadBatch) -> Leaves:

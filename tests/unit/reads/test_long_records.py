@@ -1,0 +1,169 @@
+"""A FASTA record longer than a block comes in parts: the same store, the same reads, and memory that does not grow."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import lzma
+import random
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from virnuc_core.errors import InputError
+from virnuc_core.reads import subsets
+from virnuc_core.reads.fast_parser import Strings
+from virnuc_core.reads.sources import Source
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.reads.store import OrfStore, StoreWriter
+from virnuc_core.reads.subsets import sample, write_viral
+from virnuc_core.reads.translate import _reads, _write
+from virnuc_core.reads.workers import Workers
+from virnuc_core.rundir import RunDir
+
+from .conftest import WriteReads, shrink
+from .made_up import digest
+
+BLOCKS = (64, 1 << 20)  # bytes; a record of 3,000 bases is long for the first two
+
+
+def chromosome(name: str, length: int, seed: int, end: str = "\n", letters: str = "ACGT") -> str:
+    bases = "".join(random.Random(seed).choices(letters, k=length))
+    return f">{name} of something{end}" + "".join(f"{bases[i : i + 70]}{end}" for i in range(0, length, 70))
+
+
+def staged(spec: StageSpec, folder: Path, block_bytes: int, workers: int = 1) -> tuple[StageSummary, str, str]:
+    with pytest.MonkeyPatch.context() as patch:
+        shrink(patch, block_bytes=block_bytes, stretch=5000)
+        patch.setattr("virnuc_core.reads.translate._WINDOW_BASES", 10 * block_bytes)
+        out = folder / f"{block_bytes}_{workers}" / "orfs.h5"
+        summary = stage(spec.model_copy(update={"workers": workers}), out)
+        assert stage(spec, out).reused
+        listed = out.with_name("skipped.tsv")
+        return summary, digest(out), listed.read_text() if listed.exists() else ""
+
+
+@pytest.mark.parametrize(
+    ("end", "odd"), [("\n", ""), ("\r\n", ""), ("\n", ";a comment\n"), ("\r\n", "AC GT\n"), ("\n", "\n\n")]
+)
+def test_a_record_in_parts_gives_the_same_store(write: WriteReads, tmp_path: Path, end: str, odd: str) -> None:
+    text = chromosome("one", 10_000, 1, end) + chromosome("short", 100, 2, end) + chromosome("one", 20_001, 3, end, "A")
+    text += chromosome("n", 900, 4, end, "ACGTNnacgt") + f"{odd}>empty{end}" + chromosome("last", 5001, 5, end).rstrip()
+    spec = StageSpec(reads=(write(text), write("@q\nACGTACGT\n+\nIIIIIIII\n", "q.fq")), model_length=60)
+    runs = [staged(spec, tmp_path, size, workers) for size in BLOCKS for workers in (1, 2)]
+    assert len({made for _, made, _ in runs}) == 1
+    assert {summary.counts.n_reads for summary, *_ in runs} == {7}
+    assert {summary.counts.n_duplicate_ids for summary, *_ in runs} == {1}
+
+
+def test_a_single_line_and_a_header_alone(write: WriteReads, tmp_path: Path) -> None:
+    text = f">{'x' * 3000}\n{'ACGT' * 4000}\n>{'y' * 3000}"
+    runs = [staged(StageSpec(reads=(write(text),)), tmp_path, size) for size in BLOCKS]
+    assert len({made for _, made, _ in runs}) == 1
+
+
+@pytest.mark.parametrize("place", [10, 2_990])
+@pytest.mark.parametrize("odd", ["E", "E\n;comment\n"])
+def test_a_long_record_with_a_wrong_letter_is_left_out_whole(
+    write: WriteReads, tmp_path: Path, place: int, odd: str
+) -> None:
+    bad = "".join(random.Random(1).choices("ACGT", k=3_000))
+    bad = f"{bad[:place]}{odd}{bad[place:]}EE"
+    path = write(f"{chromosome('a', 4000, 2)}>bad\n{bad}\n{chromosome('b', 4000, 3)}")
+    with pytest.raises(InputError, match=rf"reads\.fa:60: read 'bad': 'E' at base {place + 1} is no nucleotide"):
+        staged(StageSpec(reads=(path,)), tmp_path, 64)
+    spec = StageSpec(reads=(path,), on_error="skip")
+    runs = [staged(spec, tmp_path, size) for size in BLOCKS]
+    assert len({(made, listed) for _, made, listed in runs}) == 1
+    assert [(s.counts.n_reads, s.skipped_records) for s, *_ in runs] == [(2, 1)] * len(runs)
+
+
+def test_a_long_record_that_is_cut_off_is_left_out(write: WriteReads, tmp_path: Path) -> None:
+    path = write(gzip.compress((chromosome("a", 400, 2) + chromosome("b", 90_000, 3)).encode())[:-3000], "a.fa.gz")
+    spec = StageSpec(reads=(path,), on_error="skip")
+    runs = [staged(spec, tmp_path, size) for size in BLOCKS]
+    assert len({(made, listed) for _, made, listed in runs}) == 1
+    assert [(s.counts.n_reads, s.skipped_records) for s, *_ in runs] == [(1, 1)] * len(runs)
+
+
+def test_a_sample_and_the_viral_reads_of_long_records(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = [chromosome("bad", 900, 1, letters="ACGTE"), *(chromosome(f"c{i}", 300 * i, i) for i in range(1, 6))]
+    path, good = write("".join(texts)), write("".join(texts[1:]), "good.fa")
+    run, given, parse = RunDir(tmp_path / "run"), {}, subsets.parse
+    summary = stage(StageSpec(reads=(path,), on_error="skip"), run.store)
+    assert summary.counts.n_reads == 5
+    run.reads_table.write_text("id\tviral_score\n" + "".join(f"c{i}\t{i % 2}\n" for i in range(1, 6)))
+    for size in BLOCKS:
+        shrink(monkeypatch, block_bytes=size)
+        monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
+        assert write_viral(run, OrfStore.open(run.store), (path,), on_error="skip") == 3
+        assert gzip.decompress(run.viral["fasta"].read_bytes()).decode() == texts[1] + texts[3] + texts[5]
+        sample(good, 3, tmp_path / "drawn.fa")
+        given[size] = (tmp_path / "drawn.fa").read_text()
+    assert len(set(given.values())) == 1
+    assert given[64].count(">") == 3
+    with pytest.raises(InputError, match="not those that were staged"):
+        write_viral(run, OrfStore.open(run.store), (good, path), on_error="skip")
+
+
+def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
+    one, length = np.array([1]), np.array([3_000_000_000])
+    ids = Strings.of([b"wheat"])
+    with Workers(1) as workers:
+        writer = StoreWriter(tmp_path, 500)
+        writer.add(_write(tmp_path, _reads(ids, one, length, 500, one - 1, one < 0), 0))
+        writer.find_repeats(workers)
+        writer.write(tmp_path / "orfs.h5", "x", workers)
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    assert store.read_length[0] == store.counts.n_bases == 3_000_000_000
+    assert store.read_chunks[0] == 6_000_000
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, "zst"], ids=["gz", "bz2", "xz", "zst"])
+def test_what_swells_comes_in_bounded_pieces(write: WriteReads, pack: object) -> None:
+    if pack == "zst":
+        pack = pytest.importorskip("zstandard").ZstdCompressor().compress
+    assert callable(pack)
+    path = write(pack(b">a\n" + b"A" * (1 << 26)), "a.fa")
+    with Source.open(path) as source:
+        sizes = [len(piece) for piece in itertools.islice(iter(lambda: source.read(1), b""), 1000)]
+    assert sum(sizes) == (1 << 26) + 3
+    assert max(sizes) < 40_000_000
+
+
+MEASURED = """
+import sys
+from pathlib import Path
+from flows.start import readable
+from virnuc_core.reads.stage import StageSpec, stage
+def peak():  # of this program: what getrusage tells begins with the peak of who started it
+    return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM"))
+readable((sys.argv[1],), "stop")
+looked = peak()
+stage(StageSpec(reads=(sys.argv[1],)), Path(sys.argv[2]))
+print(looked, peak())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bases", ["".join(random.Random(7).choices("ACGT", k=1000)), "A" * 1000])
+def test_memory_does_not_grow_with_a_record(tmp_path: Path, bases: str) -> None:
+    """Peaks over one line of 20, 40 and 80 million bases; without open frames, and with nothing else."""
+    peaks = []
+    for size in (20, 40, 80):
+        path = tmp_path / f"{size}.fa.gz"
+        path.write_bytes(gzip.compress(b">long\n" + bases.encode() * (size * 1000)))
+        command = [sys.executable, "-c", MEASURED, str(path), str(tmp_path / str(size) / "orfs.h5")]
+        told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+        peaks.append([int(kilobytes) / 1000 for kilobytes in told])
+    looked, made = zip(*peaks, strict=True)
+    assert max(looked) - min(looked) < 15
+    assert made[2] < 400
+    assert made[2] - made[0] < 60, made
