@@ -43,7 +43,6 @@ from prefect.context import FlowRunContext, SyncClientContext
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Crashed, Failed
-from prefect.utilities import callables
 
 from flows.parameters import FlowSettings, RunSettings, flow_parameters
 from tasks.predict import stage
@@ -86,19 +85,6 @@ class CancelledError(VirnucError):
     """Somebody cancelled the flow run, in the UI or with `prefect flow-run cancel`."""
 
     exit_code = 130
-
-
-class _NoOthers(callables.ParameterSchema):
-    """A flow's parameters, as a server holds new runs against them: names that are none of these are refused."""
-
-    additionalProperties: bool  # noqa: N815 - a word of JSON Schema
-
-    def __init__(self, **schema: Any) -> None:
-        super().__init__(**schema, additionalProperties=False)
-
-
-# there is no setting for it, and Prefect makes the schema anew wherever it deploys a flow
-callables.ParameterSchema = _NoOthers  # type: ignore[misc]
 
 
 def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:

@@ -33,6 +33,7 @@ from prefect.settings import (
     PREFECT_CLIENT_MAX_RETRIES,
     temporary_settings,
 )
+from prefect.utilities import callables
 
 from virnuc_core.runfiles import Device
 
@@ -43,6 +44,19 @@ LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
 logger = logging.getLogger(__name__)
+
+
+class _NoOthers(callables.ParameterSchema):
+    """A flow's parameters, as a server holds new runs against them: names that are none of these are refused."""
+
+    additionalProperties: bool  # noqa: N815 - a word of JSON Schema
+
+    def __init__(self, **schema: Any) -> None:
+        super().__init__(**schema, additionalProperties=False)
+
+
+# there is no setting for it, and Prefect makes the schema anew wherever it deploys a flow
+callables.ParameterSchema = _NoOthers  # type: ignore[misc]
 
 
 class ServerLostError(httpx.TransportError):

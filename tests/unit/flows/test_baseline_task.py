@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tasks.validate import baseline
 from virnuc_core.config import Devices
 from virnuc_core.profiles import BaselineSpec
@@ -16,5 +14,7 @@ def test_an_old_baseline_that_cannot_be_removed_is_not_taken_for_the_new_one(tmp
     run = RunDir(tmp_path / "baseline")
     run.root.write_text("a file")
     cpu, spec = Devices.parse("cpu:1"), BaselineSpec()
-    with pytest.raises(NotADirectoryError):
-        baseline.fn(run, store=tmp_path, models=tmp_path, devices=cpu, spec=spec, label="x", force=True)
+    state = baseline.fn(run, store=tmp_path, models=tmp_path, devices=cpu, spec=spec, label="x", force=True)
+    assert state.is_failed()
+    assert "cannot be written" in (state.message or "")
+    assert run.root.read_text() == "a file"
