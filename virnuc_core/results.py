@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, SHORT_FOR_MODEL
 from virnuc_core.rundir import RunDir, whole_file
 
 Scores = NDArray[np.float32]
@@ -68,13 +68,18 @@ class ResultSummary:
 
 
 class _Block:
-    """Consecutive reads with all their rows, and the verdict on each chunk by the scored rows that decide it."""
+    """Consecutive reads with all their rows, or one read with some of its many, and the verdict on each chunk by the
+    scored rows that decide it."""
 
     def __init__(self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask) -> None:
         """The votes of the rows marked in `scored` [rows]; `scores` [rows, 2]: P(others), P(virus).
 
         Errors: `VirnucError` when the rows are not of these reads.
         """
+        self.margins_before = np.empty(
+            0
+        )  # of the chunks in blocks before, if this block goes on with the read of those
+        self.scored_before, self.lost_before = 0, False  # rows of those
         read = np.asarray(store.row_read[rows])
         if len(read) and (read[0] < reads.start or read[-1] >= reads.stop):
             raise VirnucError(f"{store.path}: rows from {rows.start} on are not of reads {reads.start}…{reads.stop}")
@@ -110,16 +115,23 @@ class _Block:
         minus it only to the last digit. A score is at least 0.5 exactly when the mean margin is at least 0, however
         small the margin: rounding never lifts a read over the line.
         """
-        chunk_read = self.read[self.starts]
-        total = np.bincount(chunk_read, weights=self.margin, minlength=self.n_reads)
+        chunk_read = np.append(np.zeros(len(self.margins_before), np.int64), self.read[self.starts])
+        margins = np.append(self.margins_before, self.margin)
+        total = np.bincount(chunk_read, weights=margins, minlength=self.n_reads)
         chunks = np.bincount(chunk_read, minlength=self.n_reads)
         mean = np.divide(total, chunks, out=np.full(self.n_reads, np.nan), where=chunks > 0)
         score: Scores = (0.5 + mean / 2).astype(np.float32)
-        alone = np.bincount(self.read, minlength=self.n_reads)[self.read] == 1
+        alone = np.bincount(self.read, minlength=self.n_reads)[self.read] + self.scored_before == 1
         score[self.read[alone]] = self.scores[alone, 1]
         score[mean < 0] = np.minimum(score[mean < 0], np.nextafter(_HALF, np.float32(0)))
         score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
         return score
+
+    def go_on_from(self, before: _Block, lost: Mask) -> None:
+        """This block has further rows of the read of another, whose `lost` [rows] failed."""
+        self.margins_before = np.append(before.margins_before, before.margin)
+        self.scored_before = before.scored_before + len(before.scored)
+        self.lost_before = before.lost_before or bool(lost.any())
 
     def read_lines(self, lost: Mask, threshold: float) -> tuple[bytes, Places]:
         """Lines of `reads.tsv`, and one index into `FATES` for every read; `lost` [rows] marks the failed rows."""
@@ -129,6 +141,7 @@ class _Block:
         fate[store.read_rows[low:high] == 0] = NO_OPEN_FRAME
         fate[store.read_chunks[low:high] == 0] = EMPTY
         fate[np.asarray(store.row_read[self.rows])[lost] - low] = FAILED
+        fate[: self.lost_before] = FAILED
         shown = np.full(self.n_reads, "", dtype=object)
         shown[fate <= OTHERS] = _texts(score[fate <= OTHERS])
         columns = store.read_length, store.read_chunks, store.read_rows
@@ -161,10 +174,13 @@ def write_results(
         originals = _open_originals(stack, run)
         reads = _open_whole(stack, run.reads_table, READS_HEADER)
         failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
-        for read_span, rows in _spans(store):
+        before: tuple[_Block, Mask] | None = None  # of a read with more rows to come
+        for read_span, rows, whole in _spans(store):
             unique = np.asarray(store.row_unique[rows])
             lost = failed[unique]
             block = _Block(store, read_span, rows, scores[unique], ~lost)
+            if before is not None:
+                block.go_on_from(*before)
             judged_s = time.perf_counter()
             for file, lines in zip(originals, block.original_lines(), strict=True):
                 file.write(lines)
@@ -172,9 +188,11 @@ def write_results(
                 names = store.row_ids(rows.start, rows.stop)
                 failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
             predict_s += time.perf_counter() - judged_s
-            table, fate = block.read_lines(lost, threshold)
-            reads.write(table)
-            fates += np.bincount(fate, minlength=len(FATES))
+            if whole:
+                table, fate = block.read_lines(lost, threshold)
+                reads.write(table)
+                fates += np.bincount(fate, minlength=len(FATES))
+            before = None if whole else (block, lost)
             counts.update(rows_virus=int(block.row_is_virus.sum()), rows_failed=int(lost.sum()))
             counts.update(chunks_scored=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
     told = dict(zip(FATES, fates.tolist(), strict=True))
@@ -194,20 +212,31 @@ def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -
     of_rows[wanted] = scores
     with ExitStack() as stack:
         originals = _open_originals(stack, run)
-        for reads, rows in _spans(store):
+        for reads, rows, _ in _spans(store):
             block = _Block(store, reads, rows, of_rows[rows], wanted[rows])
             for file, lines in zip(originals, block.original_lines(), strict=True):
                 file.write(lines)
 
 
-def _spans(store: OrfStore) -> Iterator[tuple[slice, slice]]:
-    """Consecutive reads and all their rows, of bounded size; a read is never cut, however many rows it has."""
+def _spans(store: OrfStore) -> Iterator[tuple[slice, slice, bool]]:
+    """Consecutive reads and their rows, of bounded size; whether those are all, or more of the one read's are to come.
+
+    A chunk is never cut.
+    """
     read, row = 0, 0
     while read < store.n_reads:
         ends = np.cumsum(store.read_rows[read : read + BLOCK_READS], dtype=np.int64)
         count = max(1, int(np.searchsorted(ends, BLOCK_ROWS, side="right")))
         next_row = row + int(ends[count - 1])
-        yield slice(read, read + count), slice(row, next_row)
+        while next_row - row > BLOCK_ROWS:  # one read
+            cut = row + BLOCK_ROWS
+            of_chunk = store.row_chunk[cut : cut + len(FRAMES)] == store.row_chunk[cut - 1]
+            cut += int(np.argmin(np.append(of_chunk, False)))
+            if cut >= next_row:
+                break
+            yield slice(read, read + 1), slice(row, cut), False
+            row = cut
+        yield slice(read, read + count), slice(row, next_row), True
         read, row = read + count, next_row
     if row != store.n_rows:
         raise VirnucError(f"{store.path}: its reads claim {row} rows, it holds {store.n_rows}")

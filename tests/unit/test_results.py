@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -379,6 +379,10 @@ def test_the_rules_said_slowly(tmp_path_factory: pytest.TempPathFactory, reads: 
         table = list(csv.DictReader(handle, delimiter="\t"))
     assert [row["fate"] for row in table] == [slow_fate(read) for read in reads]
     assert sum(summary.fates.values()) == len(reads)
+    small = {path.name: path.read_bytes() for path in run.root.iterdir() if path.is_file()}
+    counts = replace(summary, predict_s=0, consensus_s=0)
+    assert replace(write(run, reads), predict_s=0, consensus_s=0) == counts  # in blocks that hold all
+    assert {path.name: path.read_bytes() for path in run.root.iterdir() if path.is_file()} == small
     scored = [frame for read in reads for frame in read.frames if frame.scores is not None]
     with run.predictions.open() as handle:
         rows = list(csv.DictReader(handle, delimiter="\t"))

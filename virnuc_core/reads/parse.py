@@ -101,9 +101,7 @@ def parse_by(
         given = deque[Piece | ReadBatch]()
         items = noted(chain(irregular, pieces()), given)
         irregular = None
-        for made in workers.map(
-            partial(_work_on, work), items, lambda item: len(item.data if isinstance(item, Piece) else item.bases.data)
-        ):
+        for made in workers.map(partial(_work_on, work), items, _nbytes):
             item, value = given.popleft(), made.value
             if isinstance(item, Piece):
                 log.parse_s += made.parse_s
@@ -128,6 +126,10 @@ def parse_by(
                 raise cast(InputError, item.damage)
             if item.damage is not None:
                 log.broken(item.damage)
+
+
+def _nbytes(item: Piece | ReadBatch) -> int:
+    return len(item.data if isinstance(item, Piece) else item.bases.data)
 
 
 def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O]:
