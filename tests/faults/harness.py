@@ -167,8 +167,7 @@ class Play:
             allowed = (0,)  # replaced, or nothing that the results need
         if mine:
             allowed = (0, -9)
-        if whom == "server":
-            first.ends()
+        if whom == "server" and first.ends() is not None:
             allowed = (1,) if NO_SERVER in first.complained() else (0,)  # the first before there was a run
         if at_s is not None and fatal and at_s < 2.0:
             allowed = (*allowed, -15, -2, -9)  # before it could hear
@@ -331,19 +330,21 @@ def main() -> int:
     options = parser.parse_args()
     began_s, played = time.monotonic(), list[Round]()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what runs is ended
-    with (
-        tempfile.TemporaryDirectory(prefix="virnuc-faults-", dir=options.folder) as name,
-        prepared(Path(name) / "scene") as scene,
-    ):
-        for one in rounds(range(options.first, options.first + options.rounds), scene, options.seed, options.only):
-            played.append(one)
-            print(line(one), flush=True)
-            if time.monotonic() - began_s > options.minutes * 60:
-                break
-    text = f"{table(played)}\n\nseed {options.seed}, {time.monotonic() - began_s:.0f} s\n"
-    print(text)
-    if options.out:
-        options.out.write_text(text)
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="virnuc-faults-", dir=options.folder) as name,
+            prepared(Path(name) / "scene") as scene,
+        ):
+            for one in rounds(range(options.first, options.first + options.rounds), scene, options.seed, options.only):
+                played.append(one)
+                print(line(one), flush=True)
+                if time.monotonic() - began_s > options.minutes * 60:
+                    break
+    finally:  # also of what was played when somebody ends it
+        text = f"{table(played)}\n\nseed {options.seed}, {time.monotonic() - began_s:.0f} s\n"
+        print(text)
+        if options.out:
+            options.out.write_text(text)
     return 0 if all(one.good for one in played) else 1
 
 
