@@ -240,21 +240,21 @@ class Bucket:
         buckets = 1 << max(0, -(-len(digests) // BUCKET) - 1).bit_length()
         return [cls(digests, number, buckets) for number in range(buckets)]
 
-    def records(self) -> Iterator[NDArray[np.uint64]]:
-        """Both halves of the digests, their places in the column, and 1: uint64 [n, 4], about a bucketful at a time.
+    def records(self) -> Iterator[tuple[NDArray[np.uint64], bool]]:
+        """Both halves of the digests and their places in the column: uint64 [n, 3]; and whether more come after.
 
-        There are more only where a few digests make up much of the column.
+        That is so only where a few digests make up much of the column.
         """
-        held, size = [np.empty((0, 4), np.uint64)], 0
+        held, size = [np.empty((0, 3), np.uint64)], 0
         for low in range(0, len(self.digests), _READ_AT_ONCE):
             found = self.digests.read(low, low + _READ_AT_ONCE)
             own = np.flatnonzero(found[:, 0] & np.uint64(self.buckets - 1) == self.number)
-            held.append(np.column_stack([found[own], (low + own).astype(np.uint64), np.ones(len(own), np.uint64)]))
+            held.append(np.column_stack([found[own], (low + own).astype(np.uint64)]))
             size += len(own)
             if size > BUCKET:
-                yield np.concatenate(held)
-                held, size = [np.empty((0, 4), np.uint64)], 0
-        yield np.concatenate(held)
+                yield np.concatenate(held), True
+                held, size = [np.empty((0, 3), np.uint64)], 0
+        yield np.concatenate(held), False
 
 
 def repeats_in(bucket: Bucket) -> Column:
@@ -263,10 +263,13 @@ def repeats_in(bucket: Bucket) -> Column:
     Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
     """
     made = Column(bucket.digests.path.with_suffix(f".{bucket.number}"), np.int64, 3)
-    known = np.empty((0, 4), np.uint64)  # of each kind the digest, the first place, and how many there were
+    known, counted = (
+        np.empty((0, 3), np.uint64),
+        np.empty(0, np.int64),
+    )  # the first of each kind, and how many there were
     with made.path.open("wb") as out:
-        for more in bucket.records():
-            records = np.concatenate([known, more])
+        for new, more in bucket.records():
+            records = np.concatenate([known, new]) if len(known) else new
             # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
             order = np.argsort(records[:, 0])
             low = records[order, 0]
@@ -274,17 +277,21 @@ def repeats_in(bucket: Bucket) -> Column:
             in_company = np.zeros(len(order), bool)
             in_company[1:] |= same
             in_company[:-1] |= same
-            alone, kinds = records[order[~in_company]], records[order[in_company]]
-            kinds = kinds[np.lexsort((kinds[:, 2], kinds[:, 1], kinds[:, 0]))]
+            places = order[in_company]
+            places = places[np.lexsort(records[places].T[::-1])]
+            kinds, before = records[places], np.append(counted, np.ones(len(new), np.int64))[places]
             begins = np.ones(len(kinds), bool)
             begins[1:] = (kinds[1:, :2] != kinds[:-1, :2]).any(axis=1)
             first = np.maximum.accumulate(np.where(begins, np.arange(len(kinds)), 0))
+            count = before[first] + np.arange(len(kinds)) - first
             again = np.flatnonzero(~begins)
-            how_many = kinds[first, 3] + (np.arange(len(kinds)) - first).astype(np.uint64)
-            found = np.column_stack([kinds[again, 2], kinds[first[again], 2], how_many[again]]).astype(np.int64)
+            found = np.column_stack([kinds[again, 2], kinds[first[again], 2], count[again]]).astype(np.int64)
             out.write(found[np.argsort(found[:, 0])].data)
-            kinds[first, 3] = how_many  # that of the last of a kind stays
-            known = np.concatenate([alone, kinds[begins]])
+            if more:
+                ends = np.append(begins[1:], True)
+                alone = order[~in_company]
+                known = np.concatenate([records[alone], kinds[begins]])
+                counted = np.append(np.append(counted, np.ones(len(new), np.int64))[alone], count[ends])
     return made
 
 
@@ -338,6 +345,6 @@ class Repeated:
 
 def share_a_digest(pair: tuple[Bucket, Bucket]) -> bool:
     """Whether a digest stands in the same bucket of both columns."""
-    one, other = (np.concatenate([*bucket.records()]) for bucket in pair)
+    one, other = (np.concatenate([some for some, _ in bucket.records()]) for bucket in pair)
     one, other = one[np.isin(one[:, 0], other[:, 0])], other[np.isin(other[:, 0], one[:, 0])]
     return not {*map(tuple, one[:, :2].tolist())}.isdisjoint(map(tuple, other[:, :2].tolist()))

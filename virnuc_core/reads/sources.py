@@ -32,9 +32,8 @@ NCBI_PREFIX: Final = "ncbi:"
 _HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
 _addresses: dict[str, str] = {}  # whole ones, by how they are shown
 _PIECE_BYTES: Final = 1 << 16
-_PACKED_BYTES: Final = 1 << 12  # unpacked at a time: of gzip they can swell to a thousand times as much
-_PACKED_ZSTD_BYTES: Final = 1 << 10  # the same, thirty thousand times
-_UNPACKED_BYTES: Final = 1 << 22  # at a time, of those that can be told
+_UNPACKED_BYTES: Final = 1 << 20  # at a time
+_PACKED_ZSTD_BYTES: Final = 1 << 10  # at a time, where that cannot be told: they swell to thirty thousand times as much
 _UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
 
 
@@ -178,7 +177,8 @@ class Source:
     def _unpacked(
         self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
     ) -> Iterator[bytes]:
-        unpacker, step = None, _PACKED_ZSTD_BYTES if packed_as == "zstd" else _PACKED_BYTES
+        unpacker = None
+        step, bounds = (_PACKED_ZSTD_BYTES, ()) if packed_as == "zstd" else (_PIECE_BYTES, (_UNPACKED_BYTES,))
         while packed or (packed := self._next_piece()):
             if unpacker is None:
                 packed = packed.lstrip(b"\0")  # tapes and some tools pad with zeros after the last member
@@ -186,11 +186,10 @@ class Source:
                     continue
                 unpacker = make()
             now, packed = packed[:step], packed[step:]
-            bounds = (_UNPACKED_BYTES,) if hasattr(unpacker, "needs_input") else ()
             try:
-                yield unpacker.decompress(now, *bounds)
-                while bounds and not (unpacker.needs_input or unpacker.eof):
-                    yield unpacker.decompress(b"", *bounds)
+                yield (piece := unpacker.decompress(now, *bounds))
+                while len(piece) == _UNPACKED_BYTES and bounds and not unpacker.eof:
+                    yield (piece := unpacker.decompress(getattr(unpacker, "unconsumed_tail", b""), *bounds))
             except errors as error:
                 self._end(f"damaged {packed_as} data: {str(error) or type(error).__name__}")
                 return

@@ -9,6 +9,7 @@ import lzma
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -136,6 +137,19 @@ def test_what_swells_comes_in_bounded_pieces(write: WriteReads, pack: object) ->
         sizes = [len(piece) for piece in itertools.islice(iter(lambda: source.read(1), b""), 1000)]
     assert sum(sizes) == (1 << 26) + 3
     assert max(sizes) < 40_000_000
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress], ids=["gz", "bz2", "xz"])
+@pytest.mark.parametrize("bound", [1, 64, 1 << 20])
+def test_nothing_is_lost_between_bounded_pieces(
+    write: WriteReads, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes], bound: int
+) -> None:
+    monkeypatch.setattr("virnuc_core.reads.sources._UNPACKED_BYTES", bound)
+    monkeypatch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 50)
+    texts = [random.Random(n).randbytes(5) * 30 + b"A" * n for n in (0, 1, 63, 64, 4000)]
+    with Source.open(write(b"".join(map(pack, texts)), "a.fa")) as source:
+        assert b"".join(iter(lambda: source.read(1), b"")) == b"".join(texts)
+    assert source.damage is None
 
 
 MEASURED = """
