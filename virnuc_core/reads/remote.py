@@ -7,14 +7,12 @@ an address may be a signature that opens the file to whoever reads it: it stays 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import http.client
 import ipaddress
 import logging
 import os
 import re
-import shutil
 import socket
 import string
 import time
@@ -24,14 +22,14 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import Any, BinaryIO, Final
 
 from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.reads.sources import NCBI_PREFIX, hidden, is_address, whole_address
-from virnuc_core.rundir import whole_file, write_text_whole
+from virnuc_core.rundir import check_room, storing, whole_file, write_text_whole
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 PRIVATE: Final = "VIRNUC_PRIVATE_ADDRESSES"  # set to `allow`, addresses inside this network are fetched too
@@ -43,9 +41,7 @@ _ATTEMPTS: Final = 4
 _PAUSE_S: Final = 1.0  # after the first attempt
 _MAX_REDIRECTS: Final = 5
 _ACCESSION: Final = re.compile(r"[A-Za-z]{1,6}_?\d{3,12}(\.\d+)?")
-_DISK: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class _Remembered(Spec):
@@ -90,27 +86,25 @@ def fetch(url: str, folder: Path) -> Path:
     return target
 
 
-def _patiently(name: str, work: Callable[[], T]) -> T:
-    """What `work` gives in one of several attempts, each pause twice as long. Errors: `InputError`, in words."""
-    attempt = 1
-    while True:
+def _patiently(name: str, work: Callable[[], None]) -> None:
+    """Do `work` in one of some attempts, each pause twice as long. Errors: `InputError`, in words."""
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return work()
+            work()
         except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, connections that break off
             if isinstance(error, urllib.error.HTTPError):
                 error.close()
                 if error.code < 500 and error.code not in (408, 416, 425, 429):
                     problem = f"the server says {error.code} {error.reason}"
                     raise InputError(problem, file=name, hint="check it") from error
-            elif getattr(error, "errno", None) in _DISK:
-                raise
             _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, printable(str(error)))
-            if attempt >= _ATTEMPTS:
+            if attempt == _ATTEMPTS:
                 hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
                 problem = f"cannot be fetched: {getattr(error, 'reason', None) or error}"
                 raise InputError(problem, file=name, hint=hint) from error
+        else:
+            return
         time.sleep(_PAUSE_S * 2 ** (attempt - 1))
-        attempt += 1
 
 
 def _download(url: str, target: Path) -> None:
@@ -142,7 +136,7 @@ def _download(url: str, target: Path) -> None:
         tag = told.get("ETag", "")  # a weak one (W/"…") does not stand for the very bytes: no part can go on by it
         validator = tag if tag.startswith('"') else told.get("Last-Modified", "")
         write_text_whole(notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json())
-        with part.open("ab" if goes_on else "wb") as out:
+        with storing(part), part.open("ab" if goes_on else "wb") as out:
             _copy(answer, out, shown)
     whole = _Remembered(url=shown, validator=validator, sha256=_sha256(part))
     os.replace(part, target)
@@ -151,8 +145,9 @@ def _download(url: str, target: Path) -> None:
 
 def _copy(answer: Any, out: BinaryIO, name: str) -> None:
     """All of an answer, to the disk; `InputError` beyond the limits, `OSError` where it breaks off or is too slow."""
-    room = min(MAX_BYTES - out.tell(), shutil.disk_usage(out.name).free)
-    told = f"{answer.length:,} bytes" if answer.length else "more"
+    room, told = MAX_BYTES - out.tell(), answer.length or 0
+    if told <= room:
+        check_room(Path(out.name).parent, told, "the reads to fetch")
     began, came = time.monotonic(), 0
     while (answer.length or 0) <= room and (piece := answer.read1(1 << 18)):
         room -= out.write(piece)
@@ -162,8 +157,8 @@ def _copy(answer: Any, out: BinaryIO, name: str) -> None:
                 raise TimeoutError(f"too slow: {came:,} bytes in {spent:.0f} s")
             began, came = time.monotonic(), 0
     if (answer.length or 0) > room:
-        problem = f"{told} to come, at most {MAX_BYTES:,} are taken, and what the disk has free"
-        raise InputError(problem, file=name, hint="make room, or fetch the file yourself")
+        problem = f"{f'{told:,}' if told else 'more'} bytes to come, at most {MAX_BYTES:,} are taken"
+        raise InputError(problem, file=name, hint="fetch the file yourself")
     out.flush()
     os.fsync(out.fileno())
     if answer.length:

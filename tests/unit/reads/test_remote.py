@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, StorageError
 from virnuc_core.reads import remote
 from virnuc_core.reads.remote import PRIVATE, fetch, fetch_accessions, fetch_all
 from virnuc_core.reads.sources import hidden, is_remote
@@ -321,7 +321,7 @@ def test_a_full_disk_is_no_network_trouble(server: Server, tmp_path: Path) -> No
     name = fetch(url, tmp_path).name
     behaviour.etag = '"new"'
     (tmp_path / f"{name}.part").symlink_to("/dev/full")
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(StorageError, match=r"part: No space left on device; .* free there; make room"):
         fetch(url, tmp_path)
     assert len(behaviour.paths) == 2
 
