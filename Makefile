@@ -14,7 +14,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
-	@echo "make test      the quick tests, under 4 minutes     make test-slow  servers, schedules, many killed runs"
+	@echo "make test      the quick tests, under 3 minutes     make test-slow  servers, schedules, many killed runs"
 	@echo "make check     format, lint, types, quick tests     make lines      size of the source and its budgets"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
@@ -39,7 +39,7 @@ demo: setup
 		--devices cpu:2 --out $(DEMO)/validation
 
 test: setup
-	$(BIN)/pytest -n 2 --dist worksteal -m "not ui and not postgres and not slow"
+	$(BIN)/pytest -n 3 --dist worksteal -m "not ui and not postgres and not slow"
 
 test-slow: setup
 	$(BIN)/pytest -m "slow and not ui and not postgres"

@@ -11,7 +11,7 @@ import pytest
 from flows.validate import ask, validate
 from virnuc_core.report.verify import verify_report
 
-pytestmark = pytest.mark.usefixtures("prefect_backend")
+pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

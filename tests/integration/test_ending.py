@@ -101,7 +101,8 @@ def test_ctrl_c_at_a_terminal_reaches_the_temporary_server_too_and_leaves_nothin
         assert run.ends() == 130, run.log.read_text()
 
 
-@pytest.mark.parametrize("temporary_server", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("temporary_server", [False, True])
 def test_a_killed_run_leaves_no_process_and_goes_on_later_on_other_devices(
     tmp_path: Path,
     some_reads: Path,

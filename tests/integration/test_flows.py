@@ -143,6 +143,7 @@ def write_profile(path: Path, settings: str, limit_s: float) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_criterion_that_is_missed_is_seen_in_the_run_list(tmp_path: Path, few_reads: Path, models: Path) -> None:
     given = {"reads": [str(few_reads)], "out": tmp_path / "validation", "models": models, "devices": "cpu:1"}
     given |= {"profile": write_profile(tmp_path / "impossible.toml", "", 0.001)}
@@ -244,6 +245,7 @@ def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Pa
     assert predict_inbox(**given, return_state=True).message == "1 predicted"
 
 
+@pytest.mark.slow
 def test_a_run_of_other_settings_holds_up_no_other_file_and_is_no_files_fate(tmp_path: Path, models: Path) -> None:
     inbox, out = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()

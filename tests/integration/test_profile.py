@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("prefect_backend")
 SMALL = {"devices": "cpu:1", "shard_tokens": 4096, "token_budget": 1024, "dna_token_budget": 1024}
 
 
+@pytest.mark.slow
 def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_reads: Path, models: Path) -> None:
     out = tmp_path / "run"
     given = {"reads": [str(few_reads)], "out": out, "models": models, "operations": 5, **SMALL}

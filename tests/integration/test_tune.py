@@ -120,6 +120,7 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
     assert [c["tokens_per_s"] for c in after["candidates"]] == [c["tokens_per_s"] for c in body["candidates"]]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_backend")
 def test_settings_that_change_results_are_marked_and_not_recommended(
     tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
@@ -142,6 +143,7 @@ def test_a_base_that_cannot_run_ends_the_sweep_at_once(tmp_path: Path, few_reads
     assert not (tmp_path / "sweep" / "tune.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_backend")
 def test_predict_takes_the_settings_a_sweep_wrote(tmp_path: Path, few_reads: Path, models: Path) -> None:
     path = tmp_path / "settings.toml"

@@ -157,8 +157,6 @@ def test_a_finished_baseline_is_reused_and_another_is_not(
     assert again.model_copy(update={"reused": False}) == vanilla[1]
     other = run_baseline(run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21))
     assert not other.reused
-    run.predictions.unlink()
-    assert not run_baseline(run, store.path, models, cores(1), BaselineSpec(name="v1", reads=21)).reused
 
 
 def test_the_record_says_what_the_baseline_was_made_from(
@@ -227,6 +225,8 @@ def test_a_finished_baseline_is_held_against_what_it_left(
     run.record.write_text("{")
     assert run_baseline(run, store.path, models, cores(1), spec).reused, "its times do not come from run.json"
     assert read(run.record, RunRecord).fingerprints["reads"] == store.fingerprint
+    run.predictions.unlink()
+    assert not run_baseline(run, store.path, models, cores(1), spec).reused
     run.predictions.write_bytes(before[:-1] + b"9")
     assert not run_baseline(run, store.path, models, cores(1), spec).reused
     assert run.predictions.read_bytes() == before
@@ -237,6 +237,7 @@ def test_a_finished_baseline_is_held_against_what_it_left(
         next(word for word in ("run.json", "prediction_results", "summary.json") if word in line) for line in said
     ] == [
         "run.json",
+        "prediction_results",
         "prediction_results",
         "summary.json",
     ]
@@ -265,8 +266,6 @@ def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     assert not children()
     assert not run.summary.exists()
     assert not run.predictions.exists()
-    spec = BaselineSpec(name="v1", reads=20)
-    assert run_baseline(run, store.path, models, cores(1), spec).measured_rows > 0, "another try does it all"
 
 
 @pytest.mark.slow
@@ -286,6 +285,9 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_the_baseline(
         run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec())
     thread.join()
     assert not children()
+    monkeypatch.undo()
+    again = run_baseline(RunDir(tmp_path), store.path, models, cores(1), BaselineSpec(name="v1", reads=20))
+    assert again.measured_rows > 0, "another try does it all"
 
 
 def test_an_interrupted_baseline_says_so_and_leaves_nothing(tmp_path: Path, store: OrfStore, models: Path) -> None:

@@ -54,6 +54,7 @@ def test_the_worker_that_waited_does_the_job(
     assert [log.name for log in (tmp_path / "run" / "logs").iterdir()] == [f"worker-{summary.workers[0]['device']}.log"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_died_while_it_waited_is_replaced(
     prewarmed: LocalWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
@@ -65,6 +66,7 @@ def test_a_worker_that_died_while_it_waited_is_replaced(
     assert summary.restarts == 0  # no work was lost
 
 
+@pytest.mark.slow
 def test_a_worker_started_with_other_settings_is_not_used(
     prewarmed: LocalWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:

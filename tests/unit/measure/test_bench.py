@@ -13,6 +13,7 @@ from virnuc_core.report.files import RawFolder
 from virnuc_core.report.verify import Verification, verify_overhead
 
 
+@pytest.mark.slow
 def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench, engine: EngineSpec) -> None:
     shares: list[float] = []
     found = measure_overhead(tmp_path, bench, engine, pairs=1, shards_a_device=2, on_run=shares.append)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from virnuc_core.config import EngineSpec, TraceSpec
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.trace import TABLE, TraceTable, trace
 from virnuc_core.runfiles import read
 
 
+@pytest.mark.slow
 def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
     tmp_path: Path, bench: Bench, engine: EngineSpec
 ) -> None:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -21,6 +23,7 @@ def bench(record: Path, *words: str) -> tuple[str, dict[str, object]]:
     return ended.stdout, json.loads(record.read_text())
 
 
+@pytest.mark.slow
 def test_speed_is_told_beside_the_slow_twin(tmp_path: Path) -> None:
     told, record = bench(tmp_path / "bench.json", "--n", "1500", "--repeats", "1", "--workers", "2")
     speed = record["speed"]
@@ -34,6 +37,7 @@ def test_speed_is_told_beside_the_slow_twin(tmp_path: Path) -> None:
     assert f"{alone:,.0f}" in told
 
 
+@pytest.mark.slow
 def test_memory_is_told_for_each_size(tmp_path: Path) -> None:
     told, record = bench(tmp_path / "bench.json", "--memory", "--sizes", "500", "2000", "--workers", "1")
     memory = record["memory"]
