@@ -1,39 +1,82 @@
-"""`virnuc doctor`: is this machine sound, and what virnuc is installed with? One line a check, and an exit code."""
+"""`virnuc doctor`: is this machine sound? Packages, room, locks, server, driver, weights, and whether it computes.
+
+Each check is a generator of `Finding`s; the error that one ends with is a finding, too.
+"""
 
 from __future__ import annotations
 
 import ipaddress
-import itertools
 import json
+import logging
 import os
 import platform
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from contextvars import Context
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated, Any, Final, Literal
 
+import httpx
+import numpy as np
+import nvitop
+import psutil
+import pynvml
+import torch
 from cyclopts import Parameter
+from numpy.typing import NDArray
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from flows.parameters import ROOTS
 from flows.start import prepare_prefect
-from virnuc_core.measure import doctor as checks
-from virnuc_core.measure.doctor import Finding
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_all
+from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.encoders.verify import embed
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import resolve
+from virnuc_core.errors import ConfigError, DeviceError, VirnucError
+from virnuc_core.measure.bench import Bench, measure
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir, device_holder, held_devices, run_lock, whole_file
+from virnuc_core.runfiles import Device
 
-if TYPE_CHECKING:
-    import httpx
+Verdict = Literal["ok", "warn", "fail", "not run"]
+Scores = NDArray[np.float32]  # of all uniques, [n, 2]
 
-NOT_SOUND: Final = 1
+GIB: Final = 1 << 30
+DISK_FAIL, DISK_WARN = GIB, 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
+HASHED_BYTES: Final = 2 * GIB  # more is hashed only when asked: it would take longer than all else
+MEMORY_NEEDED: Final = 16 * GIB  # ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
+FSYNC_WARN_S: Final = 0.5
+READS, LENGTH, SEED = 40, 200, 11  # of what is computed for a try
+ENGINE: Final = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5)
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
-PREFECT_WAIT_S: Final = 3.0
-SERVER: Final = "Prefect server"
+ABSENT: Final = "is absent"  # of a package
 IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
 CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the doctor's answer."""
+
+    check: str
+    verdict: Verdict
+    detail: str
 
 
 def doctor(
@@ -56,19 +99,19 @@ def doctor(
         as_json: as JSON
     """
     prepare_prefect()
-    asked: list[Callable[[], Iterable[Finding]]] = [  # cheap ones first
-        requirements,
-        partial(tested_versions, CONSTRAINTS),
-        partial(checks.room, out),
-        partial(checks.file_system, out),
-        checks.locks,
-        prefect_server,
-        checks.driver_and_gpus,
-        partial(checks.weights, models, hashed=hashed),
-        *([partial(checks.compute, devices)] if compute else []),
-    ]
+    asked = {  # the cheap ones first
+        "packages": requirements(),
+        "tested versions": tested_versions(CONSTRAINTS),
+        "disk": room(out),
+        "file locks": file_system(out),
+        "device locks": locks(),
+        "Prefect server": prefect_server(),
+        "driver": driver_and_gpus(),
+        "weights": weights(models, hashed=hashed),
+        "compute": computes(devices) if compute else iter(()),
+    }
     started, found = time.perf_counter(), []
-    for finding in itertools.chain.from_iterable(check() for check in asked):
+    for finding in findings(asked):
         found.append(finding)
         if not as_json:
             print(f"{MARKS[finding.verdict]}  {finding.check}: {finding.detail}", flush=True)
@@ -78,109 +121,98 @@ def doctor(
         body = {"sound": sound, "seconds": round(seconds, 2), "checks": [asdict(finding) for finding in found]}
         print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
-        word = "sound" if sound else "not sound"
-        print(f"\nThis machine is {word}: {counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s")
-    return 0 if sound else NOT_SOUND
+        told = f"{counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s"
+        print(f"\nThis machine is {'sound' if sound else 'not sound'}: {told}")
+    return 0 if sound else 1
+
+
+def findings(checks: Mapping[str, Iterator[Finding]]) -> Iterator[Finding]:
+    """What all checks find, one after the other; the error that ends one of them is told under its name."""
+    for name, check in checks.items():
+        try:
+            yield from check
+        except (VirnucError, OSError) as error:
+            yield Finding(name, "fail", str(error))
 
 
 def requirements() -> Iterator[Finding]:
-    """Do the bounds of virnuc hold for this Python and the packages?
-
-    Nothing says what they are where virnuc runs from its source without being installed.
-    """
-    from packaging.requirements import Requirement
-    from packaging.specifiers import SpecifierSet
-
-    installed, python = _version("virnuc") is not None, platform.python_version()
-    required = metadata.metadata("virnuc")["Requires-Python"] if installed else ""
-    said = f"{python} ({sys.executable}); wanted {required or 'not told'}"
-    yield Finding("Python", "ok" if SpecifierSet(required).contains(python) else "fail", said)
-    if not installed:
+    """Do the bounds of virnuc hold for this Python and the packages?"""
+    try:
+        told = metadata.metadata("virnuc")
+    except metadata.PackageNotFoundError:
         yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
         return
-    wanted = [Requirement(text) for text in metadata.requires("virnuc") or []]
+    bounds, python = told["Requires-Python"], platform.python_version()
+    verdict: Verdict = "ok" if SpecifierSet(bounds).contains(python) else "fail"
+    yield Finding("Python", verdict, f"{python} ({sys.executable}); wanted {bounds}")
+    wanted = [Requirement(text) for text in told.get_all("Requires-Dist") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    here = {one.name: _version(one.name) for one in wanted}
+    pairs = [(one, _version(one.name)) for one in wanted]
     broken = [
-        f"{one.name} {here[one.name] or 'is absent'} (wanted {one.specifier})"
-        for one in wanted
-        if (found := here[one.name]) is None or not one.specifier.contains(found, prereleases=True)
+        f"{one.name} {here} (wanted {one.specifier})"
+        for one, here in pairs
+        if here == ABSENT or not one.specifier.contains(here, prereleases=True)
     ]
     yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
 
 
 def tested_versions(constraints: Path) -> Iterator[Finding]:
     """The packages that matter most, against the versions that were tested together."""
-    here = {name: _version(name) or "absent" for name in IMPORTANT}
+    here = {name: _version(name) for name in IMPORTANT}
     listed = ", ".join(f"{name} {version}" for name, version in here.items())
     if not constraints.is_file():
         yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
+    pairs = [(name, version, pins.get(name)) for name, version in here.items()]
     other = [
-        f"{name} {version} (tested: {pins[name]})"
-        for name, version in here.items()
-        if name in pins and pins[name] != version.split("+")[0]
+        f"{name} {version} (tested: {pin})" for name, version, pin in pairs if pin not in (None, version.split("+")[0])
     ]
     yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
 
 
-def _version(package: str) -> str | None:
+def _version(package: str) -> str:
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return None
+        return ABSENT
 
 
 def prefect_server() -> Iterator[Finding]:
     """Which server runs would talk to, and whether it answers."""
-    import httpx
-    from prefect.settings import (
-        PREFECT_API_AUTH_STRING,
-        PREFECT_API_URL,
-        PREFECT_HOME,
-        PREFECT_SERVER_ALLOW_EPHEMERAL_MODE,
-    )
+    from prefect.settings import get_current_settings
 
-    url = PREFECT_API_URL.value()
-    if url is None:
-        if PREFECT_SERVER_ALLOW_EPHEMERAL_MODE.value():
-            yield Finding(SERVER, "ok", f"none is named: the embedded one, with its data in {PREFECT_HOME.value()}")
-        else:
-            yield Finding(SERVER, "fail", "none is named (PREFECT_API_URL) and the embedded one is forbidden")
+    settings, check = get_current_settings(), "Prefect server"
+    if (url := settings.api.url) is None:
+        if not settings.server.ephemeral.enabled:
+            raise ConfigError("none is named (PREFECT_API_URL) and the embedded one is forbidden")
+        yield Finding(check, "ok", f"none is named: the embedded one, with its data in {settings.home}")
         return
-    secret = PREFECT_API_AUTH_STRING.value() or ""
+    secret = settings.api.auth_string.get_secret_value() if settings.api.auth_string else ""
     user, _, password = secret.partition(":")
-    ask = partial(httpx.get, f"{url}/admin/version", timeout=PREFECT_WAIT_S)
+    ask = partial(httpx.get, f"{url}/admin/version", timeout=3.0)
     try:
         answers_anybody = ask().status_code != httpx.codes.UNAUTHORIZED
         answer = ask(auth=(user, password) if secret else None)
         if answer.status_code == httpx.codes.UNAUTHORIZED:
-            yield Finding(SERVER, "fail", f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
-            return
+            raise ConfigError(f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
         theirs = answer.raise_for_status().json()
     except (httpx.HTTPError, ValueError) as error:
-        yield Finding(SERVER, "fail", f"{url} does not answer ({type(error).__name__}); start it, or unset it")
-        return
+        raise ConfigError(f"{url} does not answer ({type(error).__name__}); start it, or unset it") from error
     ours = metadata.version("prefect")
     other = "" if theirs == ours else f"; this side is {ours}"
-    yield Finding(SERVER, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+    yield Finding(check, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
     yield from doors(httpx.URL(url), answers_anybody=answers_anybody)
 
 
 def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Finding]:
     """Who may have workers do what: a server that answers anybody lets anybody run commands as their account."""
-    import psutil
-
-    try:
-        seen = psutil.net_connections("tcp")
-    except (psutil.Error, OSError):
-        seen = []
-    port = url.port or (443 if url.scheme == "https" else 80)
-    listening = {one.laddr.ip for one in seen if one.status == psutil.CONN_LISTEN and one.laddr.port == port}
-    here = _is_loopback(url.host)
-    abroad = [ip for ip in sorted(listening) if not _is_loopback(ip)] if here else [url.host]
-    said = []
+    port, here, said = url.port or (443 if url.scheme == "https" else 80), _is_loopback(url.host), []
+    abroad = [url.host]
+    if here:
+        with suppress(psutil.Error, OSError):
+            seen = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
+            abroad = sorted({at.ip for at in seen if at.port == port and not _is_loopback(at.ip)})
     if answers_anybody and abroad:
         said.append(
             f"anybody who reaches {', '.join(abroad)} port {port} can run commands as the workers: bind 127.0.0.1 and "
@@ -201,3 +233,167 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def driver_and_gpus() -> Iterator[Finding]:
+    """NVML, the driver and the CUDA that torch was built for; then each visible GPU."""
+    built = torch.version.cuda
+    try:
+        pynvml.nvmlInit()
+        version, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
+        supported = int(pynvml.nvmlSystemGetCudaDriverVersion())
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        said = f"no NVIDIA driver is visible ({error}); virnuc computes on CPU cores"
+        yield Finding("driver", "warn" if built else "ok", said)
+        return
+    text, problem = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs", ""
+    if built is None:
+        problem = ": a torch without CUDA; install one that has it"
+    elif supported // 1000 < int(built.split(".")[0]):
+        problem = f": the driver is too old for CUDA {built}"
+    elif not torch.cuda.is_available():
+        problem = ": torch cannot start CUDA here"
+    yield Finding("driver", "fail" if problem else "ok", f"{text}; torch is for {built}{problem}")
+    if count and not problem:
+        yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
+
+
+def gpu_finding(name: str, gpu: Any) -> Finding:
+    """One GPU, as nvitop tells of it."""
+    total, free = int(gpu.memory_total()), int(gpu.memory_free())
+    others = [str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()]
+    text, problem = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", ""
+    if others:
+        problem = f"; {len(others)} other processes compute here ({', '.join(others[:5])})"
+    elif free < MEMORY_NEEDED:
+        problem = f"; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB"
+    return Finding(name, "warn" if problem else "ok", f"{text}, utilisation {gpu.gpu_utilization()} %{problem}")
+
+
+def locks() -> Iterator[Finding]:
+    """Devices that virnuc runs hold on this machine."""
+    held = [f"{name} ({holder})" for name in held_devices() if (holder := device_holder(name))]
+    yield Finding("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
+
+
+def room(folder: Path) -> Iterator[Finding]:
+    """Room where results would go, and in the shared memory that loader processes hand their batches over through."""
+    free, shared = shutil.disk_usage(_nearest(folder)).free, Path("/dev/shm")
+    verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
+    more = "" if verdict == "ok" else "; a million reads of 150 bases leave some 13 GiB"
+    yield Finding("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
+    free = shutil.disk_usage(shared).free if shared.is_dir() else 0
+    more = "" if free >= GIB else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
+    yield Finding("shared memory", "warn" if more else "ok", f"{free / GIB:.1f} GiB free in {shared}{more}")
+
+
+def file_system(folder: Path) -> Iterator[Finding]:
+    """Do locks exclude, and do renames and flushes work, where results would go?
+
+    The lock is that of a run directory, asked for twice; the file is written aside, flushed and renamed like a shard.
+    """
+    with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=_nearest(folder)) as name:
+        excludes, place = True, Path(name)
+        with suppress(ConfigError), run_lock(place), ExitStack() as again:
+            Context().run(again.enter_context, run_lock(place))  # as another thread would hold it
+            excludes = False
+        said = "locks exclude in" if excludes else "use a local folder: locks do not exclude in"
+        yield Finding("file locks", "ok" if excludes else "fail", f"{said} {place.parent}")
+        started = time.perf_counter()
+        with whole_file(place / "shard") as aside:
+            aside.write_bytes(bytes(1 << 20))
+        seconds = time.perf_counter() - started
+        verdict: Verdict = "warn" if seconds > FSYNC_WARN_S else "ok"
+        yield Finding("commits", verdict, f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the nearest one above it that is there."""
+    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
+
+
+def weights(models: Path | None, *, hashed: bool) -> Iterator[Finding]:
+    """Is the models directory whole, and what are the digests of its parts?"""
+    if models is None:
+        yield Finding("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
+        return
+    check_models(models)
+    size = sum(path.stat().st_size for path in models.glob("*/*.safetensors"))
+    yield Finding("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit ({size / GIB:.2f} GiB)")
+    if size > HASHED_BYTES and not hashed:
+        yield Finding("weights sha256", "not run", f"{size / GIB:.1f} GiB take a while; --hash does it")
+        return
+    prints = fingerprint(models).items()
+    yield Finding("weights sha256", "ok", ", ".join(f"{part} {digest[:16]}" for part, digest in prints))
+
+
+def computes(devices: str) -> Iterator[Finding]:
+    """Does each device (`cuda:0,cuda:1`, `cpu:2`, `auto`) compute what the reference computes, and the same bytes?
+
+    A tiny model with random weights goes the whole way, reads to scores, through a worker process on every device at
+    once; the reference is plain float32 on the CPU.
+    """
+    found = resolve(Devices.parse(devices))
+    with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, ExitStack() as quiet:
+        logging.disable(logging.CRITICAL)  # what matters of these runs is in the findings
+        quiet.callback(logging.disable, logging.NOTSET)
+        store, models = Path(name, "orfs.h5"), Path(name, "models")
+        init_random(models, model_length=LENGTH, seed=SEED)
+        reads = simulate(SimulateSpec(reads=READS, seed=SEED), Path(name, "reads.fasta")).reads_file
+        stage(StageSpec(reads=(str(reads),), model_length=LENGTH), store)
+
+        def scored(device: Device) -> Scores:
+            """The scores by the engine on one device."""
+            one = Devices(kind=device.kind, ids=(device.id,))
+            job = Bench(store, models, one).job(RunDir(Path(name, device.id)), ENGINE)
+            measure(replace(job, devices=(device,)))  # a core has no name in settings
+            return shards.read_scores(job.run)[0]
+
+        with ThreadPoolExecutor(max_workers=len(found)) as threads:
+            running = [(device, threads.submit(scored, device)) for device in found]
+            reference = _reference(models, OrfStore.open(store))
+    answers: list[tuple[Device, Scores]] = []
+    for device, future in running:
+        try:
+            answers.append((device, future.result()))
+        except VirnucError as error:
+            taken = isinstance(error, DeviceError)  # another run's device is no fault of the machine
+            yield Finding(f"compute {device.id}", "warn" if taken else "fail", str(error))
+        else:
+            yield judge(device, reference, answers[-1][1])
+    yield from together(answers)
+
+
+def judge(device: Device, reference: Scores, answer: Scores) -> Finding:
+    """One device's scores beside the reference's."""
+    # of P(virus): float32 sums in another order; half precision has a thousandth of the digits
+    tolerance = 5e-3 if device.kind == "cuda" else 1e-5
+    if reference.shape != answer.shape or np.isnan(answer).any():
+        return Finding(f"compute {device.id}", "fail", "scores are missing")
+    apart = float(np.abs(reference.astype(np.float64) - answer).max(initial=0.0))
+    same = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
+    fine = apart <= tolerance
+    word = "equals" if fine else "DIFFERS from"
+    text = f"{device.name}: {len(answer)} sequences, end to end, {word} the float32 reference {same}"
+    return Finding(f"compute {device.id}", "ok" if fine else "fail", text)
+
+
+def together(found: Sequence[tuple[Device, Scores]]) -> Iterator[Finding]:
+    """Do devices of one name give the same bytes? Nothing is said of a name that stands alone."""
+    for name in dict.fromkeys(device.name for device, _ in found):
+        (first, scores), *others = [(device, answer) for device, answer in found if device.name == name]
+        if others:
+            odd = [device.id for device, answer in others if answer.tobytes() != scores.tobytes()]
+            text = f"{', '.join(odd)} not equal to {first.id}" if odd else f"{len(others) + 1} agree bit for bit"
+            yield Finding(f"devices agree: {name}", "fail" if odd else "ok", text)
+
+
+def _reference(models: Path, orfs: OrfStore) -> Scores:
+    """Scores in float32 in this process, by the plain attention, one sequence a batch: nothing packed, no worker."""
+    cpu, parts = torch.device("cpu"), []
+    esm2, dnabert_s, head = load_all(models, cpu, EngineSpec(precision="fp32", attention="reference"))
+    sides = (dnabert_s, DnabertTokenizer(models), orfs.dna), (esm2, Esm2Tokenizer(), orfs.protein)
+    for encoder, tokenizer, rows in sides:
+        parts.append(torch.cat([embed(encoder, tokenizer, [row], cpu) for row in rows(0, orfs.n_uniques)]))
+    return np.asarray(head.scores(torch.cat(parts, dim=1)))

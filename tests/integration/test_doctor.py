@@ -23,9 +23,7 @@ from prefect.settings import (
 )
 
 from flows import doctor as command
-from flows.doctor import doctor
-from virnuc_core.measure import doctor as checks
-from virnuc_core.measure.doctor import judge, together
+from flows.doctor import doctor, judge, together
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
@@ -81,9 +79,9 @@ def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest
         "virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-"
     )  # others may hold some
     handle = lock_device("GPU-doctor", 0)
-    assert list(checks.locks()) == [checks.Finding("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
+    assert list(command.locks()) == [command.Finding("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
     os.close(handle)
-    assert next(checks.locks()).verdict == "ok"
+    assert next(command.locks()).verdict == "ok"
 
 
 class Server(BaseHTTPRequestHandler):
@@ -121,7 +119,7 @@ def test_an_open_door_is_a_warning(
         thread.start()
         address = f"http://127.0.0.1:{server.server_port}/api"
         with temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own}):
-            *_, found = command.prefect_server()
+            *_, found = command.findings({"Prefect server": command.prefect_server()})
         server.shutdown()
         thread.join()
     assert said in found.detail
@@ -140,8 +138,8 @@ def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
     return SimpleNamespace(
         name=lambda: "a GPU",
         uuid=lambda: "GPU-of-no-run",
-        memory_total=lambda: 80 * checks.GIB,
-        memory_free=lambda: free_gib * checks.GIB,
+        memory_total=lambda: 80 * command.GIB,
+        memory_free=lambda: free_gib * command.GIB,
         gpu_utilization=lambda: 0,
         processes=lambda: {pid: SimpleNamespace(pid=pid) for pid in pids},
     )
@@ -156,19 +154,21 @@ def gpu(free_gib: float, pids: tuple[int, ...] = ()) -> SimpleNamespace:
     ],
 )
 def test_a_gpu_that_is_busy_or_full_is_a_warning(seen: SimpleNamespace, verdict: str, said: str) -> None:
-    found = checks.gpu_finding("cuda:0", seen)
+    found = command.gpu_finding("cuda:0", seen)
     assert (found.verdict, said in found.detail) == (verdict, True)
 
 
 def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=checks.GIB // 2))
-    assert next(checks.room(tmp_path)).verdict == "fail"
-    assert [finding.verdict for finding in checks.file_system(Path("/proc/nowhere"))] == ["fail"]
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=command.GIB // 2))
+    assert next(command.room(tmp_path)).verdict == "fail"
+    [found] = command.findings({"file locks": command.file_system(Path("/proc/nowhere"))})
+    assert (found.check, found.verdict) == ("file locks", "fail")
+    assert "/proc" in found.detail
 
 
 def test_locks_that_do_not_exclude_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    locks, commits = checks.file_system(tmp_path)
+    locks, commits = command.file_system(tmp_path)
     assert (locks.verdict, commits.verdict) == ("fail", "ok")
 
 
