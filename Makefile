@@ -6,6 +6,7 @@ STAMP := $(VENV)/.made-of
 DEMO := demo-out
 READS ?= 2000
 N ?= 300
+JOBS ?= 1
 # the first interpreter that runs and is of a supported version; PYTHON=… on the command line chooses another
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
@@ -18,7 +19,7 @@ help:
 	@echo "make check     format, lint, types, quick tests     make lines      size of the source and its budgets"
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
-	@echo "make faults N=300   real commands, struck at random for hours"
+	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
 
 setup: $(STAMP)
 
@@ -72,7 +73,7 @@ test-postgres: setup
 	$(BIN)/pytest -m postgres
 
 faults: setup
-	$(BIN)/python -m tests.faults.harness --rounds $(N)
+	$(BIN)/python -m tests.faults.harness --rounds $(N) --jobs $(JOBS)
 
 clean:
 	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

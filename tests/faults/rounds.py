@@ -86,6 +86,7 @@ class Round:
     server: str = ""
     at_s: float | None = None  # of the strike, after the start
     hit: bool = True
+    not_run: str = ""  # why this machine cannot play it
     resumed: bool = False
     codes: list[int | None] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -94,11 +95,13 @@ class Round:
 
     @property
     def good(self) -> bool:
-        return not self.problems
+        return not self.problems and not self.not_run
 
 
 def line(one: Round) -> str:
     """A round in a line, for who watches."""
+    if one.not_run and not one.problems:
+        return f"{one.number:4d} not run {one.plan.name}: {one.not_run}"
     state = "good" if one.good else "BAD "
     at = "" if one.at_s is None else f" at {one.at_s:.1f} s"
     said_ = "; ".join(one.problems)
@@ -106,15 +109,22 @@ def line(one: Round) -> str:
 
 
 def table(played: Sequence[Round]) -> str:
-    """Markdown: one line a kind of round, then what was wrong in which round."""
+    """Markdown: one line a kind of round, then what was wrong in which round, then what was not run."""
     lines = ["| round | played | hit | run again | good |", "| --- | --- | --- | --- | --- |"]
-    for name in sorted({one.plan.name for one in played}):
-        own = [one for one in played if one.plan.name == name]
+    done = [one for one in played if one.problems or not one.not_run]
+    for name in sorted({one.plan.name for one in done}):
+        own = [one for one in done if one.plan.name == name]
         counts = (len(own), sum(r.hit for r in own), sum(r.resumed for r in own), sum(r.good for r in own))
         lines.append(f"| {name} | {' | '.join(map(str, counts))} |")
-    bad = [one for one in played if not one.good]
-    lines += ["", f"{len(played) - len(bad)} of {len(played)} rounds good; {sum(r.hit for r in played)} strikes hit."]
+    bad = [one for one in done if not one.good]
+    lines += ["", f"{len(done) - len(bad)} of {len(done)} rounds good; {sum(r.hit for r in done)} strikes hit."]
     if bad:
         lines += ["", "| round | what was wrong |", "| --- | --- |"]
-        lines += [f"| {r.number} {r.plan.name} ({r.server}) | {'; '.join(r.problems)[:400]} |" for r in bad]
+        lines += [
+            f"| {r.number} {r.plan.name} ({r.server}) | {'; '.join(r.problems)[:400]} |"
+            for r in sorted(bad, key=lambda one: one.number)
+        ]
+    for name, why in sorted({(one.plan.name, one.not_run) for one in played if one not in done}):
+        count = sum((one.plan.name, one.not_run) == (name, why) for one in played if one not in done)
+        lines += ["", f"not run: {name}, {count} times: {why}"]
     return "\n".join(lines)

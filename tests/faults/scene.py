@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -43,7 +43,12 @@ from virnuc_core.rundir import die_with_parent
 die_with_parent(int(sys.argv.pop(1)))
 runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
 """
+NO_SERVER_HERE: Final = "no Prefect server starts here"
 Tree = dict[str, str]
+
+
+class NotRunError(Exception):
+    """A round cannot be played on this machine; says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +102,10 @@ class Scene:
     def environment(self, mark: str, server: str, home: Path) -> dict[str, str]:
         """Of a process of round `mark`; `server`: an address, `embedded`, or `none` (a run without Prefect)."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
-        if not (home / "prefect.db").exists():
-            home.mkdir(parents=True, exist_ok=True)
+        home.mkdir(parents=True, exist_ok=True)
+        if not (home / "prefect.db").exists() and (self.folder / "prefect.db").exists():
             shutil.copy(self.folder / "prefect.db", home)
-        path = [str(INJECT)] if self.mutant else []
-        own = {MARK: mark, "PREFECT_HOME": str(home), "PYTHONPATH": os.pathsep.join([*path, str(ROOT)])}
+        own = {MARK: mark, "PREFECT_HOME": str(home), "PYTHONPATH": python_path(*[INJECT] * bool(self.mutant))}
         if self.mutant:
             own["VIRNUC_FAULT"] = json.dumps({"kind": self.mutant})
         if server.startswith("http"):
@@ -113,10 +117,12 @@ class Scene:
     def truth(self, work: Work) -> Truth:
         """Of an undisturbed run on two cores, made when it is first asked for."""
         if work not in self.truths:
-            out = self.folder / f"truth-{len(self.truths)}" / "out"
+            if not self.url and work.command != "predict":
+                raise NotRunError(NO_SERVER_HERE)
+            out = self.folder / f"truth-{work.command}-{work.reads}-{work.threshold}-{os.getpid()}" / "out"
             out.parent.mkdir()
-            healthy = Scene(self.folder, self.url, thresholds=self.thresholds)
-            environment = healthy.environment("truth", self.url, self.folder / "home")
+            whole = Scene(self.folder, self.url, thresholds=self.thresholds)
+            environment = whole.environment("truth", self.url or "none", out.parent / "home")
             began_s = time.monotonic()
             words = self.words(work, out, "cpu:2")
             done = subprocess.run(words, env=environment, cwd=out.parent, capture_output=True, text=True, check=False)
@@ -125,6 +131,11 @@ class Scene:
             self.truths[work] = Truth(leaves(out), said(done.stdout), seconds, sum(sizes), max(sizes))
             shutil.rmtree(out.parent)
         return self.truths[work]
+
+
+def python_path(*more: Path) -> str:
+    """Of a child: `more`, this source, and where this process finds packages that are not installed."""
+    return os.pathsep.join([*map(str, more), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 def said(output: str) -> str:
@@ -144,50 +155,66 @@ def write_reads(folder: Path, seed: int, count: int = 240, files: int = 4) -> No
 
 @contextmanager
 def server(folder: Path, database: Path | None, mark: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """A Prefect server as a team has it; its address and its process, which is surely ended."""
+    """A Prefect server as a team has it; its address and its process, which is surely ended.
+
+    Errors: `NotRunError` where none starts.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    if database is not None:
+    if database is not None and database.exists():
         shutil.copy(database, folder / "prefect.db")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "VIRNUC_"))}
     own = {MARK: mark, "PREFECT_HOME": str(folder), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    app = ("--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port))
-    words = (sys.executable, "-P", "-c", BOUND, str(os.getpid()), *app, "--log-level", "error")
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(words, env=kept | own, stdout=log, stderr=log, start_new_session=True)
-    try:
-        url = f"http://127.0.0.1:{port}/api"
-        for _ in range(1200):
-            try:
-                urllib.request.urlopen(f"{url}/health", timeout=2).close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield url, process
-    finally:
-        process.kill()
-        process.wait()
+    for _ in range(3):  # a port that was free may be another's by then
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        app = ("--factory", "prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", str(port))
+        words = (sys.executable, "-P", "-c", BOUND, str(os.getpid()), *app, "--log-level", "error")
+        with (folder / "log").open("wb") as log:
+            process = subprocess.Popen(
+                words, env=kept | own | {"PYTHONPATH": python_path()}, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            if healthy(url := f"http://127.0.0.1:{port}/api", process):
+                yield url, process
+                return
+        finally:
+            process.kill()
+            process.wait()
+    raise NotRunError(NO_SERVER_HERE)
+
+
+def healthy(url: str, process: subprocess.Popen[bytes]) -> bool:
+    """Whether the server of this process, and no other, answers within some time."""
+    for _ in range(1200):
+        with suppress(OSError):
+            urllib.request.urlopen(f"{url}/health", timeout=2).close()
+            return process.poll() is None
+        if process.poll() is not None:
+            return False
+        time.sleep(0.1)
+    return False
 
 
 @contextmanager
 def prepared(folder: Path) -> Iterator[Scene]:
-    """Reads, models, thresholds and a server."""
+    """Reads, models, thresholds and a server, where one starts."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, seed in (("a", 11), ("b", 12)):
         write_reads(folder / f"reads-{name}", seed, count=240 if name == "a" else 60)
     write_reads(folder / "reads-inbox", 13, count=120, files=2)
     (folder / "settings.toml").write_text(SETTINGS)
     init_random(folder / "models", "tiny", "tiny", model_length=300, seed=3)
-    with server(folder / "server", None, "shared") as (url, _):
-        with (
-            closing(sqlite3.connect(folder / "server" / "prefect.db")) as there,
-            closing(sqlite3.connect(folder / "prefect.db")) as here,
-        ):
-            there.backup(here)
-        scene, first = Scene(folder, url), folder / "first"
-        environment = scene.environment("first", url, folder / "home")
+    with ExitStack() as servers:
+        scene, first = Scene(folder), folder / "first"
+        with suppress(NotRunError):
+            scene.url, _ = servers.enter_context(server(folder / "server", None, "shared"))
+            with (
+                closing(sqlite3.connect(folder / "server" / "prefect.db")) as there,
+                closing(sqlite3.connect(folder / "prefect.db")) as here,
+            ):
+                there.backup(here)
+        environment = scene.environment("first", scene.url or "none", folder / "home")
         subprocess.run(scene.words(Work(), first, "cpu:2"), env=environment, check=True, capture_output=True)
         table = np.loadtxt(first / "prediction_results_highestscore.csv", skiprows=1, usecols=3, delimiter="\t")
         scene.thresholds = (f"{np.quantile(table, 0.4):.4f}", f"{np.quantile(table, 0.7):.4f}")

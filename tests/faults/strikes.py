@@ -10,12 +10,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from .scene import MARK, Scene
+from .scene import MARK, Scene, limit_file_size
 
 LIMIT_S: Final = 240.0  # what has not ended by then hangs
 GONE_WITHIN_S: Final = 30.0  # what outlives its run for longer stays; a busy machine takes its time
@@ -31,16 +32,16 @@ class Running:
     ) -> None:
         self.mark, self.folder = mark, folder
         self.out, self.err = folder / "stdout", folder / "stderr"
-        limited = [] if room is None else ["prlimit", f"--fsize={room}:{room}", "--"]
         with self.out.open("wb") as out, self.err.open("wb") as err:
             self.process = subprocess.Popen(
-                [*limited, *words],
+                words,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
                 env=scene.environment(mark, server, folder / "home"),
                 cwd=folder,
                 start_new_session=True,
+                preexec_fn=None if room is None else partial(limit_file_size, room),  # noqa: PLW1509 - no threads here
             )
         self.began_s = time.monotonic()
 

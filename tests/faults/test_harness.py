@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import h5py
 import numpy as np
 import pytest
 
-from .harness import Plan, plans, play, table
-from .scene import MARK, Scene, leaves, said
+from .harness import cores, rounds, works
+from .play import play
+from .rounds import Plan, Round, line, plans, table
+from .scene import MARK, Scene, Work, leaves, said
 from .strikes import damage, left_over, marked
 
 SEED = 5
@@ -88,6 +91,33 @@ def test_there_is_a_round_for_every_child_and_every_file() -> None:
         assert whom == "all" or any(f"stop {whom}" in name for name in names)
 
 
+def test_a_round_that_cannot_be_played_here_is_not_run_and_never_good() -> None:
+    plan, other = Plan("disk", "out"), Plan("kill", "all")
+    played = [Round(0, plan, not_run="no disk"), Round(1, other), Round(2, other, problems=["process left"])]
+    assert [one.good for one in played] == [False, True, False]
+    told = table(played)
+    assert "1 of 2 rounds good" in told
+    assert "not run: predict: disk out, 1 times: no disk" in told
+    assert "| predict: kill all | 2 |" in told
+    assert "| predict: disk" not in told
+    assert "not run" in line(played[0])
+
+
+def test_jobs_have_cores_of_their_own_while_there_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert [cores(job, 4) for job in range(4)] == [{0, 1}, {2, 3}, {4, 5}, {6, 7}]
+    assert [cores(job, 2) for job in range(2)] == [{0, 1, 2, 3}, {4, 5, 6, 7}]
+    assert cores(5, 8) == {2, 3}
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
+    assert cores(1, 2) == {3}
+
+
+def test_what_undisturbed_runs_must_show_is_known_before_rounds_begin() -> None:
+    wanted = works(plans())
+    assert {plan.work for plan in plans()} < wanted
+    assert {Work(threshold=1), Work("predict", "b"), Work("validate", "b")} < wanted
+
+
 # --- rounds -----------------------------------------------------------------------------------------------------------
 
 
@@ -107,6 +137,20 @@ def test_a_struck_run_ends_as_an_undisturbed_one(scene: Scene, whom: str) -> Non
 def test_damage_a_full_disk_and_a_second_run_do_not_change_results(scene: Scene, plan: Plan) -> None:
     played = play(1, scene, SEED, plan)
     assert played.good, table([played])
+
+
+@pytest.mark.slow
+def test_rounds_are_played_side_by_side_and_one_whose_job_is_killed_is_bad(scene: Scene) -> None:
+    kinds, found = [Plan("kill", "all", server="none"), Plan("odd", "files", "predict-inbox")], []
+    for one in rounds(range(3), scene, SEED, kinds, 2, lambda: False):
+        if not found:
+            for job in multiprocessing.active_children():
+                if job.name == f"job {1 - one.number % 2}":
+                    job.kill()
+        found.append(one)
+    assert sorted(one.number for one in found) == [0, 1, 2]
+    assert [one.number for one in found if any("its process ended" in p for p in one.problems)], table(found)
+    assert found[0].good, table(found)
 
 
 # --- with something taken out, rounds must fail -----------------------------------------------------------------------

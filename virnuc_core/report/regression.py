@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -17,6 +18,7 @@ from typing import Final
 from pydantic import ValidationError
 
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
+from virnuc_core.rundir import storing, whole_file
 
 log = logging.getLogger(__name__)
 
@@ -80,38 +82,54 @@ def entry_of(report: Report) -> HistoryEntry | None:
 
 def read_history(path: Path) -> tuple[HistoryEntry, ...]:
     """All entries, oldest first; none when there is no file. A line that cannot be read is named in a warning."""
-    found, faults = _entries(path)
-    if faults:
-        more = f" (and {len(faults) - 1} more such lines)" if len(faults) > 1 else ""
-        log.warning("%s:%s%s; it is passed over", path, faults[0], more)
-    return found
+    found, broken = _lines(path)
+    if broken:
+        log.warning("%s; passed over", _told(path, broken))
+    return tuple(found.values())
 
 
-def _entries(path: Path) -> tuple[tuple[HistoryEntry, ...], list[str]]:
-    """The entries of a file, and a word on each line that is none."""
-    found, faults = [], []
-    if not path.is_file():
-        return (), []
-    for place, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if not line.strip():
-            continue
+def _lines(path: Path) -> tuple[dict[bytes, HistoryEntry], dict[int, tuple[bytes, str]]]:
+    """The lines of a file that are entries, and by its number what is wrong with each that is none."""
+    found, broken = dict[bytes, HistoryEntry](), dict[int, tuple[bytes, str]]()
+    for place, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
         try:
-            found.append(HistoryEntry.model_validate_json(line))
+            found |= {line: HistoryEntry.model_validate_json(line)} if line.strip() else {}
         except ValidationError as error:
-            faults.append(f"{place}: not a history entry ({error.errors()[0]['msg']})")
-    return tuple(found), faults
+            broken[place] = line, error.errors()[0]["msg"]
+    return found, broken
+
+
+def _told(path: Path, broken: dict[int, tuple[bytes, str]]) -> str:
+    """Which lines are broken, in a sentence."""
+    more = f" (and {len(broken) - 1} more such lines)" if len(broken) > 1 else ""
+    return next(f"{path}:{place}: not a history entry ({why}){more}" for place, (_, why) in broken.items())
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
-    """Add an entry under a file lock, unless one made at the same moment is there; says whether it was added."""
+    """Add an entry under a file lock, unless one made at the same moment is there; says whether it was added.
+
+    Lines that are no entries go to `….damaged` first, with a warning.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as handle:
+    with path.open("ab") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        if any(old.created == entry.created and old.same(entry, LIKE) for old in _entries(path)[0]):
+        if not os.path.samestat(os.fstat(handle.fileno()), path.stat()):
+            return append_history(path, entry)  # it was written anew meanwhile
+        found, broken = _lines(path)
+        if any(old.created == entry.created and old.same(entry, LIKE) for old in found.values()):
             return False
-        if path.read_bytes()[-1:] not in (b"", b"\n"):
-            handle.write("\n")  # the last line was cut off
-        handle.write(json.dumps(entry.model_dump(mode="json"), sort_keys=True) + "\n")
+        line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode() + b"\n"
+        if broken:
+            aside = path.with_name(f"{path.name}.damaged")
+            log.warning("%s; kept in %s", _told(path, broken), aside.name)
+            with storing(aside), aside.open("ab") as kept:
+                kept.writelines(bad + b"\n" for bad, _ in broken.values())
+                os.fsync(kept.fileno())
+            with whole_file(path.resolve()) as anew:
+                anew.write_bytes(b"\n".join([*found, line]))
+        else:
+            cut = path.read_bytes()[-1:] not in (b"", b"\n")  # the last line has no end
+            handle.write(b"\n" * cut + line)
     return True
 
 

@@ -53,10 +53,10 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
     """
     report = build_report(out, profile)
     if history is not None and (entry := entry_of(report)) is not None:
+        append_history(history, entry)  # first: what is broken there is set aside, and told once
         last = tuple(earlier(read_history(history), entry)[-100:])
         compared = RegressionFile(entry=entry, history=last)
         write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
-        append_history(history, entry)
         report = build_report(out, profile)
     _write(out, render(report))
     return report

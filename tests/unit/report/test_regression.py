@@ -136,9 +136,14 @@ def test_a_broken_line_is_named_and_costs_no_other(
     assert read_history(path) == (OLD,)
     (said,) = [record.message for record in caplog.records]
     assert said.startswith(f"{path}:2: not a history entry")
+    caplog.clear()
     assert append_history(path, entry())
     assert read_history(path) == (OLD, entry()), "a line that was cut off does not swallow the next"
-    assert line.strip() in path.read_bytes(), "nothing is thrown away"
+    (said,) = [record.message for record in caplog.records]
+    assert said.startswith(f"{path}:2: not a history entry")
+    assert said.endswith("kept in history.jsonl.damaged")
+    assert (tmp_path / "history.jsonl.damaged").read_bytes().strip() == line.strip(), "nothing is thrown away"
+    assert path.read_bytes().count(b"\n") == 2
 
 
 def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp_path: Path) -> None:

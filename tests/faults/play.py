@@ -1,0 +1,316 @@
+"""One round of the real command, struck at random, held to what an undisturbed run says.
+
+A round is good when the struck command and the one that goes on after it end in time and in words, end in the very
+files of an undisturbed run, leave no process, and leave alone what is not theirs. A round that this machine cannot
+play is not run.
+"""
+
+from __future__ import annotations
+
+import random
+import shutil
+import signal
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Final
+
+from .rounds import Plan, Round, plans
+from .scene import NO_SERVER_HERE, NotRunError, Scene, Truth, Work, leaves, said, server
+from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk, strike
+
+ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
+STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
+NO_SERVER: Final = "Prefect's own server does not start"
+OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
+
+
+class Play:
+    """One round in its own folder."""
+
+    def __init__(self, number: int, plan: Plan, scene: Scene, seed: int) -> None:
+        self.scene, self.plan = scene, plan
+        self.rng = random.Random(f"{seed}:{number}")
+        self.round = Round(number, plan)
+        self.folder = scene.folder / f"round-{number:04d}"
+        self.out = self.folder / "place" / "out"
+        self.mark = mark_of(number, scene)
+        self.work, self.truth = plan.work, Truth({}, "", 0.0, 0, 0)
+        self.servers, self.server = ExitStack(), scene.url
+        self.runs = 0
+
+    def play(self) -> Round:
+        """The round, with what was wrong in it."""
+        self.out.parent.mkdir(parents=True)
+        began_s = time.monotonic()
+        with self.servers:
+            try:
+                self.truth = self.scene.truth(self.work)
+                self._choose_server()
+                getattr(self, f"_{self.plan.how}", self._struck)()
+            except NotRunError as error:
+                self.round.not_run = str(error)
+            except Exception as error:  # noqa: BLE001 - one round that the harness could not play must not end the others
+                self._say(f"the harness failed: {error}; {traceback.format_exc()[-300:]}")
+            finally:  # also of a round that somebody interrupts
+                self.round.problems += [f"process left: {line}" for line in left_over(self.mark)]
+        self.round.seconds = time.monotonic() - began_s
+        shutil.rmtree(self.folder, ignore_errors=True)
+        return self.round
+
+    # --- parts of a round ---------------------------------------------------------------------------------------------
+
+    def _choose_server(self) -> None:
+        kind = self.plan.server
+        if kind == "any":
+            kind = "shared"
+            if self.plan.command == "predict":
+                kind = self.rng.choice(("shared", "embedded", "none", "none"))
+                kind = kind if self.scene.url else "none"
+            if self.plan.how == "filesize" and kind == "embedded":
+                kind = "shared"  # its database has a file size of its own
+        self.round.server = kind
+        if kind == "own":
+            home = self.folder / "own-server"
+            self.server, self.own = self.servers.enter_context(server(home, self.scene.folder / "prefect.db", "own"))
+        elif kind != "shared":
+            self.server = kind
+        elif not self.scene.url:
+            raise NotRunError(NO_SERVER_HERE)
+
+    def _devices(self) -> str:
+        return self.rng.choice(("cpu:1", "cpu:2")) if self.plan.command != "validate" else "cpu:2"
+
+    def start(self, work: Work | None = None, *more: str, room: int | None = None, server: str = "") -> Running:
+        """A command of this round."""
+        self.runs += 1
+        if "loader" in self.plan.whom:
+            more = (*more, "--num-workers=1")
+        words = self.scene.words(work or self.work, self.out, self._devices(), *more)
+        folder = self.folder / f"run-{self.runs}"
+        folder.mkdir()
+        return Running(self.scene, words, folder, self.mark, server or self.server, room)
+
+    def ends(self, run: Running, allowed: Sequence[int], what: str, truth: Truth | None = None) -> int | None:
+        """Wait for a command; its exit code must be allowed, and what it says in order."""
+        code, text = run.ends(), run.complained()
+        self.round.codes.append(code)
+        lines = [line for line in text.splitlines() if line.startswith("virnuc: ")]
+        self.round.messages += lines
+        if code is None:
+            self._say(f"{what}: hangs for {LIMIT_S:.0f} s; last words: {text[-200:]!r}")
+        elif code not in allowed:
+            self._say(f"{what}: exit code {code}: {(lines or text.splitlines() or [''])[-1][:200]}")
+        elif code in OWN_WAYS and len(lines) != 1:
+            self._say(f"{what}: exit code {code} with {len(lines)} lines that say why")
+        if "Traceback" in text:
+            self._say(f"{what}: a traceback: {text.splitlines()[-1][:120]}")
+        if any("unexpected" in line for line in lines):
+            self._say(f"{what}: {lines[-1][:160]}")
+        if code == 0:
+            right, told = (truth or self.truth).said, said(run.printed())
+            if told != right:
+                self._say(f"{what}: told {told!r} for {right!r}")
+        return code
+
+    def compare(self, what: str, truth: Truth | None = None) -> None:
+        """Every file a user reads, with those of an undisturbed run."""
+        right, found = (truth or self.truth).files, leaves(self.out)
+        for name in sorted(right.keys() | found.keys()):
+            if name in STRANGERS or (self.plan.how == "odd" and name not in right):
+                continue
+            if right.get(name) != found.get(name):
+                fault = "missing" if name not in found else "left over" if name not in right else "differs"
+                more = f" ({found[name]})" if "cannot" in found.get(name, "") or "NaN" in found.get(name, "") else ""
+                self._say(f"{what}: {name} {fault}{more}")
+
+    def resume(self, truth: Truth | None = None, work: Work | None = None) -> None:
+        """The same command again, undisturbed: it must end with 0 in the right files."""
+        self.round.resumed = True
+        strangers = self._strangers() if self.rng.random() < 0.3 else {}
+        healthy = self.scene.url if self.plan.server == "own" else ""
+        if self.ends(self.start(work, server=healthy), (0,), "again", truth) == 0:
+            self.compare("again", truth)
+        for path, text in strangers.items():
+            if not path.is_file() or path.read_text() != text:
+                self._say(f"again: {path.relative_to(self.out)}, which is not ours, is gone")
+
+    def _strangers(self) -> dict[Path, str]:
+        """Files of others in the directory."""
+        if not self.out.is_dir():
+            return {}
+        found = {self.out / name: name for name in STRANGERS if (self.out / name).parent.is_dir()}
+        for path, text in found.items():
+            path.write_text(text)
+        return found
+
+    def _say(self, problem: str) -> None:
+        self.round.problems.append(problem)
+
+    # --- kinds of rounds ----------------------------------------------------------------------------------------------
+
+    def _struck(self) -> None:
+        """Kill, stop, terminate or interrupt a process."""
+        how, whom, first = self.plan.how, self.plan.whom, self.start()
+        if whom.startswith("after "):
+            stopped = whom.split()[1]
+            at_s, _ = self._strike(first, "stop", stopped)
+            time.sleep(self.rng.random())
+            _, struck_s = strike(first, how, "main", 0.0, self.rng)
+        else:
+            at_s, struck_s = self._strike(first, how, whom)
+        self.round.at_s, self.round.hit = at_s, at_s is not None
+        mine = whom == "all" or (whom.startswith("main") and how == "kill")
+        fatal = mine or how in ("terminate", "interrupt")
+        allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
+        if whom in ("server", "tracker", "worker", "loader") or (how, whom) == ("stop", "main"):
+            allowed = (0,)  # replaced, or nothing that the results need
+        if mine:
+            allowed = (0, -9)
+        if whom == "server" and first.ends() is not None:
+            allowed = (1,) if NO_SERVER in first.complained() else (0,)  # the first before there was a run
+        if at_s is not None and fatal and at_s < 2.0:
+            allowed = (*allowed, -15, -2, -9)  # before it could hear
+        code = self.ends(first, allowed, "struck")
+        if how in ("terminate", "interrupt") and at_s is not None:
+            took_s = time.monotonic() - struck_s
+            if took_s > ENDS_WITHIN_S:
+                self._say(f"struck: ended {took_s:.0f} s after it was told to")
+        if code == 0:
+            self.compare("struck")
+        self.resume()
+
+    def _strike(self, run: Running, how: str, whom: str) -> tuple[float | None, float]:
+        parts = 1 if whom in ("main", "all", "server", "tracker") else 20 if "staging" in whom else 4
+        spread_s = self.truth.seconds / parts
+        if whom == "server" and self.plan.server == "own":
+            time.sleep(self.rng.random() * spread_s)
+            self.own.kill() if how == "kill" else self.own.send_signal(19)
+            return time.monotonic() - run.began_s, time.monotonic()
+        return strike(run, how, whom, spread_s, self.rng)
+
+    _kill = _stop = _terminate = _interrupt = _struck
+
+    def _disk(self) -> None:
+        """A disk that is full sooner or later."""
+        with small_disk(self.folder / "disk", int(self.rng.uniform(8_192, self.truth.nbytes * 1.1))) as mounted:
+            if not mounted:
+                raise NotRunError("a small disk cannot be mounted here")
+            self.out = self.folder / "disk" / "out"
+            self._full(self.start())
+            make_room(self.folder / "disk")
+            self.resume()
+
+    def _filesize(self) -> None:
+        """No file may become longer than a random one of those it makes."""
+        room = int(4096 * (self.truth.largest / 4096) ** self.rng.random())
+        self._full(self.start(room=room))
+        self.resume()
+
+    def _full(self, run: Running) -> None:
+        code = self.ends(run, (0, 1), "full")
+        self.round.hit = code != 0
+        line = next((line for line in run.complained().splitlines() if line.startswith("virnuc: ")), "")
+        if code == 1 and str(self.out) not in line:
+            self._say(f"full: does not name what could not be written: {line[:160]}")
+        if code == 0:
+            self.compare("full")
+
+    def _flip(self) -> None:
+        """A complete run, or one that was killed, of which one file is damaged."""
+        first = self.start()
+        unfinished = self.plan.whom in ("store", "shard", "plan", "record") and self.rng.random() < 0.3
+        if unfinished:
+            self._strike(first, "kill", "main")
+        self.ends(first, (0, -9), "first")
+        victim = damage(self.out, self.plan.how, self.plan.whom, self.rng)
+        self.round.hit = victim is not None
+        again = self.start()
+        code = self.ends(again, (0, *OWN_WAYS), "again")
+        if code == 0:
+            self.compare("again")
+        elif victim is not None:
+            if victim.name not in again.complained():
+                self._say(f"again: refused without naming {victim.name}: {again.complained()[-160:]}")
+            self.round.resumed = True
+            if self.ends(self.start(None, "--force"), (0,), "with --force") == 0:
+                self.compare("with --force")
+
+    _cut = _zero = _remove = _flip
+
+    def _twin(self) -> None:
+        """A second run in the same directory, some time after the first; what stays is of the last that ended well."""
+        other = Work(self.plan.command, "b" if "reads" in self.plan.whom else "a", int("threshold" in self.plan.whom))
+        truths = self.truth, self.scene.truth(other)
+        more = ["--force"] if "--force" in self.plan.whom else []
+        first = self.start()
+        if rests := "rests" in self.plan.whom:  # at a moment at which it surely works
+            while first.alive and not self.out.exists():
+                time.sleep(0.01)
+            time.sleep(self.rng.random() * self.truth.seconds / 4)
+            first.process.send_signal(signal.SIGSTOP)
+        else:
+            time.sleep(self.rng.random() * self.truth.seconds)
+        self.round.at_s = time.monotonic() - first.began_s
+        second = self.start(other, *more)
+        if rests:
+            second.ends()
+            first.process.send_signal(signal.SIGCONT)
+        deadline, ended = time.monotonic() + LIMIT_S, list[int]()
+        while len(ended) < 2 and time.monotonic() < deadline:
+            ended += [i for i, run in enumerate((first, second)) if i not in ended and not run.alive]
+            time.sleep(0.01)
+        codes = [
+            self.ends(run, (0, 2), name, truth)
+            for run, name, truth in zip((first, second), ("first", "second"), truths, strict=True)
+        ]
+        well = [i for i in ended if codes[i] == 0]
+        if not well:
+            self._say("neither of the two runs ended well")
+            return
+        works = self.work, other
+        self.compare("both", truths[well[-1]])
+        self.resume(truths[well[-1]], works[well[-1]])
+
+    def _rewrite(self) -> None:
+        """A complete run that is judged at another threshold, and killed while it is."""
+        other = Work(self.plan.command, threshold=1)
+        self.ends(self.start(), (0,), "first")
+        second = self.start(other)
+        changes, seen = self.rng.randint(0, 10), self.out.stat().st_mtime_ns  # files appear and go one after the other
+        while changes and second.alive:
+            if (now := self.out.stat().st_mtime_ns) != seen:
+                changes, seen = changes - 1, now
+            time.sleep(0.001)
+        self.round.at_s, _ = strike(second, "kill", self.plan.whom, 0.01, self.rng)
+        self.round.hit = self.round.at_s is not None
+        self.ends(second, (0, -9), "struck", self.scene.truth(other))
+        self.resume(self.scene.truth(other), other)
+
+    def _odd(self) -> None:
+        """An inbox with files nobody can predict among good ones."""
+        name = f"odd-{self.round.number}"
+        inbox = shutil.copytree(self.scene.reads("inbox"), self.scene.reads(name))
+        (inbox / "bad.fasta").write_text("no reads\n")
+        (inbox / "bad.fastq.gz").write_bytes(self.rng.randbytes(500))
+        (inbox / "bad-directory.fasta").mkdir()
+        (inbox / "bad-link.fasta").symlink_to("nowhere")
+        shutil.copy(inbox / "s0.fasta.gz", bytes(inbox) + b"/bad-\xff.fasta.gz")
+        (inbox / "bad-shut.fasta").write_text(">x\nACGT\n")
+        (inbox / "bad-shut.fasta").chmod(0)
+        for what in ("first", "again"):
+            self.ends(self.start(Work(self.plan.command, name)), (0,), what)
+        self.compare("again")
+
+
+def mark_of(number: int, scene: Scene) -> str:
+    """What every process of a round bears."""
+    return f"{scene.folder.parent.name}-{number}"
+
+
+def play(number: int, scene: Scene, seed: int, plan: Plan | None = None) -> Round:
+    """Round `number`; the kind is its turn's unless one is given."""
+    every = plans()
+    return Play(number, plan or every[number % len(every)], scene, seed).play()
