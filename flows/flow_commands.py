@@ -113,6 +113,11 @@ SWEPT: Final = {
     "prefetch_factors": "prefetch_factor",
     "shard_sizes": "shard_tokens",
 }
+GRIDS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {  # named sweeps: each value with every other
+    "lists": {},
+    "quick": {"num_workers": (4, 8, 12), "prefetch_factor": (2, 4, 8)},
+    "full": {"num_workers": (4, 8, 12, 16), "prefetch_factor": (2, 4, 8), "token_budget": (4_096, 8_192, 12_288)},
+}
 
 
 class TuneSettings(RunSettings):
@@ -120,6 +125,9 @@ class TuneSettings(RunSettings):
 
     out: Path = Field(description="directory of the sweep: tune.json, settings.toml and every trial")
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
+    grid: Literal["lists", "quick", "full"] = Field(
+        "lists", description="quick: 3 x 3 loader workers and batches kept ready; full: 4 x 3 x 3, budgets too"
+    )
     search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
     allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
@@ -134,8 +142,8 @@ class TuneSettings(RunSettings):
     shard_sizes: tuple[Tokens, ...] = Field((), description="ESM-2 tokens of one shard to try")
 
     def swept(self) -> dict[str, tuple[Any, ...]]:
-        """Engine settings and the values to try, without those that are not swept."""
-        lists = {engine: getattr(self, own) for own, engine in SWEPT.items()}
+        """Engine settings and the values to try, without those that are not swept; a named grid goes first."""
+        lists = GRIDS[self.grid] or {engine: getattr(self, own) for own, engine in SWEPT.items()}
         return {name: values for name, values in lists.items() if values}
 
 

@@ -188,30 +188,31 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> int:
 
 
 def compare(
-    a: Path,
-    b: Path,
-    /,
+    vanilla: Path,
+    refactored: Path,
     *,
     mode: Literal["both", "frame", "consensus"] = "both",
     tolerance: NonNegativeFloat = 0.01,
     minimum: Share = 0.99,
     subset: Flag = False,
+    embeddings: Flag = False,
     as_json: Json = False,
 ) -> int:
     """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each.
 
     Args:
-        a: the reference
-        b: what is held against it
+        vanilla: the reference, A
+        refactored: what is held against it, B
         mode: what is compared
         tolerance: score difference that counts as equal
         minimum: agreement that is enough (0 to 1)
         subset: A covers a part of B's reads: compare those only
+        embeddings: cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16
     """
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
 
-    found = hold(a, b, tolerance=tolerance, mode=mode, subset_of_a=subset)
+    found = hold(vanilla, refactored, tolerance=tolerance, mode=mode, subset_of_a=subset, embeddings=embeddings)
     lines = [found.model_dump_json(indent=2) if as_json else f"{found.a} with {found.b}"]
     for title, part in (("per frame", found.frames), ("consensus", found.consensus)):
         if part is None or as_json:
@@ -225,7 +226,13 @@ def compare(
                 f"    score difference: mean {score.mean:.2e}, median {score.median:.2e}, p99 {score.p99:.2e}, "
                 f"max {score.max:.2e}; {100 * score.share_within_tolerance:.2f} % within {score.tolerance:g}"
             )
+        lines += [f"    {name}: {one.agreeing:,} of {one.ids:,} agree" for name, one in part.classes.items()]
         lines += [f"    {example}" for example in part.examples]
+    lines += [
+        f"  cosine, {one.part}: least {one.minimum:.6f}, p1 {one.p1:.6f}, mean {one.mean:.6f} ({one.n:,} sequences)"
+        for one in found.cosines
+        if not as_json
+    ]
     print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE
 

@@ -225,6 +225,18 @@ class ScoreDifference(RunFile):
     allclose: bool  # both scores, rtol = atol = 1e-3
 
 
+class ClassAgreement(RunFile):
+    """Ids of one class by side a: how many there are, and how many of them have the same label on both sides."""
+
+    ids: int
+    agreeing: int
+
+    @property
+    def agreement(self) -> float | None:
+        """0 to 1; None when there is no such id."""
+        return self.agreeing / self.ids if self.ids else None
+
+
 class LabelAgreement(RunFile):
     """Labels of two results joined by id. Ids of one side only count as disagreements."""
 
@@ -235,6 +247,8 @@ class LabelAgreement(RunFile):
     agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
     score: ScoreDifference | None  # None when a side has no scores, or no id is in both
     examples: tuple[str, ...]  # a few ids that disagree, with what each side says
+    # viral, non-viral, near threshold; empty: an older version compared
+    classes: dict[str, ClassAgreement] = Field(default_factory=dict)
 
     @property
     def total(self) -> int:

@@ -38,6 +38,8 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
     assert isinstance(settings, TuneSettings)
     assert (settings.loader_workers, settings.attentions) == ((), ("reference", "fused"))
     assert set(settings.swept()) == {"token_budget", "attention", "prefetch_factor"}
+    assert main([*words, "--grid", "full"]) == 2
+    assert [len(values) for values in asked[1].swept().values()] == [4, 3, 3]  # type: ignore[attr-defined]
     assert main([*words, "0", "--attentions=fast"]) == 2
     assert 'Invalid value "fast"' in capsys.readouterr().err
 
@@ -131,7 +133,7 @@ def test_settings_that_change_results_are_marked_and_not_recommended(
     verdicts = {}
     for candidate in json.loads((tmp_path / "sweep" / "tune.json").read_text())["candidates"]:
         verdicts[candidate["changes"].get("attention", "auto")] = candidate["verdict"]
-    assert verdicts == {"auto": "base", "reference": "changes results"}
+    assert verdicts == {"auto": "base", "reference": "changes labels"}
     assert (state.message or "").startswith("the base stays")
 
 

@@ -1,7 +1,7 @@
 """Which engine settings are fastest here: candidates measured in rounds, and the one that may be recommended.
 
-Only measured rates count, a difference within the spread of the measurements counts as none, and settings that change
-the scores by more than the tolerance are not recommended unless that was asked for.
+Only measured rates count, a difference within the spread of the measurements counts as none. Settings that turn a label
+are never recommended, those that change the scores by more than the tolerance only where that was asked for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_CANDIDATES: Final = 200
 FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
 DEVICE_WAIT_S: Final = 60.0  # a device that another run is just leaving is waited for, not held against a candidate
 
-Verdict = Literal["base", "usable", "changes results", "cannot run"]
+Verdict = Literal["base", "usable", "changes scores", "changes labels", "cannot run"]
 
 
 class Trial(Measurement):
@@ -85,7 +85,9 @@ class Candidate:
             return "cannot run"
         if self.number == 0:
             return "base"
-        return "usable" if self.difference <= tolerance else "changes results"
+        if any(trial.labels_changed for trial in self.trials):
+            return "changes labels"
+        return "usable" if self.difference <= tolerance else "changes scores"
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,7 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: 
     base = entries[0]
     if not median(base.rates):
         raise ConfigError("nothing was measured with the settings to compare with; give reads with open frames")
-    wanted = ("usable", "changes results") if allow_changed else ("usable",)
+    wanted = ("usable", "changes scores") if allow_changed else ("usable",)
     most = max(len(candidate.trials) for candidate in entries)
     usable = [one for one in entries if one.verdict(tolerance) in wanted and len(one.trials) == most]
     best = max(usable, key=lambda candidate: median(candidate.rates), default=base)
@@ -154,7 +156,7 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: 
     if gain <= scatter:
         near = f"{best.label} is {said}, within the scatter of {100 * scatter:.1f} %"
         return Recommendation(base, 0.0, f"the base stays: {near}")
-    changed = "" if best.verdict(tolerance) == "usable" else "; it CHANGES RESULTS beyond the tolerance, as was allowed"
+    changed = "" if best.verdict(tolerance) == "usable" else "; it CHANGES SCORES beyond the tolerance, as was allowed"
     return Recommendation(best, gain, f"{best.label}: {said} than the base (scatter {100 * scatter:.1f} %){changed}")
 
 

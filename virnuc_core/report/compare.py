@@ -11,20 +11,23 @@ import csv
 import filecmp
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import h5py
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from virnuc_core.engine.shards import open_embeddings
 from virnuc_core.errors import InputError, RunMismatchError, ShardError
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.report.files import BASELINE, COMPARISON
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.validation import (
     BitwiseEquality,
+    ClassAgreement,
     Comparison,
     ComparisonFile,
     CosineStats,
@@ -34,8 +37,10 @@ from virnuc_core.validation import (
 
 Mode = Literal["both", "frame", "consensus"]
 Part = Literal["frames", "consensus"]
+Places = NDArray[np.int64]
 
 CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
+NEAR: Final = 0.1  # apart at most are the two scores of what is near the threshold
 EXAMPLES: Final = 5
 MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
 SHOWN: Final = 12  # characters of a fingerprint
@@ -116,12 +121,20 @@ def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset:
 
 
 def compare(
-    a: Path, b: Path, *, tolerance: float = 0.01, mode: Mode = "both", subset_of_a: bool = False, bits: bool = False
+    a: Path,
+    b: Path,
+    *,
+    tolerance: float = 0.01,
+    mode: Mode = "both",
+    subset_of_a: bool = False,
+    bits: bool = False,
+    embeddings: bool = False,
 ) -> Comparison:
     """Hold result `b` against result `a`: run directories, folders with the two files, or one of the files each.
 
-    `subset_of_a`: side a covers a subset of the reads; b is cut to those reads first. `bits`: of run directories,
-    embeddings and bytes are compared too. Consensus is derived from the frames where a side has no consensus file.
+    `subset_of_a`: side a covers a subset of the reads, which may have been staged apart; b is cut to those reads first.
+    `embeddings`: of run directories, the embeddings of sequences that both have are compared too; `bits`: and the bytes
+    of all. Consensus is derived from the frames where a side has no consensus file.
     Raises `InputError` for files that cannot be read or have nothing in common to compare, `RunMismatchError` for
     results that were made with another head, length or other reads, naming what differs.
     """
@@ -132,7 +145,7 @@ def compare(
     if said := [
         f"{name} ({a.name}: {one[:SHOWN]}, {b.name}: {other[:SHOWN]})"
         for name, (one, other) in differing(made_from(record_a), made_from(record_b)).items()
-        if name in MUST_MATCH
+        if name in MUST_MATCH and not (subset_of_a and name == "reads")
     ]:
         raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}")
     subset = None
@@ -155,7 +168,7 @@ def compare(
         b=b.name,
         tolerance=tolerance,
         subset_reads=None if subset is None else len(subset),
-        cosines=cosines(a, b, record_a.widths.get("dna")) if bits else (),
+        cosines=cosines(a, b, record_a.widths.get("dna")) if bits or embeddings else (),
         bitwise=bitwise(a, b) if bits else None,
         **parts,
     )
@@ -194,7 +207,11 @@ def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreem
     left, right = a.iloc[partner[both]], b[both]
     only_a, only_b = a[~np.isin(np.arange(len(a)), partner)], b[~both]
     same = left["virus"].to_numpy() == right["virus"].to_numpy()
-    total = len(left) + len(only_a) + len(only_b)
+    every = pd.concat([left, only_a, only_b])  # an id of one side only is of the class that it has there
+    kinds = {name: every["virus"] == virus for name, virus in (("viral", True), ("non-viral", False))}
+    if "score2" in every:
+        kinds["near threshold"] = (every["score1"] - every["score2"]).abs() <= NEAR
+    agrees, total = np.append(same, np.zeros(len(every) - len(left), dtype=bool)), len(every)
     scored = len(left) > 0 and "score2" in left and "score2" in right
     pairs = zip(left["id"][~same][:EXAMPLES], left["virus"][~same], strict=False)
     examples = [f"{name}: {'virus / others' if virus else 'others / virus'}" for name, virus in pairs]
@@ -207,6 +224,7 @@ def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreem
         agreeing=int(same.sum()),
         agreement=float(same.sum()) / total if total else None,
         score=_score_difference(left, right, tolerance) if scored else None,
+        classes={name: ClassAgreement(ids=int(of.sum()), agreeing=int(agrees[of].sum())) for name, of in kinds.items()},
         examples=tuple(text.encode("utf-8", "replace").decode() for text in examples[:EXAMPLES]),
     )
 
@@ -243,10 +261,10 @@ def meets(comparison: Comparison, minimum: float) -> bool:
 
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:
-    """Cosine of each sequence's embedding in run `a` and run `b`; by encoder too, when the DNA width is known.
+    """Cosine of the embeddings of each sequence that both runs have; by encoder too, when the DNA width is known.
 
-    Empty when a run keeps no embeddings, or not of the same sequences. Rows that failed (NaN) on either side raise no
-    cosine but are left out of `n`.
+    Empty when a run keeps no embeddings or they share no sequence. Rows that failed (NaN) on either side raise nothing
+    but are left out of `n`.
     """
     left, right = RunDir(a).embeddings, RunDir(b).embeddings
     if not left.is_file() or not right.is_file():
@@ -254,8 +272,8 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
     try:
         with open_embeddings(RunDir(a), RunDir(b)) as files:
             rows_a, rows_b = (file["embeddings"] for file in files)
-            n, width = rows_a.shape
-            if rows_b.shape != (n, width):
+            places, width = _same_sequences(RunDir(a), RunDir(b), files), rows_a.shape[1]
+            if not (n := len(places[0])) or rows_b.shape[1] != width:
                 return ()
             parts = {"joined": slice(0, width)}
             if dna_width is not None and 0 < dna_width < width:
@@ -263,7 +281,7 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
             found = {name: np.empty(n) for name in parts}
             for lo in range(0, n, BLOCK_ROWS):
                 block = slice(lo, lo + BLOCK_ROWS)
-                one, other = (np.asarray(rows[block], dtype=np.float64) for rows in (rows_a, rows_b))
+                one, other = (_rows_at(rows, at[block]) for rows, at in zip((rows_a, rows_b), places, strict=True))
                 for name, columns in parts.items():
                     x, y = one[:, columns], other[:, columns]
                     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
@@ -278,6 +296,25 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
         for name, v in known.items()
         if len(v)
     )
+
+
+def _same_sequences(a: RunDir, b: RunDir, files: list[h5py.File]) -> tuple[Places, Places]:
+    """Rows of two embeddings files that are of one sequence: by number where the reads are the same, or by content."""
+    keys: list[Any] = [file["uniques"][:] if "uniques" in file else range(len(file["embeddings"])) for file in files]
+    records = [read(run.record, RunRecord) if run.record.is_file() else RunRecord(fingerprints={}) for run in (a, b)]
+    if "reads" in differing(*map(made_from, records)):
+        for side, (run, record) in enumerate(zip((a, b), records, strict=True)):
+            store = OrfStore.open(run.root / record.store)
+            dna, protein = store.dna(0, store.n_uniques), store.protein(0, store.n_uniques)
+            keys[side] = [b" ".join((dna[number], protein[number])) for number in keys[side]]
+    partner = pd.Index(keys[0]).get_indexer(pd.Index(keys[1]))
+    return partner[partner >= 0].astype(np.int64), np.flatnonzero(partner >= 0)
+
+
+def _rows_at(table: h5py.Dataset, at: Places) -> NDArray[np.float64]:
+    """The rows of a table at these places, read in as few stretches as they form."""
+    stretches = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+    return np.concatenate([np.asarray(table[part[0] : part[-1] + 1], dtype=np.float64) for part in stretches])
 
 
 def bitwise(a: Path, b: Path) -> BitwiseEquality:

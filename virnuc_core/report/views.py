@@ -274,6 +274,7 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
             "In both": part.in_both,
             "Only A / B": Number(f"{part.only_in_a:,} / {part.only_in_b:,}"),
             "Agreement": percent(part.agreement, 3),
+            **{f"Of {name}": f"{percent(c.agreement, 2) or '–'} of {c.ids:,}" for name, c in part.classes.items()},
             **{title: part.score and Number(f"{getattr(part.score, name):.2e}") for title, name in differences},
             "Within tolerance": part.score and percent(part.score.share_within_tolerance, 2),
             "allclose 1e-3": part.score and said[part.score.allclose],

@@ -19,7 +19,7 @@ from virnuc_core.measure.tune import (
 TOLERANCE = 0.01
 
 
-def trial(rate: float, difference: float = 0.0) -> Trial:
+def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Trial:
     return Trial(
         tokens_per_s=rate,
         committed_tokens_per_s=rate,
@@ -34,7 +34,7 @@ def trial(rate: float, difference: float = 0.0) -> Trial:
         restarts=0,
         reduced=(),
         score_difference=difference,
-        labels_changed=0,
+        labels_changed=labels_changed,
     )
 
 
@@ -71,11 +71,19 @@ def test_within_the_scatter_the_base_stays() -> None:
 
 def test_what_changes_results_is_recommended_only_on_request() -> None:
     found = measured((100,), (200,), difference=0.02)
-    assert found[1].verdict(TOLERANCE) == "changes results"
+    assert found[1].verdict(TOLERANCE) == "changes scores"
     assert recommend(found, tolerance=TOLERANCE, allow_changed=False).candidate is found[0]
     chosen = recommend(found, tolerance=TOLERANCE, allow_changed=True)
     assert chosen.candidate is found[1]
-    assert "CHANGES RESULTS" in chosen.reason
+    assert "CHANGES SCORES" in chosen.reason
+
+
+def test_what_turns_a_label_is_never_recommended_however_near_its_scores() -> None:
+    found = measured((100,), ())
+    found[1].add(trial(200, difference=1e-6, labels_changed=1))
+    assert found[1].verdict(TOLERANCE) == "changes labels"
+    for allowed in (False, True):
+        assert recommend(found, tolerance=TOLERANCE, allow_changed=allowed).candidate is found[0]
 
 
 def test_a_candidate_that_was_measured_less_often_is_not_recommended() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from pathlib import Path
 
 import h5py
@@ -9,6 +11,8 @@ import numpy as np
 import pytest
 
 from virnuc_core.errors import RunMismatchError
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import bitwise, compare, cosines
 
 from .validate_directory import edit_json
@@ -84,6 +88,30 @@ def test_cosines_of_each_encoder(copied: tuple[Path, object]) -> None:
     assert found["DNABERT-S"].minimum == pytest.approx(1)
     assert found["ESM-2"].p1 > 0.9
     assert found["joined"].n == len(values)
+
+
+def embedded(folder: Path, reads: str, noise: float) -> Path:
+    """A run of these reads whose embeddings depend on the sequences, and on `noise`."""
+    (folder / "reads.fa").parent.mkdir()
+    (folder / "reads.fa").write_text(reads)
+    store = OrfStore.open(stage(StageSpec(reads=(str(folder / "reads.fa"),)), folder / "orfs.h5").store)
+    letters = zip(store.dna(0, store.n_uniques), store.protein(0, store.n_uniques), strict=True)
+    rows = [np.random.default_rng(zlib.crc32(b" ".join(one))).normal(size=10) + noise for one in letters]
+    with h5py.File(folder / "embeddings.h5", "w") as file:
+        file["embeddings"] = np.array(rows, dtype=np.float32)
+    record = {"fingerprints": {"reads": store.fingerprint}, "store": "orfs.h5"}
+    (folder / "run.json").write_text(json.dumps(record))
+    return folder
+
+
+def test_sequences_of_runs_that_were_staged_apart_meet_by_content(tmp_path: Path) -> None:
+    reads = [f">r{n}\n{'ATGAAACCC' * 9}{codon * 9}\n" for n, codon in enumerate(("GCA", "CAT", "GGG", "CAA"))]
+    whole, part = embedded(tmp_path / "whole", "".join(reads), 0.0), embedded(tmp_path / "part", reads[2], 0.01)
+    (found,) = cosines(part, whole)
+    (back,) = cosines(whole, part)
+    assert found == back
+    assert found.n == len(OrfStore.open(part / "orfs.h5").unique_row)
+    assert 0.99 < found.minimum < 1
 
 
 def test_rows_that_failed_are_left_out(copied: tuple[Path, object]) -> None:

@@ -75,6 +75,16 @@ def test_labels_that_differ_are_named(tmp_path: Path) -> None:
     assert not meets(found, 0.99)
 
 
+def test_agreement_is_told_by_class_and_near_the_threshold(tmp_path: Path) -> None:
+    rows = [("a_chunk_1F1", 0.9), ("b_chunk_1F1", 0.53), ("c_chunk_1F1", 0.2), ("d_chunk_1F1", 0.1)]
+    other = [("a_chunk_1F1", 0.9), ("b_chunk_1F1", 0.49), ("c_chunk_1F1", 0.2), ("e_chunk_1F1", 0.99)]
+    found = compare(frames(tmp_path / "a.txt", rows), frames(tmp_path / "b.txt", other)).frames
+    assert found is not None
+    told = {name: (one.ids, one.agreeing) for name, one in found.classes.items()}
+    assert told == {"viral": (3, 1), "non-viral": (2, 1), "near threshold": (1, 0)}
+    assert sum(one.agreeing for one in list(found.classes.values())[:2]) == found.agreeing
+
+
 def test_the_strict_score_test_is_a_thousandth(tmp_path: Path) -> None:
     for shift, close in ((0.0009, True), (0.01, False)):
         shifted = [(name, score + shift) for name, score in ROWS]
@@ -168,6 +178,14 @@ def test_a_subset_is_compared_over_its_reads_only(tmp_path: Path) -> None:
     assert (found.frames.total, found.frames.agreement) == (2, 1.0)
     assert found.consensus is not None
     assert found.consensus.total == 1
+
+
+def test_a_subset_that_was_staged_apart_is_compared_all_the_same(tmp_path: Path) -> None:
+    apart = {**RECORD, "fingerprints": {"head": "h" * 64, "reads": "y" * 64}}
+    small, whole = run_dir(tmp_path / "small", ROWS[:2], **apart), run_dir(tmp_path / "whole", ROWS, **RECORD)
+    found = compare(small, whole, subset_of_a=True).frames
+    assert found is not None
+    assert (found.total, found.agreement) == (2, 1.0)
 
 
 def test_a_row_missing_within_the_subset_still_counts(tmp_path: Path) -> None:
