@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
@@ -33,6 +34,7 @@ from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.tables import StageClock
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
+ERROR: Final = re.compile(r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE)
 log = logging.getLogger(__name__)
 
 
@@ -220,9 +222,7 @@ def _compute(
     pool = embedding.run(prewarmed)
     embedding.tell(clock)
     verdicts = _write_results(job, staging, clock)
-    wall_s = time.monotonic() - started_s
-    telemetry = embedding.write(clock.times(), wall_s) if job.todo else None
-    orfs = job.store
+    wall_s, orfs, errors = time.monotonic() - started_s, job.store, _log_errors(job.run)
     summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
@@ -234,7 +234,6 @@ def _compute(
         n_uniques=orfs.n_uniques,
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
         **verdicts,
-        telemetry=telemetry.name if telemetry else None,
         devices=job.devices,
         workers=tuple(pool.records.values()),
         resumed=len(job.todo) < len(job.plan),
@@ -245,13 +244,30 @@ def _compute(
         deaths=tuple(pool.deaths),
         damaged=job.damaged,
         rows_set_aside=len(pool.set_aside),
+        log_errors=sum(len(lines) for lines in errors.values()),
+        warnings=tuple(
+            f"{name}: {len(lines)} lines tell of errors; the first: {lines[0]}" for name, lines in errors.items()
+        ),
         reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced.items()},
         flops=job.flops,
     )
+    if job.todo:
+        telemetry = embedding.write(clock.times(), wall_s, summary.sequences_per_hour)
+        summary = summary.model_copy(update={"telemetry": telemetry.name})
     write(job.run.summary, summary)
     for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
         log.info("%s", line)
     return summary
+
+
+def _log_errors(run: RunDir) -> dict[str, list[str]]:
+    """Lines of the workers' logs that tell of errors, by file; a log without one is left out."""
+    found = {}
+    for path in sorted((run.root / "logs").glob("worker-*.log")):
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            if said := [" ".join(line.split())[:200] for line in lines if ERROR.search(line)]:
+                found[path.name] = said
+    return found
 
 
 def _write_results(job: Job, staging: StageSummary, clock: StageClock, kept: Collection[Path] = ()) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, computed_field
 
 import virnuc_core
 from virnuc_core.config import explain
@@ -242,6 +242,20 @@ class RunCounts(RunFile):
     shards_reused: Count | None = None
     restarts: Count | None = None
     rows_set_aside: Count | None = None  # uniques that ended every worker
+    log_errors: Count | None = None  # lines of the workers' logs that tell of errors
+    warnings: tuple[str, ...] = ()
+
+    @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
+    @property
+    def sequences_per_hour(self) -> float | None:
+        """Reads over the whole time, staging included; `None` for a run that did not do all its work in that time."""
+        whole = not (self.resumed or self.shards_reused or self.stopped_at_limit)
+        return 3600.0 * self.n_reads / self.total_s if whole and self.n_reads and self.total_s else None
+
+    @property
+    def reads_per_s(self) -> float | None:
+        """The same, a second."""
+        return None if self.sequences_per_hour is None else self.sequences_per_hour / 3600.0
 
 
 class RunSummary(RunCounts):

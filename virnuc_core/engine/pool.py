@@ -351,11 +351,11 @@ class Embedding:
         clock.fuse("Feature Merging", "ESM-2")
         clock.add("Model Prediction", busy.head_s if busy else 0.0)
 
-    def write(self, stages: Sequence[StageTime], wall_s: float) -> Path:
+    def write(self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None) -> Path:
         """Write the telemetry; returns its JSON file."""
-        n_reads, window_s = self._job.store.n_reads, self._watch.window_s
-        measured = self._measured(stages)
-        return write_telemetry(self._job.run.telemetry, measured, n_reads=n_reads, wall_s=wall_s, window_s=window_s)
+        told = {"n_reads": self._job.store.n_reads, "wall_s": wall_s, "sequences_per_hour": sequences_per_hour}
+        measured, window_s = self._measured(stages), self._watch.window_s
+        return write_telemetry(self._job.run.telemetry, measured, window_s=window_s, **told)
 
     def _measured(self, stages: Sequence[StageTime]) -> Telemetry:
         samples, host = self._sampler.samples(), self._sampler.host_samples()

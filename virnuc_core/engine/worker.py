@@ -323,6 +323,7 @@ class Worker:
             batches=batches,
             budget_divisor=task.divisor,
             skipped=len(task.skip),
+            allocated_bytes=torch.cuda.max_memory_allocated() if pending.arrived is not None else None,
         )
         self._answer(Computed(done=done))
 

@@ -131,6 +131,7 @@ def _course(run: RunMetrics, accounts: Accounting | None) -> Iterator[str]:
         (run.shards_on_less_memory, "shards that ran on a part of the token budget, for want of device memory"),
     )
     yield from (f"{run.name}: {words}: {number:,}." for number, words in facts if number)
+    yield from (f"{run.name}: {warning}." for warning in run.warnings)
     if run.stopped_at_limit:
         yield f"{run.name}: ended at the time limit."
     yield from (f"{run.name}: {name} is missing." for name in run.missing_files)

@@ -73,20 +73,17 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     resolved, measured = record.resolved.get("precision"), raw.telemetry(name, summary.telemetry)
     precision = resolved if isinstance(resolved, str) and resolved else None
     telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
-    # speed and cost are of a run that did all its work
-    resumed = summary.resumed or bool(summary.shards_reused)
-    reads_per_s = hours = device_hours = kwh = price = None
-    if summary.n_reads and total_s and not resumed:
-        reads_per_s, millions = summary.n_reads / total_s, summary.n_reads / 1e6
-        hours = profile.projection_reads / reads_per_s / 3600.0
+    counts = RunCounts(**{field: getattr(summary, field) for field in RunCounts.model_fields} | {"total_s": total_s})
+    hours = device_hours = kwh = price = None
+    if counts.sequences_per_hour and counts.n_reads and total_s:  # speed and cost are of a run that did all its work
+        hours, millions = profile.projection_reads / counts.sequences_per_hour, counts.n_reads / 1e6
         if devices:
             device_hours = len(devices) * total_s / 3600.0 / millions
             energy, asked = None if telemetry is None else telemetry.energy_kwh, profile.price_per_device_hour
             kwh = None if energy is None else energy / millions
             price = None if asked is None else device_hours * asked
-    counted = {field: getattr(summary, field) for field in RunCounts.model_fields}
     return RunMetrics(
-        **counted | {"total_s": total_s, "resumed": resumed},
+        **dict(counts) | {"resumed": summary.resumed or bool(summary.shards_reused)},
         name=name,
         devices=devices,
         label=label(devices),
@@ -96,7 +93,6 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         precision=precision,
         missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
         telemetry=telemetry,
-        reads_per_s=reads_per_s,
         hours_projected=hours,
         device_hours_per_million=device_hours,
         kwh_per_million=kwh,
@@ -141,6 +137,7 @@ def telemetry_metrics(
         busy=busy,
         device_time_spread=statistics.device_time_spread(busy),
         energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
+        host=statistics.host_usage(measured.host),
         windows=len(cut),
         windows_without_batch=sum(window.batches == 0 for window in cut),
         alarms=tuple(alarm.detail for alarm in statistics.alarms(samples, statistics.embedding_span(batches))),
@@ -163,7 +160,7 @@ def encoder_metrics(
     """
     # DNABERT-S stays at fp16 where ESM-2 runs at fp8
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
-    whole, per_token = statistics.batch_metrics(batches), getattr(flops, f"{encoder}_per_token")
+    whole, per_token = statistics.batch_metrics(batches, encoder), getattr(flops, f"{encoder}_per_token")
     spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
     ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64").reindex(
         spent.index

@@ -9,7 +9,7 @@ from typing import Literal
 
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, RunCounts, RunFile
-from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage
+from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import ApprovalRecord, Comparison
 
@@ -38,6 +38,11 @@ class EncoderMetrics(BatchMetrics):
     mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
     mfu_of_datasheet: float | None
 
+    @property
+    def tokens_per_device_s(self) -> float | None:
+        """Tokens a second of a device at this encoder's work: what the ceiling is held against."""
+        return self.tokens / self.device_s if self.device_s else None
+
 
 class TelemetryMetrics(BatchMetrics):
     """What the telemetry file of a run says: of its batches, and of the rest."""
@@ -48,6 +53,7 @@ class TelemetryMetrics(BatchMetrics):
     busy: tuple[DeviceBusy, ...]
     device_time_spread: float | None
     energy_kwh: float | None  # all devices
+    host: HostUsage
     windows: int
     windows_without_batch: int
     alarms: tuple[str, ...]
@@ -71,7 +77,6 @@ class RunMetrics(RunCounts):
     precision: str | None
     missing_files: tuple[str, ...]
     telemetry: TelemetryMetrics | None
-    reads_per_s: float | None
     hours_projected: float | None  # for the profile's projection_reads; a projection, never a measurement
     device_hours_per_million: float | None
     kwh_per_million: float | None

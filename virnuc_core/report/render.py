@@ -139,9 +139,13 @@ def markdown_cell(value: object) -> str:
 
 
 def stage_results(report: Report) -> list[dict[str, Any]]:
-    """Throughput of each measured stage: reads for chunking and translation, rows after that."""
-    run = report.run
-    counted = {} if run is None else dict.fromkeys(STAGES, run.n_rows) | dict.fromkeys(STAGES[:2], run.n_reads)
+    """Throughput of each measured stage: reads for chunking and translation, rows after that, and for an encoder the
+    sequences that it embedded."""
+    run, counted = report.run, dict[str, int | None]()
+    if run is not None:
+        counted |= dict.fromkeys(STAGES, run.n_rows) | dict.fromkeys(STAGES[:2], run.n_reads)
+        encoders = run.telemetry.encoders if run.telemetry else ()
+        counted |= {views.ENCODER_TITLES[encoder.encoder]: encoder.rows for encoder in encoders}
     return [
         {
             "stage": stage,
@@ -161,7 +165,7 @@ def benchmark_json(report: Report) -> str:
     telemetry = run.telemetry if run else None
     mfu = {
         e.encoder: {
-            "tokens_per_sec": e.tokens_per_s,
+            "tokens_per_sec": e.tokens_per_device_s,
             "ceiling_tokens_per_sec": e.ceiling_tokens_per_s,
             "of_ceiling": e.mfu_of_ceiling,
             "of_datasheet": e.mfu_of_datasheet,

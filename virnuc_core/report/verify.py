@@ -234,7 +234,8 @@ def _telemetry(found: Verification, out: Path, name: str, telemetry: Telemetry, 
     beside = Path(name).with_suffix(".json").as_posix()
     said = read(out / beside, TelemetryFile)
     reads, wall_s = said.summary.total_sequences, said.summary.wall_s
-    again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s)
+    hourly = summary.sequences_per_hour
+    again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly)
     found.same(beside, said, again)
     found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads, "wall_s": wall_s})
 

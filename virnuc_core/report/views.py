@@ -26,6 +26,7 @@ from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.telemetry.tables import STAGES, Encoder
 from virnuc_core.validation import QUESTIONS, Comparison
 
+GIB: Final = 1 / (1 << 30)
 COSTS: Final = {"device_hours": 3, "kwh": 3, "price": 2}  # of a million reads, with digits
 ENCODER_TITLES: Final[Mapping[Encoder, str]] = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
 
@@ -133,6 +134,7 @@ def _runs(report: Report) -> Table:
             "Precision": run.precision,
             "Resumed": "yes" if run.resumed else "no",
             "Restarts": run.restarts,
+            "Errors in logs": run.log_errors,
         }
         for run in report.runs
     )
@@ -165,6 +167,7 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
     if report.run is None or (telemetry := report.run.telemetry) is None:
         return ()
     judged = next(c for c in report.criteria if c.id == "gpu_utilisation")
+    allocated, host = {b.device: b.allocated_peak_bytes for b in telemetry.busy}, telemetry.host
     devices = Table(
         {
             "GPU": d.device,
@@ -172,7 +175,8 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
             "Min to max %": Number(f"{cell(number(d.gpu_util_min, 0))} to {cell(number(d.gpu_util_max, 0))}"),
             "ESM-2 %": number(d.esm2_percent),
             "DNABERT-S %": number(d.dnabert_s_percent),
-            "Peak Mem (GB)": number(d.mem_used_peak, 2, scale=1 / (1 << 30)),
+            "Peak Mem (GB)": number(d.mem_used_peak, 2, scale=GIB),
+            "Allocated (GB)": number(allocated.get(d.device), 2, scale=GIB),
             "Power (W)": number(d.power_avg_w, 0),
             "Max °C": number(d.temperature_max_c, 0),
             "kWh": number(d.energy_kwh, 4),
@@ -189,7 +193,7 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
             "Tokens": e.tokens,
             "Slots": e.slots,
             "Packing": percent(e.packing_efficiency),
-            "Tokens/s": number(e.tokens_per_s, 0),
+            "Tokens/s of a device": number(e.tokens_per_device_s, 0),
             "Ceiling (tokens/s)": number(e.ceiling_tokens_per_s, 0) or NOT_RUN,
             "MFU of ceiling": percent(e.mfu_of_ceiling) or NOT_RUN,
             "MFU of datasheet": percent(e.mfu_of_datasheet) or NOT_RUN,
@@ -205,7 +209,13 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
             f"Queue: full {percent(queue.full)}, normal {percent(queue.normal)}, starved {percent(queue.starved)} "
             f"(waited over 1 ms: {percent(telemetry.waiting_share)}). "
             f"Batches packed under 80 %: {telemetry.batches_below_threshold:,} of {telemetry.batches:,}. "
-            f"Windows: {telemetry.windows:,}, without a batch {telemetry.windows_without_batch:,}."
+            f"Windows: {telemetry.windows:,}, without a batch {telemetry.windows_without_batch:,}.",
+            f"Tokens/s, both encoders: {cell(number(telemetry.tokens_per_s, 0))} while embedding, "
+            f"{cell(number(telemetry.steady_tokens_per_s, 0))} once warm (10 batches of each device left out). "
+            f"Sequences/s: {cell(number(telemetry.rows_per_s))}, each counted once.",
+            f"Host: CPU {cell(number(host.cpu_percent_avg, 0, ' %'))} on average, "
+            f"{cell(number(host.cpu_percent_max, 0, ' %'))} at most; memory of all processes of the run "
+            f"{cell(number(host.rss_peak_bytes, 2, ' GB', GIB))} at most.",
         ]
     )
     utilisation = Section("GPU Utilization", (f"{lowest} {judged.reason}".strip(),), (devices,))

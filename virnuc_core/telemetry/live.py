@@ -184,7 +184,7 @@ class InferenceProgressReporter:
         self._console = console or Console(stderr=True)
         self._first = self._done = already_done
         self._totals = dict.fromkeys(monitor.devices, (0, 0, 0))  # rows, tokens and slots of this run
-        self._started_s = self._last_plain_s = self._last_callback_s = now()
+        self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
         self._bars: Progress | None = None
         self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
 
@@ -223,14 +223,16 @@ class InferenceProgressReporter:
 
     @property
     def eta_s(self) -> float | None:
-        """Seconds left at this run's speed so far; `None` before anything is done."""
-        elapsed, made = self._now() - self._started_s, self._done - self._first
+        """Seconds left at this run's speed since its first batch; `None` before anything is done."""
+        elapsed, made = self._now() - self._began_s, self._done - self._first
         if self._done >= self._total:
             return 0.0
         return elapsed * (self._total - self._done) / made if made > 0 and elapsed > 0 else None
 
     def update(self, shard: ShardDone) -> None:
         """Count a committed shard, and show it when it is time."""
+        if self._done == self._first:  # what came before the first batch was not embedding
+            self._began_s = min((batch.launched_s for batch in shard.batches), default=self._began_s)
         counted = shard.rows, sum(b.tokens for b in shard.batches), sum(b.slots for b in shard.batches)
         before = self._totals.get(shard.device, (0, 0, 0))
         self._totals[shard.device] = before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]
@@ -247,12 +249,12 @@ class InferenceProgressReporter:
     def progress(self, *devices: str) -> tuple[int, dict[str, str]]:
         """Rows that `devices`, or all of them, have done so far; and in words their speed, the mean of their newest
         utilisation and their packing."""
-        names, elapsed = devices or tuple(self._totals), self._now() - self._started_s
+        names, elapsed = devices or tuple(self._totals), self._now() - self._began_s
         rows, tokens, slots = (sum(self._totals[name][i] for name in names) for i in range(3))
         newest = [sample.utilisation for name in names if (sample := self._monitor.latest.get(name)) is not None]
         told = [used for used in newest if used is not None]
         return rows, {
-            "tokens": f"{tokens / elapsed:,.0f} tok/s" if elapsed > 0 else "- tok/s",
+            "tokens": f"{tokens / elapsed:,.0f} tok/s" if tokens and elapsed > 0 else "- tok/s",
             "gpu": f"{sum(told) / len(told):.0f} %" if told else "n/a",
             "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
         }

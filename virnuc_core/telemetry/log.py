@@ -62,11 +62,11 @@ class Telemetry:
         return cls(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
 
     def get_throughput(self) -> Numbers:
-        """Tokens, batches' rows and batches per second over the embedding span."""
+        """Tokens, sequences (each once) and batches per second over the embedding span."""
         whole = statistics.batch_metrics(self.batches)
         return {
             "tokens_per_sec": whole.tokens_per_s,
-            "rows_per_sec": whole.rows_per_s,
+            "sequences_per_sec": whole.rows_per_s,
             "steady_tokens_per_sec": whole.steady_tokens_per_s,
             "batches_per_sec": whole.batches / whole.span_s if whole.span_s > 0 else None,
         }
@@ -104,7 +104,7 @@ class TelemetrySummary(RunFile):
     started: str
     wall_s: float
     total_sequences: int
-    sequences_per_hour: float | None
+    sequences_per_hour: float | None  # reads over the whole time, as in summary.json; None of a part of a run
     throughput: Numbers
     dataloader: Numbers
     encoders: dict[Encoder, statistics.BatchMetrics]
@@ -128,7 +128,9 @@ class TelemetryFile(RunFile):
     per_batch_metrics: tuple[dict[str, float | int | str | None], ...]
 
 
-def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float) -> TelemetryFile:
+def telemetry_file(
+    measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float = 30.0, sequences_per_hour: float | None = None
+) -> TelemetryFile:
     """The content of the JSON file of a run of `n_reads` reads that took `wall_s`."""
     span, busy = statistics.embedding_span(measured.batches), statistics.device_busy(measured.shards)
     devices, table = measured.samples.device.cat.categories, batch_frame(measured)
@@ -136,7 +138,7 @@ def telemetry_file(measured: Telemetry, *, n_reads: int, wall_s: float, window_s
         started=measured.started,
         wall_s=wall_s,
         total_sequences=n_reads,
-        sequences_per_hour=n_reads / wall_s * 3600.0 if wall_s > 0 else None,
+        sequences_per_hour=sequences_per_hour,
         throughput=measured.get_throughput(),
         dataloader=measured.get_dataloader_statistics(),
         encoders=statistics.by_encoder(measured.batches),
@@ -186,10 +188,11 @@ def batch_frame(measured: Telemetry) -> pd.DataFrame:
     return pd.concat([pd.DataFrame(derived), table], axis="columns")
 
 
-def write_telemetry(folder: Path, measured: Telemetry, *, n_reads: int, wall_s: float, window_s: float = 30.0) -> Path:
+def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
     """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
 
-    In HDF5 the columns of the batches lie at the root, the other tables in groups of their names.
+    `told` is what `telemetry_file` takes. In HDF5 the columns of the batches lie at the root, the other tables in
+    groups of their names.
     Errors: `StorageError` of the disk.
     """
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
@@ -207,7 +210,7 @@ def write_telemetry(folder: Path, measured: Telemetry, *, n_reads: int, wall_s: 
                 stages[field.name] = np.array(values, np.float64)  # None becomes NaN
             else:
                 stages[field.name] = np.array([text or "" for text in values], "S64")
-    content = telemetry_file(measured, n_reads=n_reads, wall_s=wall_s, window_s=window_s)
+    content = telemetry_file(measured, **told)
     for alarm in content.summary.alarms:
         log.warning("%s", alarm.detail)
     return write(path, content)

@@ -60,7 +60,7 @@ class BatchCounts(RunFile):
     """What batches come to, whatever time they took. What no batch tells is `None`, never zero for want of data."""
 
     batches: int
-    rows: int
+    rows: int  # sequences, each once: ESM-2, which embeds them last, counts; of one encoder, what it embedded
     tokens: int  # real ones
     slots: int  # launched, tails included
     packing_efficiency: float | None  # tokens / slots, 0 to 1
@@ -102,11 +102,11 @@ def embedding_span(batches: pd.DataFrame) -> Span | None:
     return float(batches.launched_s.min()), float(finished_s.max())
 
 
-def _counts(batches: pd.DataFrame) -> BatchCounts:
+def _counts(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
     tokens, slots = int(batches.tokens.sum()), int(batches.slots.sum())
     return BatchCounts(
         batches=len(batches),
-        rows=int(batches.rows.sum()),
+        rows=int(batches.rows[batches.encoder == counting].sum()),
         tokens=tokens,
         slots=slots,
         packing_efficiency=tokens / slots if slots else None,
@@ -115,9 +115,9 @@ def _counts(batches: pd.DataFrame) -> BatchCounts:
     )
 
 
-def batch_metrics(batches: pd.DataFrame) -> BatchMetrics:
-    """Add up the batches of a table."""
-    counts, packed, waits = _counts(batches), packing(batches), batches.wait_ms
+def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMetrics:
+    """Add up the batches of a table; `counting`: whose rows are its sequences."""
+    counts, packed, waits = _counts(batches, counting), packing(batches), batches.wait_ms
     span = embedding_span(batches) or (0.0, 0.0)
     span_s, device_ms = span[1] - span[0], known(batches.device_ms.sum(min_count=1))
     shares = queue_state(batches).value_counts(normalize=True)
@@ -144,7 +144,7 @@ def batch_metrics(batches: pd.DataFrame) -> BatchMetrics:
 def by_encoder(batches: pd.DataFrame) -> dict[Encoder, BatchMetrics]:
     """The metrics of each encoder that has batches."""
     parts = {encoder: batches[batches.encoder == encoder] for encoder in ENCODERS}
-    return {encoder: batch_metrics(own) for encoder, own in parts.items() if len(own)}
+    return {encoder: batch_metrics(own, encoder) for encoder, own in parts.items() if len(own)}
 
 
 class Window(BatchCounts):
@@ -152,7 +152,7 @@ class Window(BatchCounts):
 
     start_s: float  # since the run's start
     end_s: float
-    tokens_per_s: float
+    tokens_per_s: float | None  # None: no time passed
     starved: int
     gpu_util: dict[str, float]  # device -> mean; only devices with samples in the window, where samples were given
 
@@ -162,8 +162,10 @@ def windows(
 ) -> tuple[Window, ...]:
     """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in.
 
-    Empty windows in a row become one, so that a stall is seen and a jump of the clock cannot make millions of them.
+    The first begins with the first launch, the last ends with the last finish. Empty windows in a row become one, so
+    that a stall is seen and a jump of the clock cannot make millions of them.
     """
+    began, ended = embedding_span(batches) or (origin_s, origin_s)
     parts: list[tuple[int, int, pd.DataFrame]] = []  # first and last window, and what was launched in them
     for number, launched in batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64")):
         first = int(number)
@@ -171,15 +173,17 @@ def windows(
             parts.append((parts[-1][1], first, batches[:0]))
         parts.append((first, first + 1, launched))
     found = []
-    for first, end, own in parts:
-        start_s, end_s, counts = first * window_s, end * window_s, _counts(own)
+    for place, (first, end, own) in enumerate(parts):
+        start_s = first * window_s if place else began - origin_s
+        end_s = end * window_s if place < len(parts) - 1 else ended - origin_s
+        counts = _counts(own, "esm2")
         inside = None if samples is None else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
         used = {} if inside is None else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
         window = Window(
             **dict(counts),
             start_s=start_s,
             end_s=end_s,
-            tokens_per_s=counts.tokens / (end_s - start_s),
+            tokens_per_s=counts.tokens / (end_s - start_s) if end_s > start_s else None,
             starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()),
             gpu_util=used,
         )
@@ -197,6 +201,7 @@ class DeviceBusy(RunFile):
     head_s: float
     merge_s: float
     commit_s: float
+    allocated_peak_bytes: float | None  # most that torch had allocated on it; None on a CPU
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
     @property
@@ -212,6 +217,7 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
             device=str(device),
             shards=len(own),
             **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "merge_s", "commit_s")},
+            allocated_peak_bytes=known(own.allocated_bytes.max()),
         )
         for device, own in shards.groupby("device", observed=True)
     )

@@ -59,6 +59,7 @@ class ShardDone:
     batches: tuple[BatchRecord, ...]
     budget_divisor: int = 1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
     skipped: int = 0  # rows set aside because they end every worker
+    allocated_bytes: float | None = None  # most that torch has allocated on the device so far; None on a CPU
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,8 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     clock.add("Consensus Scoring", 0.25)
     wall_s = end_s - ORIGIN_S + 1.0
     measured = Telemetry.of(done, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED)
-    told = write_telemetry(run.telemetry, measured, n_reads=recipe.reads, wall_s=wall_s, window_s=window_s)
+    figures = {"n_reads": recipe.reads, "wall_s": wall_s, "sequences_per_hour": 3600 * recipe.reads / (5.0 + wall_s)}
+    told = write_telemetry(run.telemetry, measured, window_s=window_s, **figures)
     n_rows = sum(len(ids) for ids in rows.ids)
     summary = {
         "schema_version": 1,

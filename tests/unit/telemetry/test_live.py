@@ -132,6 +132,15 @@ def test_what_an_earlier_run_did_does_not_make_this_one_faster(sampler: Sampler,
         assert progress.eta_s == pytest.approx(10.0)
 
 
+def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -> None:
+    """Weights that take 30 s to load neither slow the rate nor push the end away."""
+    with reporter(100, sampler, clock) as progress:
+        clock.now = 40.0
+        progress.update(shard(0, [batch(30.0), batch(35.0)]))
+        assert progress.progress()[1]["tokens"] == "180 tok/s"
+        assert progress.eta_s == pytest.approx(40.0)
+
+
 def test_a_run_of_nothing_is_done(clock: Clock) -> None:
     progress = reporter(0, Sampler(()), clock)
     assert (progress.share, progress.eta_s) == (1.0, 0.0)

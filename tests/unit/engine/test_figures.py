@@ -1,0 +1,119 @@
+"""Figures of a real run agree with each other, with what was embedded, and with the clock."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from virnuc_core.profiles import load_profile
+from virnuc_core.reads.stage import StageSummary
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.files import RawFolder
+from virnuc_core.report.metrics import run_metrics
+from virnuc_core.report.model import RunMetrics
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary, read
+from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.reader import latest, read_telemetry
+from virnuc_core.telemetry.statistics import batch_metrics, windows
+
+
+@pytest.fixture(scope="module")
+def measured(reference: Path) -> Telemetry:
+    return read_telemetry(latest(reference))
+
+
+@pytest.fixture(scope="module")
+def told(reference: Path) -> dict:
+    """The summary that the telemetry's JSON holds."""
+    found: dict = json.loads(latest(reference).with_suffix(".json").read_text())["summary"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def run(reference: Path) -> RunMetrics:
+    found = run_metrics(RawFolder(reference.parent), reference.name, load_profile("ci-smoke"))
+    assert found is not None
+    return found
+
+
+def test_a_sequence_counts_once_though_two_encoders_embed_it(
+    measured: Telemetry, staged: tuple[Path, StageSummary]
+) -> None:
+    uniques, whole = OrfStore.open(staged[0]).n_uniques, batch_metrics(measured.batches)
+    assert whole.rows == uniques
+    assert whole.rows_per_s == pytest.approx(uniques / whole.span_s)
+    assert sum(window.rows for window in windows(measured.batches, 0.5, measured.origin_s)) == uniques
+
+
+def test_the_rates_have_the_names_that_other_tools_ask_for(measured: Telemetry, told: dict) -> None:
+    rates = measured.get_throughput()
+    assert {"tokens_per_sec", "sequences_per_sec"} <= rates.keys()
+    assert rates["sequences_per_sec"] == batch_metrics(measured.batches).rows_per_s
+    assert told["throughput"] == pytest.approx(rates)
+
+
+def test_the_first_and_the_last_window_are_divided_by_their_own_length(measured: Telemetry) -> None:
+    """A run of one window has the rate of the whole: not that of the window's nominal length."""
+    (only,) = windows(measured.batches, 3600.0, measured.origin_s)
+    whole = batch_metrics(measured.batches)
+    assert only.end_s - only.start_s == pytest.approx(whole.span_s)
+    assert only.tokens_per_s == pytest.approx(whole.tokens_per_s)
+
+
+def test_sequences_per_hour_are_one_number(reference: Path, told: dict, run: RunMetrics) -> None:
+    summary = read(RunDir(reference).summary, RunSummary)
+    assert summary.n_reads
+    assert summary.total_s
+    assert summary.sequences_per_hour == pytest.approx(3600 * summary.n_reads / summary.total_s)
+    assert told["sequences_per_hour"] == run.sequences_per_hour == summary.sequences_per_hour
+    assert run.reads_per_s == pytest.approx(summary.n_reads / summary.total_s)
+
+
+def test_a_rate_of_all_reads_is_told_of_a_whole_run_only(reference: Path) -> None:
+    whole = read(RunDir(reference).summary, RunSummary)
+    for change in ({"stopped_at_limit": True}, {"resumed": True}, {"shards_reused": 1}):
+        assert whole.model_copy(update=change).sequences_per_hour is None
+
+
+def test_encoder_rates_count_what_was_embedded(run: RunMetrics, staged: tuple[Path, StageSummary]) -> None:
+    assert run.telemetry is not None
+    uniques = OrfStore.open(staged[0]).n_uniques
+    assert [encoder.rows for encoder in run.telemetry.encoders] == [uniques, uniques]
+    for encoder in run.telemetry.encoders:  # of a device at work, as its ceiling is
+        assert encoder.device_s
+        assert encoder.tokens_per_device_s == pytest.approx(encoder.tokens / encoder.device_s)
+
+
+def test_the_host_is_in_the_metrics(run: RunMetrics) -> None:
+    assert run.telemetry is not None
+    assert run.telemetry.host.rss_peak_bytes
+    assert run.telemetry.host.cpu_percent_avg is not None
+    assert [busy.allocated_peak_bytes for busy in run.telemetry.busy] == [None], "a CPU has no allocator of torch's"
+
+
+def test_worker_logs_are_searched_for_errors(
+    tmp_path: Path, reference: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    from virnuc_core.config import Devices
+
+    from .test_runs import go
+
+    summary = read(RunDir(reference).summary, RunSummary)
+    assert (summary.log_errors, summary.warnings) == (0, ())
+    root = tmp_path / "devices-1"
+    shutil.copytree(reference, root)
+    (root / "summary.json").unlink()
+    (root / "logs").mkdir(exist_ok=True)
+    lines = ("all is well, 0 errors", "Traceback (most recent call last):", "RuntimeError: CUDA error: gone", "bye")
+    (root / "logs" / "worker-cpu-core-0.log").write_text("\n".join(lines))
+    again = go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    assert again.log_errors == 2
+    found = run_metrics(RawFolder(tmp_path), root.name, load_profile("ci-smoke"))
+    assert found is not None
+    assert found.warnings == (
+        "worker-cpu-core-0.log: 2 lines tell of errors; the first: Traceback (most recent call last):",
+    )
