@@ -13,7 +13,7 @@ from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsa
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import ApprovalRecord, Comparison
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 Verdict = Literal["pass", "fail", "projected", "not run"]
 
