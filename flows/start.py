@@ -155,9 +155,8 @@ def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -
     for name in files:
         if Path(name).is_file():
             log = ParseLog(on_error)
-            for _ in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
-                pass
-            empty += [name] * log.empty_files
+            found = sum(len(batch) for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT))
+            empty += [name] * (not found and not log.skipped_by_file)
     if alone and empty and len(empty) == len(files):
         raise InputError("holds no reads", file=empty[0], hint="was it written to the end? name a file with reads")
 

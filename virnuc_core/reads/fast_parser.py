@@ -76,7 +76,6 @@ class Piece:
     last: bool = False  # of its file
     damage: InputError | None = None  # why the file ends here, within a record perhaps: this piece holds no whole one
     refused: bool = False  # the file cannot be read at all, for its damage
-    is_empty_file: bool = False  # nothing but blanks is in it
     part: Part | None = None
 
 
@@ -108,7 +107,6 @@ class ParseLog:
     on_error: OnError = "stop"
     report: Callable[[InputError], None] | None = None  # given each broken record that is left out
     left_out: int = 0  # reads with letters that are no nucleotides
-    empty_files: int = 0
     reads_by_file: Counter[str] = field(default_factory=Counter)
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
     first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file

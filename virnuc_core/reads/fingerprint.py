@@ -288,7 +288,7 @@ def repeats_in(bucket: Bucket) -> Column:
             found = np.column_stack([kinds[again, 2], kinds[first[again], 2], count[again]]).astype(np.int64)
             out.write(found[np.argsort(found[:, 0])].data)
             if more:
-                ends = np.append(begins[1:], True)
+                ends = np.append(begins, True)[1:]  # none where no two are alike
                 alone = order[~in_company]
                 known = np.concatenate([records[alone], kinds[begins]])
                 counted = np.append(np.append(counted, np.ones(len(new), np.int64))[alone], count[ends])

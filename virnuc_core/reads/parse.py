@@ -56,7 +56,7 @@ class _Made(Generic[O]):
 def parse(
     files: tuple[str, ...], log: ParseLog | None = None, *, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[ReadBatch]:
-    """Batches of reads of all files, in order; an empty file gives none and is counted in `log`.
+    """Batches of reads of all files, in order; what was met is counted in `log`.
 
     A FASTA record of more than `block_bytes` comes in parts, each a batch of its own.
 
@@ -113,7 +113,6 @@ def parse_by(
                 yield value
             if isinstance(item, ReadBatch):
                 continue
-            log.empty_files += item.is_empty_file
             if made.irregular:
                 again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
                 read = item.data[: -made.irregular].count(b"\n")
@@ -168,7 +167,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
         text = source.read(block_bytes)
         ended = not text
     line += text[: len(text) - len(kept)].count(b"\n")
-    text, wanted, is_empty_file = kept, block_bytes, not kept and source.damage is None
+    text, wanted = kept, block_bytes
     form = _format(text, source.name) if text else "fasta"
     part: Part | None = None
     while text or not ended:
@@ -205,7 +204,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
             wanted = 2 * len(text)
     part = replace(part, last=True, dropped=source.damage is not None) if part else None
-    yield Piece(number, source.name, form, text, line, True, source.damage, is_empty_file=is_empty_file, part=part)
+    yield Piece(number, source.name, form, text, line, True, source.damage, part=part)
 
 
 def _whole_records(text: bytes, form: Format) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from pydantic import ValidationError
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
-from virnuc_core.reads.sources import NCBI_PREFIX, hidden, is_address, whole_address
+from virnuc_core.reads.sources import HIDDEN, NCBI_PREFIX, hidden, is_address, whole_addresses
 from virnuc_core.rundir import check_room, storing, whole_file, write_text_whole
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
@@ -71,11 +71,13 @@ def fetch(url: str, folder: Path) -> Path:
 
     The file's name begins with a digest of the address: two addresses are two files. A broken-off download goes on
     where it stopped if the server's file is still the same. Errors: `InputError` when the server refuses or cannot be
-    reached after all attempts, for a private address, or beyond the limits.
+    reached after all attempts, for a private address, beyond the limits, or when another process was given the query.
     """
     if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
-    shown, whole = hidden(url), whole_address(url)
+    shown, whole = hidden(url), whole_addresses.get(url, url)
+    if HIDDEN.fullmatch(whole):
+        raise InputError("the query of this address was not kept", file=url, hint="give the whole address again")
     if not re.fullmatch(r"[!-~]+", whole):
         raise ConfigError(f"{shown}: not a valid address; blanks and letters beyond ASCII are written as %20")
     name = Path(urllib.parse.unquote(re.split(r"[?#]", whole)[0].partition("//")[2].partition("/")[2])).name

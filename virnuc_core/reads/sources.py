@@ -29,8 +29,8 @@ except ImportError:
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
-_HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
-_addresses: dict[str, str] = {}  # whole ones, by how they are shown
+HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
+whole_addresses: dict[str, str] = {}  # by how they are shown
 _PIECE_BYTES: Final = 1 << 16
 _UNPACKED_BYTES: Final = 1 << 20  # at a time
 _PACKED_ZSTD_BYTES: Final = 1 << 10  # at a time, where that cannot be told: they swell to thirty thousand times as much
@@ -58,8 +58,8 @@ def is_remote(name: str) -> bool:
 def hidden(name: str) -> str:
     """An input as it may be shown and recorded: a digest stands for the query of an address.
 
-    That may be a signature, which opens the file to whoever reads it; it stays in this process, whose `whole_address`
-    knows it. Errors: `ConfigError` for an address with a password.
+    That may be a signature, which opens the file to whoever reads it; it stays in this process, in `whole_addresses`.
+    Errors: `ConfigError` for an address with a password.
     """
     if not is_address(name):
         return name
@@ -67,19 +67,11 @@ def hidden(name: str) -> str:
     _, at, host = bare.split("/")[2].rpartition("@")
     if at:
         raise ConfigError(f"{host}: an address with a user name or password is not taken; sign it, or fetch the file")
-    if bare == name or _HIDDEN.fullmatch(name):
+    if bare == name or HIDDEN.fullmatch(name):
         return name
     shown = f"{bare}#query-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
-    _addresses[shown] = name
+    whole_addresses[shown] = name
     return shown
-
-
-def whole_address(name: str) -> str:
-    """The address that `hidden` shows as `name`, or `name`; `InputError` when another process was given its query."""
-    whole = _addresses.get(name, name)
-    if _HIDDEN.fullmatch(whole):
-        raise InputError("the query of this address was not kept", file=name, hint="give the whole address again")
-    return whole
 
 
 def can_be_read_twice(name: str) -> bool:

@@ -129,21 +129,7 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: str | Non
     for reads that have not the `expected` fingerprint; `SpentInputError` for what another try might mend, where reads
     came through a pipe.
     """
-    inputs = find_inputs(spec.reads)
-    try:
-        return _stage(spec, inputs, out, anew, expected)
-    except (WorkerError, MemoryError, OSError) as error:
-        spent = [name for name in inputs.files if not can_be_read_twice(name)]
-        if not spent:
-            raise
-        raise SpentInputError(
-            f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone; "
-            "send it again, or put it into a file"
-        ) from error
-
-
-def _stage(spec: StageSpec, inputs: Inputs, out: Path, anew: bool, expected: str | None) -> StageSummary:
-    began, seconds = time.perf_counter(), dict[str, float]()
+    inputs, began, seconds = find_inputs(spec.reads), time.perf_counter(), dict[str, float]()
     try:
         with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers) as workers:
             log = new_log()
@@ -154,6 +140,13 @@ def _stage(spec: StageSpec, inputs: Inputs, out: Path, anew: bool, expected: str
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
+        ) from error
+    except (WorkerError, MemoryError) as error:
+        if not (spent := [name for name in inputs.files if not can_be_read_twice(name)]):
+            raise
+        raise SpentInputError(
+            f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone; "
+            "send it again, or put it into a file"
         ) from error
     seconds["total_s"] = time.perf_counter() - began
     summary = _summary(spec, inputs, out, log, seconds, reused)

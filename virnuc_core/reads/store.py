@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -30,7 +30,6 @@ from virnuc_core.rundir import check_room, whole_file
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
 SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
-STRETCH: Final = 1 << 22  # values of segments put into the store together, at least
 HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 
@@ -196,14 +195,12 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> NDArray[np.generic]:
 class StoreWriter:
     """Takes segments in the order of the reads, then writes the store whole.
 
-    Neighbouring segments are put together to stretches. Nothing is held that grows with the number of reads, but two
-    bits for each row, and a little for each segment.
+    Nothing is held that grows with the number of reads, but two bits for each row, and a little for each segment.
     """
 
     def __init__(self, folder: Path, model_length: int) -> None:
         self._folder, self._model_length = folder, model_length
-        self._stretches: list[list[Segment]] = []
-        self._room = 0  # values that the last stretch still takes in
+        self._segments: list[Segment] = []
         self._counts: Counter[str] = Counter()
         self._kinds = dict(COLUMNS)
         self._digests = {axis: Column(folder / f"{axis}_digests", np.uint64, 2) for axis in ("read", "row")}
@@ -212,11 +209,7 @@ class StoreWriter:
 
     def add(self, segment: Segment) -> None:
         """Take in the next segment."""
-        if self._room <= 0:
-            self._stretches.append([])
-            self._room = STRETCH
-        self._room -= sum(segment.sizes.values())
-        self._stretches[-1].append(segment)
+        self._segments.append(segment)
         self._counts.update(segment.counts)
         if segment.counts["n_bases"] > np.iinfo(np.int32).max:  # that of one long read, then
             self._kinds["read_length"] = np.int64
@@ -226,8 +219,8 @@ class StoreWriter:
 
     def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
         """Find what repeats among rows and ids; gives the first read whose id an earlier one has, and that one."""
-        self._at = {  # entries of each axis before each stretch, and in all
-            axis: offsets_of(np.array([sum(file.sizes[name] for file in files) for files in self._stretches], np.int64))
+        self._at = {  # entries of each axis before each segment, and in all
+            axis: offsets_of(np.array([segment.sizes[name] for segment in self._segments], np.int64))
             for axis, name in (("read", "read_length"), ("row", "row_frame"), ("id", "read_id_bytes"))
         }
         buckets = {axis: Bucket.all_of(column) for axis, column in self._digests.items()}
@@ -242,9 +235,9 @@ class StoreWriter:
 
     def place(self, read: int) -> tuple[str, int]:
         """Id of a read, and the line of its header."""
-        stretch = int(np.searchsorted(self._at["read"], read, side="right")) - 1
-        files, i = self._stretches[stretch], read - int(self._at["read"][stretch])
-        return _ids(files)[i].decode(), int(_column(files, "read_line")[i])
+        number = int(np.searchsorted(self._at["read"], read, side="right")) - 1
+        segment, i = self._segments[number], read - int(self._at["read"][number])
+        return _ids(segment)[i].decode(), int(segment.read("read_line")[i])
 
     def write(self, path: Path, fingerprint: str, workers: Workers) -> None:
         """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
@@ -256,7 +249,7 @@ class StoreWriter:
         about |= {name: self._counts[name] for name in StoreCounts.__slots__}
         with whole_file(path) as aside:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
-            for _ in workers.map(_write_stretch, self._parts(aside, starts, repeated, uniques), may_start=False):
+            for _ in workers.map(_write_part, self._parts(aside, starts, repeated, uniques), may_start=False):
                 pass
             seal(aside, SEALED_AS)
 
@@ -274,10 +267,10 @@ class StoreWriter:
         """Digests of the names that reads with an earlier one's id would get."""
         names = Column(self._folder / f"names{len(mark)}", np.uint64, 2)
         with names.path.open("wb") as out:
-            for number, files in enumerate(self._stretches):
+            for number, segment in enumerate(self._segments):
                 repeats = self._repeats["read"].of(number)
                 if len(repeats):
-                    ids = _ids(files)
+                    ids = _ids(segment)
                     places = (repeats[:, 0] - self._at["read"][number]).tolist()
                     made = [ids[i] + f"{mark}{n}".encode() for i, n in zip(places, repeats[:, 2].tolist(), strict=True)]
                     named = Strings.of(made)
@@ -285,13 +278,13 @@ class StoreWriter:
         return names
 
     def _uniques(self) -> tuple[Repeated, dict[str, NDArray[np.int64]]]:
-        """Which rows repeat an earlier one; uniques, and letters of them, before each stretch and in all."""
+        """Which rows repeat an earlier one; uniques, and letters of them, before each segment and in all."""
         repeated = np.zeros((int(self._at["row"][-1]) >> 6) + 1, np.uint64)
         held: list[tuple[int, ...]] = []
-        for number, files in enumerate(self._stretches):
+        for number, segment in enumerate(self._segments):
             rows = self._repeats["row"].of(number)[:, 0]
             np.bitwise_or.at(repeated, rows >> 6, np.uint64(1) << (rows & 63).astype(np.uint64))
-            lengths = [_column(files, f"{kind}_length") for kind in ("protein", "dna")]
+            lengths = [segment.read(f"{kind}_length") for kind in ("protein", "dna")]
             dropped = rows - self._at["row"][number]
             held.append((len(lengths[0]) - len(rows), *(int(n.sum() - n[dropped].sum()) for n in lengths)))
         at = np.array([(0, 0, 0), *held], np.int64).cumsum(axis=0)
@@ -321,32 +314,28 @@ class StoreWriter:
     def _parts(
         self, path: Path, starts: Mapping[str, _Place], repeated: Repeated, uniques: dict[str, NDArray[np.int64]]
     ) -> Iterator[_Part]:
-        for number, files in enumerate(self._stretches):
+        for number, segment in enumerate(self._segments):
             begin = {axis: int(at[number]) for axis, at in (self._at | uniques).items()}
             copies, rows = (self._repeats[axis].of(number) for axis in ("read", "row"))
             again = np.column_stack([rows[:, 0], repeated.uniques_before(rows[:, 1])])
-            yield _Part(path, starts, tuple(files), begin, copies, again)
+            yield _Part(path, starts, segment, begin, copies, again)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A stretch of segments, and all that whoever puts it into the store needs to know of the others."""
+    """A segment, and all that whoever puts it into the store needs to know of the others."""
 
     path: Path
     starts: Mapping[str, _Place]
-    files: tuple[Segment, ...]
+    segment: Segment
     begin: Mapping[str, int]  # entries of each axis before
     copies: NDArray[np.int64]  # [n, 3] repeats of ids: read, first read of that id, how many-th
     again: NDArray[np.int64]  # [n, 2] rows that repeat an earlier one, and their uniques
 
 
-def _write_stretch(part: _Part) -> None:
-    """Copy the columns of a stretch to their places in the store."""
-    begin, low = part.begin, part.begin["read"]
-
-    def of(name: str) -> NDArray[Any]:
-        return _column(part.files, name)
-
+def _write_part(part: _Part) -> None:
+    """Copy the columns of a segment to their places in the store."""
+    begin, low, of = part.begin, part.begin["read"], part.segment.read
     with part.path.open("rb+") as file:
 
         def put(name: str, values: NDArray[Any]) -> None:
@@ -361,9 +350,7 @@ def _write_stretch(part: _Part) -> None:
         put("read_copy", copy)
         put("read_flags", of("read_flags") | (copy > 0) * np.uint8(DUPLICATE_ID))
         put("read_id_offsets", begin["id"] + offsets_of(of("read_id_length")))
-        before = np.cumsum([low, *(file.sizes["read_length"] for file in part.files)])
-        owners = [first + file.read("row_read") for first, file in zip(before.tolist(), part.files, strict=False)]
-        put("row_read", np.concatenate(owners))
+        put("row_read", low + of("row_read").astype(np.int64))
         firsts = np.ones(len(of("row_frame")), bool)
         firsts[part.again[:, 0] - begin["row"]] = False
         unique = begin["unique"] + np.cumsum(firsts) - 1
@@ -376,13 +363,8 @@ def _write_stretch(part: _Part) -> None:
             put(f"{kind}_bytes", _kept(of(f"{kind}_bytes"), offsets_of(lengths), firsts))
 
 
-def _ids(files: Sequence[Segment]) -> Strings:
-    return Strings(_column(files, "read_id_bytes").tobytes(), offsets_of(_column(files, "read_id_length")))
-
-
-def _column(files: Sequence[Segment], name: str) -> NDArray[Any]:
-    """A column of neighbouring segments."""
-    return np.concatenate([file.read(name) for file in files])
+def _ids(segment: Segment) -> Strings:
+    return Strings(segment.read("read_id_bytes").tobytes(), offsets_of(segment.read("read_id_length")))
 
 
 def _kept(letters: NDArray[np.uint8], offsets: NDArray[np.int64], keep: NDArray[np.bool_]) -> NDArray[np.uint8]:

@@ -302,21 +302,15 @@ def _rows(orfs: Orfs, chunks: Chunks, ambiguous: NDArray[np.bool_]) -> dict[str,
 
 def _write(folder: Path, columns: Mapping[str, NDArray[Any]], chunks: int) -> Segment:
     """A segment of these columns; those that are not given are empty."""
-    sizes = dict.fromkeys(SEGMENT_COLUMNS, 0) | {name: len(column) for name, column in columns.items()}
+    whole = {name: columns.get(name, np.empty(0, kind)) for name, kind in SEGMENT_COLUMNS.items()}
     with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
         for name, kind in SEGMENT_COLUMNS.items():
-            if sizes[name]:
-                file.write(np.ascontiguousarray(columns[name], kind).data)
-    counts = {"n_reads": sizes["read_length"], "n_rows": sizes["row_frame"], "n_chunks": chunks, "n_bases": 0}
-    if sizes["read_length"]:
-        flags = columns["read_flags"]
-        counts |= {
-            "n_bases": int(columns["read_length"].sum()),
-            "n_open_reads": int(np.count_nonzero(columns["read_rows"])),
-        }
-        marks = {"n_empty": EMPTY, "n_short": SHORT_FOR_MODEL, "n_ambiguous": AMBIGUOUS}
-        counts |= {name: int(np.count_nonzero(flags & bit)) for name, bit in marks.items()}
-    return Segment(file.name, sizes, counts)
+            file.write(np.ascontiguousarray(whole[name], kind).data)
+    marks = {"n_empty": EMPTY, "n_short": SHORT_FOR_MODEL, "n_ambiguous": AMBIGUOUS}
+    counts = {name: int(np.count_nonzero(whole["read_flags"] & bit)) for name, bit in marks.items()}
+    counts |= {"n_reads": len(whole["read_length"]), "n_rows": len(whole["row_frame"]), "n_chunks": chunks}
+    counts |= {"n_bases": int(whole["read_length"].sum()), "n_open_reads": int(np.count_nonzero(whole["read_rows"]))}
+    return Segment(file.name, {name: len(column) for name, column in whole.items()}, counts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from pydantic import BaseModel
 
 from virnuc_core.errors import InputError, StorageError, VirnucError
 from virnuc_core.profiles import load_profile, profile_names
+from virnuc_core.reads.parse import BLOCK_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
-from virnuc_core.reads.store import COLUMNS, STRETCH, OrfStore
+from virnuc_core.reads.store import COLUMNS, OrfStore
 from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
@@ -313,7 +314,7 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
 
 
 def _equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
-    blocks = (slice(low, low + STRETCH) for low in range(0, len(one), STRETCH))
+    blocks = (slice(low, low + BLOCK_BYTES) for low in range(0, len(one), BLOCK_BYTES))
     return len(one) == len(other) and all(np.array_equal(one[block], other[block]) for block in blocks)
 
 

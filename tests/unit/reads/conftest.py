@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.reads import fingerprint, store
+from virnuc_core.reads import fingerprint
 from virnuc_core.reads.parse import parse_by
 
 WriteReads = Callable[..., str]
@@ -26,15 +26,14 @@ def write(tmp_path: Path) -> WriteReads:
     return make
 
 
-def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300, stretch: int = 1500) -> None:
-    """Sizes so small that every carry between blocks, stretches and buckets happens in a small test."""
-    patch.setattr(store, "STRETCH", stretch)
+def shrink(patch: pytest.MonkeyPatch, block_bytes: int = 300) -> None:
+    """Sizes so small that every carry between blocks, segments and buckets happens in a small test."""
     patch.setattr(fingerprint, "BUCKET", 63)
     patch.setattr("virnuc_core.reads.sources._PIECE_BYTES", 100)
     patch.setitem(parse_by.__kwdefaults__, "block_bytes", block_bytes)
 
 
 @pytest.fixture
-def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """All sizes small, see `shrink`."""
     shrink(monkeypatch)

@@ -40,7 +40,7 @@ def chromosome(name: str, length: int, seed: int, end: str = "\n", letters: str 
 
 def staged(spec: StageSpec, folder: Path, block_bytes: int, workers: int = 1) -> tuple[StageSummary, str, str]:
     with pytest.MonkeyPatch.context() as patch:
-        shrink(patch, block_bytes=block_bytes, stretch=5000)
+        shrink(patch, block_bytes=block_bytes)
         patch.setattr("virnuc_core.reads.translate._WINDOW_BASES", 10 * block_bytes)
         out = folder / f"{block_bytes}_{workers}" / "orfs.h5"
         summary = stage(spec.model_copy(update={"workers": workers}), out)

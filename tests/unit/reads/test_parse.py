@@ -156,10 +156,8 @@ def test_reads_without_id_are_named_by_their_number(write: WriteReads) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b" \r\n\t\n", b"\xef\xbb\xbf\n"])
-def test_an_empty_file_holds_no_reads_and_is_counted(write: WriteReads, content: bytes) -> None:
-    log = ParseLog()
-    assert reads_of(write(content), write(">a\nA\n", "b.fa"), log=log) == [("a", "A")]
-    assert log.empty_files == 1
+def test_an_empty_file_holds_no_reads(write: WriteReads, content: bytes) -> None:
+    assert reads_of(write(content), write(">a\nA\n", "b.fa")) == [("a", "A")]
 
 
 def test_a_record_of_many_blocks(write: WriteReads) -> None:
@@ -370,7 +368,7 @@ def test_blocks_make_no_difference_to_what_is_said_and_counted(
                 reads = reads_of(*files, log=log, block_bytes=size)
             except InputError as error:
                 refused = str(error)
-            counts = (log.reads, log.empty_files, log.reads_by_file, log.skipped_by_file)
+            counts = (log.reads, log.reads_by_file, log.skipped_by_file)
             seen.append(
                 (reads, refused, [*map(str, skipped)], counts if not refused else ())
             )  # who stops may have seen more

@@ -67,8 +67,8 @@ def test_equals_the_slow_twin(write: WriteReads, tmp_path: Path, text: type[str]
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)
 
 
-@pytest.mark.usefixtures("small_stretches")
-def test_equals_the_slow_twin_across_stretches(write: WriteReads, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("small_sizes")
+def test_equals_the_slow_twin_across_segments(write: WriteReads, tmp_path: Path) -> None:
     reads = made_up_reads(300, seed=1)
     stage(StageSpec(reads=(write(fasta(reads)),), model_length=100), tmp_path / "orfs.h5")
     check_equals_twin(OrfStore.open(tmp_path / "orfs.h5"), reads)

@@ -50,7 +50,7 @@ def mixed_files(write: WriteReads) -> tuple[str, ...]:
 def test_workers_give_the_same_bytes_and_leave_nobody_behind(
     write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shrink(monkeypatch, block_bytes=20_000, stretch=100_000)
+    shrink(monkeypatch, block_bytes=20_000)
     files = mixed_files(write)
     made = set()
     for workers in (1, 2, 3):
