@@ -18,7 +18,8 @@ from typing import Any, Final
 
 from virnuc_core import runfiles
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
-from virnuc_core.encoders.checkpoint import fingerprint, open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.checkpoint import fingerprint, open_part
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
@@ -96,12 +97,12 @@ def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
 
 def model_length(models: Path) -> int:
     """The length S the head of a models directory was trained for."""
-    return open_head(models)[0].model_length
+    return open_part(models, HeadShape)[0].model_length
 
 
 def model_flops(models: Path) -> ModelFlops:
     """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
-    esm2, dnabert_s = open_esm2(models)[0], open_dnabert(models)[0]
+    esm2, dnabert_s = open_part(models, Esm2Shape)[0], open_part(models, DnabertShape)[0]
     return ModelFlops(esm2_per_token=2.0 * esm2.linear_weights, dnabert_s_per_token=2.0 * dnabert_s.linear_weights)
 
 
@@ -176,7 +177,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, reads: str | None =
     found = resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models)}
-    widths = {"dna": open_dnabert(models)[0].width, "protein": open_esm2(models)[0].width}
+    widths = {"dna": open_part(models, DnabertShape)[0].width, "protein": open_part(models, Esm2Shape)[0].width}
     if spec.force:
         discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
     resolved, plan = shards.plan_run(run, orfs.protein_offsets, resolved, fingerprints, found[0].kind)

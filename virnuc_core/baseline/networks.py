@@ -1,7 +1,7 @@
 """ESM-2, DNABERT-S and the head once more, in the plainest padded form: the packed encoders are held against it.
 
-Nothing here is shared with `virnuc_core.encoders` but tokens, the models' sizes and the names of their tensors. Rows of
-a batch are padded to the longest and masked; attention is written out as matrix products.
+Nothing here is shared with `virnuc_core.encoders` but tokens, the models' sizes, the names of their tensors and ALiBi's
+slopes. Rows of a batch are padded to the longest and masked; attention is written out as matrix products.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from virnuc_core.encoders.attention import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import Tokenizer
 
-ESM2_MASK: Final = 32
 MASKED_IN_TRAINING: Final = 0.15 * 0.8
 
 Tensors = Mapping[str, Tensor]
@@ -73,6 +73,9 @@ class Padded:
         heads = self.shape.heads
         return self._linear(f"{p}.qkv", x).view(rows, longest, 3, heads, width // heads).permute(2, 0, 3, 1, 4)
 
+    def _mixed(self, p: str, weights: Tensor, values: Tensor) -> Tensor:
+        return self._linear(f"{p}.out", (weights @ values).transpose(1, 2).flatten(2))
+
     def _linear(self, name: str, x: Tensor) -> Tensor:
         return F.linear(x, self.w[f"{name}.weight"], self.w[f"{name}.bias"])
 
@@ -91,10 +94,7 @@ class PaddedEsm2(Padded):
         real = _real(lengths, tokens.shape[1])
         x = F.embedding(tokens, self.w["embed.weight"])
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
-            masked = (tokens == ESM2_MASK) & real
-            observed = masked.sum(1) / real.sum(1)
-            x = x.masked_fill(masked[..., None], 0.0)
-            x = x * ((1 - MASKED_IN_TRAINING) / (1 - observed)).to(x.dtype)[:, None, None]
+            x = x * torch.tensor(1 - MASKED_IN_TRAINING).to(x)  # no token is masked here
         x = x * real[..., None]
         # rotary angles [longest, head_dim], computed in float32 whatever they are kept in
         positions = torch.arange(tokens.shape[1], device=self.device, dtype=torch.float32)
@@ -112,9 +112,7 @@ class PaddedEsm2(Padded):
         q = _rotated(q * q.shape[-1] ** -0.5, cos, sin)
         k = _rotated(k, cos, sin)
         scores = (q @ k.transpose(-1, -2)).masked_fill(~real[:, None, None, :], -math.inf)
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype)
-        joined = (weights @ v).transpose(1, 2).reshape(x.shape)
-        return self._linear(f"{p}.out", joined)
+        return self._mixed(p, torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -149,34 +147,16 @@ class PaddedDnabertS(Padded):
     def _attention(self, p: str, x: Tensor, bias: Tensor) -> Tensor:
         q, k, v = self._heads(p, x)
         scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
-        joined = (torch.softmax(scores, dim=-1) @ v).transpose(1, 2).reshape(x.shape)
-        return self._linear(f"{p}.out", joined)
+        return self._mixed(p, torch.softmax(scores, dim=-1), v)
 
 
-def alibi_slopes(heads: int) -> list[float]:
-    """One slope a head: a geometric series for a power of two, else filled up from the series of twice that many.
+def plain_scores(w: Tensors, features: Tensor, norm_eps: float) -> Tensor:
+    """The head: linear, batch norm on stored statistics, ReLU, linear, softmax; float32 [rows, 2] on the CPU.
 
-    >>> alibi_slopes(2)
-    [0.0625, 0.00390625]
+    P(others) and P(virus) of each row of `features` (float32 [rows, DNA + protein]).
     """
-    power = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8 * (i + 1) / power) for i in range(power)]
-    between = [2.0 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return slopes + between
-
-
-class PlainHead:
-    """The classifier in float32: linear, batch norm on stored statistics, ReLU, linear, softmax."""
-
-    def __init__(self, tensors: Tensors, *, norm_eps: float) -> None:
-        self.w, self.norm_eps = tensors, norm_eps
-        self.device = tensors["hidden_layer.weight"].device
-
-    def scores(self, features: Tensor) -> Tensor:
-        """P(others), P(virus) of each row: float32 [rows, 2] on the CPU."""
-        w = self.w
-        x = F.linear(features.to(self.device), w["hidden_layer.weight"], w["hidden_layer.bias"])
-        scale = w["bn1.weight"] / torch.sqrt(w["bn1.running_var"] + self.norm_eps)
-        x = torch.relu((x - w["bn1.running_mean"]) * scale + w["bn1.bias"])
-        x = F.linear(x, w["output_layer.weight"], w["output_layer.bias"])
-        return torch.softmax(x, dim=-1).cpu()
+    x = F.linear(features.to(w["bn1.weight"].device), w["hidden_layer.weight"], w["hidden_layer.bias"])
+    scale = w["bn1.weight"] / torch.sqrt(w["bn1.running_var"] + norm_eps)
+    x = torch.relu((x - w["bn1.running_mean"]) * scale + w["bn1.bias"])
+    x = F.linear(x, w["output_layer.weight"], w["output_layer.bias"])
+    return torch.softmax(x, dim=-1).cpu()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
@@ -18,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from virnuc_core.baseline.networks import Padded, PaddedDnabertS, PaddedEsm2, PlainHead, placed
+from virnuc_core.baseline.networks import Padded, PaddedDnabertS, PaddedEsm2, placed, plain_scores
 from virnuc_core.config import BaselineName
-from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
+from virnuc_core.encoders.checkpoint import open_part
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
-from virnuc_core.errors import InputError
 from virnuc_core.rundir import storing
 
 SAY_ROWS_EVERY_S: Final = 1.0
@@ -79,10 +78,9 @@ def save(path: Path, array: NDArray[np.float32]) -> None:
         path.write_bytes(buffer.getbuffer())
 
 
-def read_fasta(path: Path) -> tuple[list[str], list[bytes]]:
-    """The ids and sequences that `write_fasta` wrote."""
-    lines = path.read_bytes().split(b"\n")
-    return [head[1:].decode() for head in lines[:-1:2]], lines[1::2]
+def read_fasta(path: Path) -> list[bytes]:
+    """The sequences that `write_fasta` wrote."""
+    return path.read_bytes().split(b"\n")[1::2]
 
 
 def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Batches:
@@ -146,38 +144,22 @@ def estimated_batches(lengths: Sequence[int]) -> Batches:
     return filled_batches([length // 6 + 2 for length in lengths])
 
 
-@dataclass(frozen=True, slots=True)
-class Algorithm:
-    """One way of doing it."""
-
-    half_on_cuda: bool  # what the encoders' weights are kept in there
-    reload_dnabert_s: bool  # for each file; else once a worker. ESM-2 is loaded for each file by both
-    dna_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in bases
-    protein_batches: Callable[[Sequence[int]], Batches]  # from the rows' lengths in residues
-
-
-ALGORITHMS: Final[dict[BaselineName, Algorithm]] = {
-    "vanilla": Algorithm(False, True, dna_batches=one_by_one, protein_batches=sorted_batches),
-    "v1": Algorithm(True, False, dna_batches=estimated_batches, protein_batches=filled_batches),
+# how each method batches rows of these lengths, in bases and in residues
+BATCHES: Final[dict[tuple[BaselineName, Operation], Callable[[Sequence[int]], Batches]]] = {
+    ("vanilla", "dnabert_s"): one_by_one,
+    ("vanilla", "esm2"): sorted_batches,
+    ("v1", "dnabert_s"): estimated_batches,
+    ("v1", "esm2"): filled_batches,
 }
 
 
-def load_esm2(models: Path, device: torch.device, dtype: torch.dtype) -> PaddedEsm2:
-    """ESM-2 from a models directory; `WeightsError` when it cannot be used."""
-    shape, tensors = open_esm2(models)
-    return PaddedEsm2(placed(tensors.read, shape.tensors(), device, dtype), shape, Esm2Tokenizer())
-
-
-def load_dnabert_s(models: Path, device: torch.device, dtype: torch.dtype) -> PaddedDnabertS:
-    """DNABERT-S from a models directory; `WeightsError` when it cannot be used."""
-    shape, tensors = open_dnabert(models)
-    return PaddedDnabertS(placed(tensors.read, shape.tensors(), device, dtype), shape, DnabertTokenizer(models))
-
-
-def load_head(models: Path, device: torch.device) -> PlainHead:
-    """The classifier, float32."""
-    shape, tensors = open_head(models)
-    return PlainHead(placed(tensors.read, shape.tensors(), device, torch.float32), norm_eps=shape.norm_eps)
+def load(models: Path, which: Operation, device: torch.device, dtype: torch.dtype) -> Padded:
+    """The encoder `which` of a models directory; `WeightsError` when it cannot be used."""
+    if which == "dnabert_s":
+        dna, read = open_part(models, DnabertShape)
+        return PaddedDnabertS(placed(read, dna.tensors(), device, dtype), dna, DnabertTokenizer(models))
+    shape, read = open_part(models, Esm2Shape)
+    return PaddedEsm2(placed(read, shape.tensors(), device, dtype), shape, Esm2Tokenizer())
 
 
 def embed_rows(
@@ -201,18 +183,14 @@ def embed_rows(
 def merge_file(folder: Path, number: int) -> int:
     """Join the two embeddings of each row of a file, DNA first, in place of the two; returns the rows.
 
-    Errors: `InputError` when the two files do not hold the same rows in the same order.
+    Errors: `ValueError` when the two files do not hold as many rows.
     """
-    nucleotide, protein = file_path(folder, "nucleotide.fa", number), file_path(folder, "protein.fa", number)
     parts = file_path(folder, "dnabert_s.npy", number), file_path(folder, "esm2.npy", number)
-    names, others = read_fasta(nucleotide)[0], read_fasta(protein)[0]
-    arrays = [np.load(part) for part in parts]
-    if names != others or any(len(array) != len(names) for array in arrays):
-        raise InputError("the nucleotide and the protein file hold different rows", file=nucleotide)
-    save(file_path(folder, "merged.npy", number), np.concatenate(arrays, axis=1))
+    merged = np.concatenate([np.load(part) for part in parts], axis=1)
+    save(file_path(folder, "merged.npy", number), merged)
     for part in parts:
         part.unlink()
-    return len(names)
+    return len(merged)
 
 
 class FileWorker:
@@ -244,17 +222,17 @@ class FileWorker:
             self.parent.send(FileDone(file=task.file, rows=rows, load_s=load_s, compute_s=compute_s))
 
     def _embed(self, folder: Path, task: FileTask) -> tuple[int, float]:
-        algorithm, dna = ALGORITHMS[task.algorithm], task.op == "dnabert_s"
-        sequences = read_fasta(file_path(folder, "nucleotide.fa" if dna else "protein.fa", task.file))[1]
-        dtype = torch.float16 if algorithm.half_on_cuda and self.device.type == "cuda" else torch.float32
+        v1, dna = task.algorithm == "v1", task.op == "dnabert_s"
+        sequences = read_fasta(file_path(folder, "nucleotide.fa" if dna else "protein.fa", task.file))
+        dtype = torch.float16 if v1 and self.device.type == "cuda" else torch.float32
         started = time.monotonic()
-        if not dna or algorithm.reload_dnabert_s:
+        if not (dna and v1):  # v1 alone keeps DNABERT-S; ESM-2 is loaded for each file by both
             self.dnabert_s = None  # free the old one first
-        network = self.dnabert_s or (load_dnabert_s if dna else load_esm2)(self.models, self.device, dtype)
+        network = self.dnabert_s or load(self.models, task.op, self.device, dtype)
         if dna:
             self.dnabert_s = network
         load_s = time.monotonic() - started
-        batches = (algorithm.dna_batches if dna else algorithm.protein_batches)([len(one) for one in sequences])
+        batches = BATCHES[task.algorithm, task.op]([len(one) for one in sequences])
         embeddings = embed_rows(network, sequences, batches, self._count_rows)
         save(file_path(folder, "dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy())
         self._count_rows(0, last=True)
@@ -270,12 +248,15 @@ class FileWorker:
 
     def _predict(self, folder: Path, file: int) -> tuple[int, float]:
         started = time.monotonic()
-        head = load_head(self.models, self.device)
+        shape, read = open_part(self.models, HeadShape)
+        weights = placed(read, shape.tensors(), self.device, torch.float32)
         load_s = time.monotonic() - started
         merged = file_path(folder, "merged.npy", file)
         features = torch.from_numpy(np.load(merged))
         with torch.inference_mode():
-            scores = torch.cat([head.scores(batch) for batch in features.split(HEAD_BATCH_ROWS)])
+            scores = torch.cat(
+                [plain_scores(weights, part, shape.norm_eps) for part in features.split(HEAD_BATCH_ROWS)]
+            )
         save(file_path(folder, "scores.npy", file), scores.numpy())
         merged.unlink()
         return len(features), load_s

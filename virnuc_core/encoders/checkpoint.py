@@ -7,7 +7,6 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -18,49 +17,40 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
 from virnuc_core.encoders.attention import choose_backend, inv_freq
-from virnuc_core.encoders.layers import resolve_precision
+from virnuc_core.encoders.layers import Read, resolve_precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
+WEIGHTS: Final = "model.safetensors"
 INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
 
-def open_esm2(models: Path) -> tuple[Esm2Shape, Tensors]:
-    """Sizes and weights of `models/esm2`; raises `WeightsError` when they are missing or do not fit each other."""
-    return _open_part(_config(models, "esm2"), Esm2Shape)
+def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
+    """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
+
+    Raises `WeightsError` when they are missing or do not fit each other; of a head also when its inputs are not what
+    the encoders give.
+    """
+    shape = _shape(models, kind)
+    if isinstance(shape, HeadShape):
+        dna, protein = _shape(models, DnabertShape).width, _shape(models, Esm2Shape).width
+        if (shape.dna_width, shape.protein_width) != (dna, protein):
+            raise WeightsError(
+                f"{models / 'head'}: made for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
+                f"the encoders beside it give {dna} + {protein}; use the head that belongs to them"
+            )
+    return open_folder(models / shape.model, kind)
 
 
-def open_dnabert(models: Path) -> tuple[DnabertShape, Tensors]:
-    """Sizes and weights of `models/dnabert_s`; raises `WeightsError` when they are missing or do not fit each other."""
-    return _open_part(_config(models, "dnabert_s"), DnabertShape)
-
-
-def open_head(models: Path) -> tuple[HeadShape, Tensors]:
-    """Sizes and weights of `models/head`; raises `WeightsError` also when its inputs are not what the encoders give."""
-    shape = read_shape(_config(models, "head"), HeadShape)
-    dna = read_shape(_config(models, "dnabert_s"), DnabertShape)
-    protein = read_shape(_config(models, "esm2"), Esm2Shape)
-    if (shape.dna_width, shape.protein_width) != (dna.width, protein.width):
-        raise WeightsError(
-            f"{models / 'head'}: made for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
-            f"the encoders beside it give {dna.width} + {protein.width}; use the head that belongs to them"
-        )
-    return open_head_folder(models / "head")
-
-
-def open_head_folder(folder: Path) -> tuple[HeadShape, Tensors]:
-    """Sizes and weights of a head alone, wherever its folder lies; whether it fits is for the caller to check."""
+def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
+    """The same of one part alone, wherever its folder lies; whether it fits others is for the caller."""
     if not (folder / "config.json").is_file():
-        raise WeightsError(f"{folder}: no head here; it needs config.json and model.safetensors")
-    return _open_part(folder / "config.json", HeadShape)
-
-
-def _open_part(config: Path, kind: type[S]) -> tuple[S, Tensors]:
-    shape = read_shape(config, kind)
-    return shape, fit(open_safetensors(_tensor_files(config.parent)), shape)
+        raise WeightsError(f"{folder}: nothing of a model here; it needs config.json and model.safetensors")
+    shape = read_shape(folder / "config.json", kind)
+    return shape, fit(open_safetensors(_weights(folder)), shape)
 
 
 def check_models(models: Path) -> None:
@@ -70,9 +60,9 @@ def check_models(models: Path) -> None:
     type its config asks for, the tokenizer is one and its tokens fit the model, the head's inputs are what the encoders
     give. Errors: `WeightsError` names the file and what is wrong with it.
     """
-    open_esm2(models)
-    _open_tokenizer(models, open_dnabert(models)[0])
-    open_head(models)
+    open_part(models, Esm2Shape)
+    _open_tokenizer(models, open_part(models, DnabertShape)[0])
+    open_part(models, HeadShape)
 
 
 def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:
@@ -83,6 +73,10 @@ def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:
             f"{models / 'dnabert_s'}: the tokenizer has {tokenizer.vocab} tokens, the model only {shape.vocab}"
         )
     return tokenizer
+
+
+def _shape(models: Path, kind: type[S]) -> S:
+    return read_shape(_config(models, kind.part()), kind)
 
 
 def _config(models: Path, part: str) -> Path:
@@ -96,13 +90,10 @@ def _config(models: Path, part: str) -> Path:
     return path
 
 
-def _tensor_files(folder: Path) -> list[Path]:
-    files = find_safetensors(folder)
-    if not files:
-        raise WeightsError(
-            f"{folder / 'model.safetensors'}: no such file; convert a checkpoint with virnuc models convert"
-        )
-    return files
+def _weights(folder: Path) -> list[Path]:
+    if files := tensor_files(folder):
+        return files
+    raise WeightsError(f"{folder / WEIGHTS}: no such file; convert a checkpoint with virnuc models convert")
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -113,18 +104,17 @@ def fingerprint(models: Path) -> dict[str, str]:
 
     A file's digest is remembered in this process while its size and time stay the same.
     """
-    for part in PARTS:
-        _config(models, part)
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
-    return {part: part_digest(models / part, *([tokenizer] if part == "dnabert_s" else [])) for part in PARTS}
+    folders = {part: _config(models, part).parent for part in PARTS}
+    return {part: part_digest(at, *([tokenizer] if part == "dnabert_s" else [])) for part, at in folders.items()}
 
 
 def part_digest(folder: Path, *further: Path) -> str:
     """The digest of one part, wherever its folder lies: of its config, its weights and `further` files."""
     body = ""
-    for file in (folder / "config.json", *_tensor_files(folder), *further):
+    for file in (folder / "config.json", *_weights(folder), *further):
         state = file.stat()
         body += f"{file.name} {_digest(file.resolve(), state.st_size, state.st_mtime_ns)}\n"
     return hashlib.sha256(body.encode()).hexdigest()
@@ -146,27 +136,25 @@ def load_esm2(models: Path, device: torch.device, precision: Precision = "auto",
     Raises `WeightsError` when a file is missing or wrong, `DeviceError` or `ConfigError` when the device cannot run
     what is asked for.
     """
-    shape, tensors = open_esm2(models)
-    ready = resolve_precision(precision, device)
-    backend = choose_backend(attention, shape.head_dim, device)
-    return Esm2(shape, tensors.read, device, precision=ready, attention=backend)
+    shape, read = open_part(models, Esm2Shape)
+    ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
+    return Esm2(shape, read, device, precision=ready, attention=backend)
 
 
 def load_dnabert_s(
     models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
 ) -> DnabertS:
     """The DNABERT-S of a models directory on `device`; raises as `load_esm2` does."""
-    shape, tensors = open_dnabert(models)
+    shape, read = open_part(models, DnabertShape)
     pad_id = _open_tokenizer(models, shape).pad_id
-    ready = resolve_precision(precision, device)
-    backend = choose_backend(attention, shape.head_dim, device)
-    return DnabertS(shape, tensors.read, device, pad_id=pad_id, precision=ready, attention=backend)
+    ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
+    return DnabertS(shape, read, device, pad_id=pad_id, precision=ready, attention=backend)
 
 
 def load_head(models: Path, device: torch.device) -> Head:
     """The classifier of a models directory; `WeightsError` when its inputs are not what the encoders give."""
-    shape, tensors = open_head(models)
-    return Head(shape, tensors.read, device)
+    shape, read = open_part(models, HeadShape)
+    return Head(shape, read, device)
 
 
 def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Esm2, DnabertS, Head]:
@@ -188,19 +176,6 @@ class Checkpoint(NamedTuple):
 
     origin: str
     tensors: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Tensors:
-    """A model's tensors under our names and in its order: all are there, each of the right shape."""
-
-    origin: str
-    parts: Mapping[str, list[Tensor]]  # what is joined along the first axis
-
-    def read(self, name: str) -> Tensor:
-        """One tensor in the precision it is stored in."""
-        parts = self.parts[name]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def open_safetensors(files: list[Path]) -> Checkpoint:
@@ -250,8 +225,10 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(source: Checkpoint, shape: Shape) -> Tensors:
-    """A checkpoint of any public layout under our names; `WeightsError` names what is missing, unexpected or misshapen.
+def fit(source: Checkpoint, shape: Shape) -> Read:
+    """Reads a checkpoint of any public layout by our names, a tensor in the precision it is stored in.
+
+    `WeightsError` names what is missing, unexpected or misshapen.
 
     It is held against the model by names, shapes and types: no weights are read. Newer ports do not save the rotary
     frequencies, which follow from the head size: they are computed then.
@@ -282,7 +259,12 @@ def fit(source: Checkpoint, shape: Shape) -> Tensors:
             if not tensor.is_floating_point():
                 kind = str(tensor.dtype).removeprefix("torch.")
                 raise WeightsError(f"{what} holds {kind}, wanted floating-point numbers")
-    return Tensors(source.origin, {name: [given[theirs_of[part]] for part in parts[name]] for name in wanted})
+
+    def read(name: str) -> Tensor:
+        found = [given[theirs_of[part]] for part in parts[name]]
+        return found[0] if len(found) == 1 else torch.cat(found)
+
+    return read
 
 
 def size_text(shape: Sequence[int]) -> str:
@@ -295,21 +277,16 @@ def _few(names: list[str], most: int = 4) -> str:
     return f"tensor{'s' * (len(names) > 1)} {', '.join(sorted(names)[:most])}{tail}"
 
 
-def find_safetensors(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: `model.safetensors`, or the shards its index names; empty without either."""
-    single = folder / "model.safetensors"
-    return [single] if single.is_file() else read_index(folder / "model.safetensors.index.json")
-
-
-def read_index(path: Path) -> list[Path]:
-    """The shards that an index beside them names; empty when there is no index."""
-    if not path.is_file():
-        return []
+def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
+    """The file of this name in a folder, or the shards that its index names; empty without either."""
+    single, index = folder / name, folder / f"{name}.index.json"
+    if single.is_file() or not index.is_file():
+        return [single] if single.is_file() else []
     try:
-        files = sorted({str(file) for file in json.loads(small_text(path, INDEX_BYTES))["weight_map"].values()})
+        files = sorted({str(file) for file in json.loads(small_text(index, INDEX_BYTES))["weight_map"].values()})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path}: not an index of the shards of a checkpoint") from error
+        raise WeightsError(f"{index}: not an index of the shards of a checkpoint") from error
     for file in files:
-        if Path(file).name != file or not (path.parent / file).is_file():
-            raise WeightsError(f"{path}: names {file}, which is not in {path.parent}")
-    return [path.parent / file for file in files]
+        if Path(file).name != file or not (folder / file).is_file():
+            raise WeightsError(f"{index}: names {file}, which is not in {folder}")
+    return [folder / file for file in files]

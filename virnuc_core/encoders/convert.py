@@ -24,15 +24,15 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH, explain
 from virnuc_core.encoders.attention import inv_freq
 from virnuc_core.encoders.checkpoint import (
     PARTS,
+    WEIGHTS,
     Checkpoint,
-    find_safetensors,
     fit,
     open_safetensors,
     our_name,
-    read_index,
     size_text,
+    tensor_files,
 )
-from virnuc_core.encoders.layers import Read
+from virnuc_core.encoders.layers import DTYPES, Read
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,
@@ -52,8 +52,8 @@ from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import whole_file
 
-STORAGE: Final[dict[Storage, torch.dtype]] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DNABERT_WIDTH: Final = 768
+PICKLED: Final = "pytorch_model.bin"
 
 ESM2_REPOSITORY: Final = ("facebook/esm2_t36_3B_UR50D", "476b639933c8baad5ad09a60ac1a87f987b656fc")
 DNABERT_REPOSITORY: Final = ("zhihan1996/DNABERT-S", "00e47f96cdea35e4b6f5df89e5419cbe47d490c6")
@@ -72,7 +72,7 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
     opened = open_public(source)
     config = _beside(source, "config.json")
     shape = read_shape(config, Esm2Shape) if config else guess_esm2_shape(opened)
-    write_part(out, shape, fit(opened, shape).read, source.name, dtype)
+    write_part(out, shape, fit(opened, shape), source.name, dtype)
     return shape
 
 
@@ -87,12 +87,11 @@ def convert_dnabert_s(
     config = _beside(source, "config.json")
     if config is None:
         raise WeightsError(f"{source}: no config.json beside it; the sizes of DNABERT-S are read from there")
-    shape = read_shape(config, DnabertShape)
-    file = tokenizer or _beside(source, "tokenizer.json")
+    shape, file = read_shape(config, DnabertShape), tokenizer or _beside(source, "tokenizer.json")
     if file is None:
         raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
     read_tokenizer(file)
-    write_part(out, shape, fit(opened, shape).read, source.name, dtype, functools.partial(shutil.copyfile, file))
+    write_part(out, shape, fit(opened, shape), source.name, dtype, functools.partial(shutil.copyfile, file))
     return shape
 
 
@@ -117,7 +116,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
         shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
     except ValidationError as error:
         raise WeightsError(f"{source}: {explain(error)}") from error
-    write_part(out, shape, fit(opened, shape).read, source.name, "fp32")
+    write_part(out, shape, fit(opened, shape), source.name, "fp32")
     return shape
 
 
@@ -152,18 +151,12 @@ def _download(repository: str, revision: str) -> Path:
 
 def open_public(source: Path) -> Checkpoint:
     """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin or .pt file."""
-    if source.is_dir():
-        if files := find_safetensors(source):
-            return open_safetensors(files)
-        files = read_index(source / "pytorch_model.bin.index.json") or [source / "pytorch_model.bin"]
-        if not files[0].is_file():
-            raise WeightsError(f"{source}: no model.safetensors and no pytorch_model.bin in it")
-    elif source.is_file():
-        if source.suffix == ".safetensors":
-            return open_safetensors([source])
-        files = [source]
-    else:
-        raise WeightsError(f"{source}: no such file or directory")
+    files = [source] if source.is_file() else tensor_files(source) or tensor_files(source, PICKLED)
+    if not files:
+        problem = f"no {WEIGHTS} and no {PICKLED} in it" if source.is_dir() else "no such file or directory"
+        raise WeightsError(f"{source}: {problem}")
+    if files[0].suffix == ".safetensors":
+        return open_safetensors(files)
     return Checkpoint(str(source), {name: tensor for file in files for name, tensor in read_state(file).items()})
 
 
@@ -230,11 +223,11 @@ def write_part(
     target = out / shape.model
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
-    stored = read(next(iter(shape.tensors()))).dtype if dtype is None else STORAGE[dtype]
+    stored = read(next(iter(shape.tensors()))).dtype if dtype is None else DTYPES[dtype]
     partial = out / f".{shape.model}.{os.getpid()}.partial"
     partial.mkdir(parents=True)
     try:
-        write_tensors(partial / "model.safetensors", shape.tensors(), stored, read)
+        write_tensors(partial / WEIGHTS, shape.tensors(), stored, read)
         write_shape(shape.model_copy(update={"origin": origin}), partial / "config.json")
         if write_tokenizer is not None:
             write_tokenizer(partial / "tokenizer.json")

@@ -20,11 +20,25 @@ CONFIG_BYTES: Final = 1 << 20  # a config.json at most
 Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
 
 
-class EncoderShape(Spec):
+class Shape(Spec):
+    """What the sizes of all three models have in common."""
+
+    model: str  # also its folder's name in a models directory
+    origin: str = Field("", description="where the weights come from")
+
+    @classmethod
+    def part(cls) -> str:
+        """The folder of such a model in a models directory."""
+        return str(cls.model_fields["model"].default)
+
+    def tensors(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every tensor of the model."""
+        raise NotImplementedError
+
+
+class EncoderShape(Shape):
     """What the sizes of both encoders have in common."""
 
-    model: str
-    origin: str = Field("", description="where the weights come from")
     layers: int = Field(ge=1, le=1024)  # the upper bounds: what no model of this kind will soon have
     width: int = Field(ge=4, le=1 << 16)
     heads: int = Field(ge=1, le=1024)
@@ -45,10 +59,6 @@ class EncoderShape(Spec):
         """Numbers in the weight matrices that every token meets."""
         shapes = self.tensors().items()
         return sum(math.prod(shape) for name, shape in shapes if name.startswith("layers.") and len(shape) == 2)
-
-    def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every tensor of the model."""
-        raise NotImplementedError
 
 
 class Esm2Shape(EncoderShape):
@@ -90,11 +100,10 @@ class DnabertShape(EncoderShape):
         return shapes
 
 
-class HeadShape(Spec):
+class HeadShape(Shape):
     """The classifier: its input is DNA width + protein width, and it was trained on chunks of `model_length` bases."""
 
     model: Literal["head"] = "head"
-    origin: str = Field("", description="where the weights come from")
     model_length: int = Field(ge=3, le=1 << 20)
     dna_width: int = Field(ge=1, le=1 << 16)
     protein_width: int = Field(ge=1, le=1 << 16)
@@ -111,9 +120,8 @@ class HeadShape(Spec):
         return shapes | _linear("output_layer", 2, self.hidden)
 
 
-Shape = Esm2Shape | DnabertShape | HeadShape
 RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begins with this word
-S = TypeVar("S", Esm2Shape, DnabertShape, HeadShape)
+S = TypeVar("S", bound=Shape)
 
 
 def _linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:

@@ -33,10 +33,9 @@ def read_state(path: Path) -> dict[str, Tensor]:
     with path.open("rb") as file:
         zipped = file.read(4) == b"PK\x03\x04"  # the newer format can be mapped, not copied, into memory
     try:
-        # fair-esm keeps its arguments in a namespace
         if zipped:
-            with zipfile.ZipFile(path) as archive:
-                _check_stored(archive)
+            _check_archive(path, None)
+        # fair-esm keeps its arguments in a namespace
         state = _state(_load(path, [argparse.Namespace], mmap=zipped), "model", path.stat().st_size)
     except Exception as error:  # torch raises whatever a broken file leads to
         raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {first_line(error)}") from error
@@ -79,17 +78,10 @@ def read_head(path: Path) -> dict[str, Tensor]:
     for that a head has no use for.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            _check_stored(archive)
-            unpacked = sum(entry.file_size for entry in archive.infolist())
-            if unpacked > HEAD_MAX_BYTES:
-                raise ValueError(f"{unpacked:,} bytes is no head (at most {HEAD_MAX_BYTES:,})")
-            if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
-                raise ValueError("saved on a big-endian machine")
+        _check_archive(path, HEAD_MAX_BYTES)
         content = _load(path, list(HEAD_MODULES), mmap=False)
-        state = _state(
-            content.tensors if isinstance(content, ModuleState) else content, "model_state_dict", path.stat().st_size
-        )
+        whole = content.tensors if isinstance(content, ModuleState) else content
+        state = _state(whole, "model_state_dict", path.stat().st_size)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
     except zipfile.BadZipFile as error:
@@ -101,9 +93,16 @@ def read_head(path: Path) -> dict[str, Tensor]:
     return state
 
 
-def _check_stored(archive: zipfile.ZipFile) -> None:
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-        raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
+def _check_archive(path: Path, most: int | None) -> None:
+    """`ValueError` for an archive of `torch.save` that could not be what it says, or holds more than `most` bytes."""
+    with zipfile.ZipFile(path) as archive:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+            raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+        if most is not None and unpacked > most:
+            raise ValueError(f"{unpacked:,} bytes is no head (at most {most:,})")
+        if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
+            raise ValueError("saved on a big-endian machine")
 
 
 @contextmanager

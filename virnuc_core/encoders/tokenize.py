@@ -17,11 +17,8 @@ from virnuc_core.config import small_text
 from virnuc_core.errors import WeightsError
 
 TOKENIZER_BYTES: Final = 1 << 24
-ESM2_BEGIN: Final = 0
-ESM2_PAD: Final = 1
-ESM2_END: Final = 2
-ESM2_UNKNOWN: Final = 3
-ESM2_FIRST: Final = 4
+SPECIAL: Final = ("[CLS]", "[SEP]", "[PAD]")
+ESM2_BEGIN, ESM2_PAD, ESM2_END, ESM2_UNKNOWN, ESM2_FIRST = range(5)
 ESM2_SYMBOLS: Final = b"LAGVSERTIDPKQNFYMHWCXBUZO.-"  # ids from ESM2_FIRST on
 
 
@@ -110,18 +107,17 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
         bpe = tokenizers.Tokenizer.from_str(small_text(path, TOKENIZER_BYTES))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
-    for special in ("[CLS]", "[SEP]", "[PAD]"):
-        if bpe.token_to_id(special) is None:
-            raise WeightsError(f"{path}: has no {special} token")
+    begin, end, _ = special = [bpe.token_to_id(name) for name in SPECIAL]
+    if None in special:
+        raise WeightsError(f"{path}: has no {SPECIAL[special.index(None)]} token")
     bpe.no_padding()
     bpe.no_truncation()
     if dropout := getattr(bpe.model, "dropout", None):
         raise WeightsError(f"{path}: with a dropout of {dropout:g} the same read gives other tokens each time")
-    ends = [bpe.token_to_id("[CLS]"), bpe.token_to_id("[SEP]")]
     for text in ("", "ACGTN" * 8):  # what is packed into a batch is counted by letters
         ids = bpe.encode(text).ids
         if len(ids) > len(text) + 2:
             raise WeightsError(f"{path}: makes {len(ids)} tokens of {len(text)} letters; not a tokenizer of DNA")
-        if [*ids[:1], *ids[1:][-1:]] != ends:
+        if [*ids[:1], *ids[1:][-1:]] != [begin, end]:
             raise WeightsError(f"{path}: does not put a sequence between [CLS] and [SEP]")
     return bpe

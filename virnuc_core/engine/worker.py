@@ -22,8 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_all, open_head
+from virnuc_core.encoders.checkpoint import load_all, open_part
 from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import Head
 from virnuc_core.engine.loader import Batch, Loader, ShardEnd, Take, packed
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
@@ -227,7 +228,7 @@ class Worker:
         if job is None and not self.stopping.is_set():
             runner = self._load()
             # until the reads are known: rows of full chunks
-            self._warm_up(runner, open_head(Path(self.spec.models))[0].model_length // 3 + 2)
+            self._warm_up(runner, open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2)
             loaded_s = time.monotonic()
             job = self._receive(JobSpec)
             waited_s = time.monotonic() - loaded_s

@@ -26,7 +26,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from virnuc_core.config import THRESHOLD, Spec
-from virnuc_core.encoders.checkpoint import open_head_folder, part_digest
+from virnuc_core.encoders.checkpoint import open_folder, part_digest
 from virnuc_core.encoders.convert import write_tensors
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, read_shape, write_shape
 from virnuc_core.encoders.models import Head
@@ -338,9 +338,9 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     digest = record.fingerprints["head"]
     if new_head is not None:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
-        shape, tensors = open_head_folder(folder)
+        shape, read = open_folder(folder, HeadShape)
         _check_fit(shape, store, record.widths, folder)
-        head, digest = Head(shape, tensors.read, torch.device("cpu")), part_digest(folder)
+        head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):
             result = shards.read_shard(run, plan, shard)
             scores[slice(*plan.range(shard))] = head.scores(torch.from_numpy(result.embeddings)).numpy()

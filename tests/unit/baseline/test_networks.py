@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.baseline.networks import Padded, alibi_slopes, pad
-from virnuc_core.baseline.worker import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
-from virnuc_core.encoders.checkpoint import open_dnabert, open_esm2, open_head
+from virnuc_core.baseline.networks import pad, placed, plain_scores
+from virnuc_core.baseline.worker import embed_rows, load, one_by_one
+from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 
 CPU = torch.device("cpu")
 PROTEINS = [b"MKV", b"ACDEFGHIKLMNPQRSTVWY", b"G", b"MLXBZUOKK" * 7, b"WW" * 40]
@@ -30,7 +31,7 @@ def fair_esm(models: Path) -> torch.nn.Module:
     """fair-esm's own model with the weights of `models`."""
     from esm.model.esm2 import ESM2
 
-    shape, tensors = open_esm2(models)
+    shape, read = open_part(models, Esm2Shape)
     model = ESM2(shape.layers, shape.width, shape.heads, alphabet="ESM-1b", token_dropout=True)
     state = model.state_dict()
 
@@ -38,20 +39,20 @@ def fair_esm(models: Path) -> torch.nn.Module:
         assert state[theirs].shape == ours.shape, theirs
         state[theirs] = ours
 
-    put("embed_tokens.weight", tensors.read("embed.weight"))
+    put("embed_tokens.weight", read("embed.weight"))
     for i in range(shape.layers):
         p, q = f"layers.{i}", f"layers.{i}"
         for kind in ("weight", "bias"):
-            for name, part in zip("qkv", tensors.read(f"{p}.qkv.{kind}").chunk(3), strict=True):
+            for name, part in zip("qkv", read(f"{p}.qkv.{kind}").chunk(3), strict=True):
                 put(f"{q}.self_attn.{name}_proj.{kind}", part)
-            put(f"{q}.self_attn.out_proj.{kind}", tensors.read(f"{p}.out.{kind}"))
-            put(f"{q}.self_attn_layer_norm.{kind}", tensors.read(f"{p}.attn_norm.{kind}"))
-            put(f"{q}.fc1.{kind}", tensors.read(f"{p}.fc1.{kind}"))
-            put(f"{q}.fc2.{kind}", tensors.read(f"{p}.fc2.{kind}"))
-            put(f"{q}.final_layer_norm.{kind}", tensors.read(f"{p}.ffn_norm.{kind}"))
-        put(f"{q}.self_attn.rot_emb.inv_freq", tensors.read("inv_freq"))
+            put(f"{q}.self_attn.out_proj.{kind}", read(f"{p}.out.{kind}"))
+            put(f"{q}.self_attn_layer_norm.{kind}", read(f"{p}.attn_norm.{kind}"))
+            put(f"{q}.fc1.{kind}", read(f"{p}.fc1.{kind}"))
+            put(f"{q}.fc2.{kind}", read(f"{p}.fc2.{kind}"))
+            put(f"{q}.final_layer_norm.{kind}", read(f"{p}.ffn_norm.{kind}"))
+        put(f"{q}.self_attn.rot_emb.inv_freq", read("inv_freq"))
     for kind in ("weight", "bias"):
-        put(f"emb_layer_norm_after.{kind}", tensors.read(f"final_norm.{kind}"))
+        put(f"emb_layer_norm_after.{kind}", read(f"final_norm.{kind}"))
     model.load_state_dict(state)
     return model.eval()
 
@@ -59,32 +60,21 @@ def fair_esm(models: Path) -> torch.nn.Module:
 def test_esm2_is_fair_esms(models: Path) -> None:
     from esm.data import Alphabet
 
-    model, shape = fair_esm(models), open_esm2(models)[0]
+    model, shape = fair_esm(models), open_part(models, Esm2Shape)[0]
     batch = [(str(i), p.decode()) for i, p in enumerate(PROTEINS)]
     tokens = Alphabet.from_architecture("ESM-1b").get_batch_converter()(batch)[2]
     with torch.inference_mode():
         hidden = model(tokens, repr_layers=[shape.layers])["representations"][shape.layers]
     wanted = torch.stack([hidden[i, 1 : 1 + len(p)].mean(0) for i, p in enumerate(PROTEINS)])
-    ours = embed_rows(load_esm2(models, CPU, torch.float32), PROTEINS, [[0, 1, 2, 3, 4]])
+    ours = embed_rows(load(models, "esm2", CPU, torch.float32), PROTEINS, [[0, 1, 2, 3, 4]])
     assert wanted.std() > 0.05, "the comparison needs numbers that differ from row to row"
     torch.testing.assert_close(ours, wanted, atol=2e-5, rtol=0)  # float32, two ways to order the same sums
 
 
-def test_esm2_scales_for_mask_tokens_as_fair_esm_does(models: Path) -> None:
-    shape = open_esm2(models)[0]
-    tokens = torch.tensor([[0, 5, 32, 7, 32, 2], [0, 5, 6, 2, 1, 1]])
-    with torch.inference_mode():
-        wanted = fair_esm(models)(tokens, repr_layers=[shape.layers])["representations"][shape.layers]
-        network = load_esm2(models, CPU, torch.float32)
-        ours = network.hidden(tokens, torch.tensor([6, 4]))
-    torch.testing.assert_close(ours[0], wanted[0], atol=2e-5, rtol=0)
-    torch.testing.assert_close(ours[1, :4], wanted[1, :4], atol=2e-5, rtol=0)
-
-
 def slow_dnabert(models: Path, tokens: list[int]) -> Tensor:
     """One row of DNABERT-S in float64, token by token and head by head."""
-    shape, tensors = open_dnabert(models)
-    w = {name: tensors.read(name).double() for name in tensors.parts}
+    shape, read = open_part(models, DnabertShape)
+    w = {name: read(name).double() for name in shape.tensors()}
     d, n = shape.head_dim, len(tokens)
 
     def norm(x: Tensor, name: str) -> Tensor:
@@ -116,7 +106,7 @@ def slow_dnabert(models: Path, tokens: list[int]) -> Tensor:
 
 
 def test_dnabert_s_is_the_slow_one(models: Path) -> None:
-    reader = load_dnabert_s(models, CPU, torch.float32)
+    reader = load(models, "dnabert_s", CPU, torch.float32)
     ours = embed_rows(reader, DNAS, [[0, 1, 2, 3, 4]])
     wanted = [slow_dnabert(models, reader.tokenizer.encode([s])[0].tolist()) for s in DNAS]
     assert torch.stack(wanted).std() > 0.05
@@ -125,7 +115,7 @@ def test_dnabert_s_is_the_slow_one(models: Path) -> None:
 
 @pytest.mark.parametrize("which", ["esm2", "dnabert_s"])
 def test_padding_changes_nothing(models: Path, which: str) -> None:
-    reader: Padded = (load_esm2 if which == "esm2" else load_dnabert_s)(models, CPU, torch.float32)
+    reader = load(models, which, CPU, torch.float32)
     rows = PROTEINS if which == "esm2" else DNAS
     alone = embed_rows(reader, rows, one_by_one([len(r) for r in rows]))
     together = embed_rows(reader, rows, [[4, 2], [3, 0, 1]])
@@ -134,7 +124,7 @@ def test_padding_changes_nothing(models: Path, which: str) -> None:
 
 
 def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path) -> None:
-    reader = load_esm2(models, CPU, torch.float32)
+    reader = load(models, "esm2", CPU, torch.float32)
     protein = b"MKVLAGWY" * 130  # 1040 residues
     tokens, lengths = pad(*reader.tokenizer.encode([protein]), 1)
     with torch.inference_mode():
@@ -142,34 +132,29 @@ def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path
     torch.testing.assert_close(embed_rows(reader, [protein], [[0]])[0], hidden[1:1025].mean(0))
 
 
-def test_slopes_of_twelve_heads() -> None:
-    assert alibi_slopes(12) == pytest.approx([2.0**-i for i in range(1, 9)] + [2.0**-e for e in (0.5, 1.5, 2.5, 3.5)])
-
-
 def test_head_is_written_out(models: Path) -> None:
-    shape, tensors = open_head(models)
-    w = {name: tensors.read(name).double() for name in tensors.parts}
+    shape, read = open_part(models, HeadShape)
+    w = {name: read(name).double() for name in shape.tensors()}
     features = torch.randn(5, shape.width, generator=torch.Generator().manual_seed(1))
     x = features.double() @ w["hidden_layer.weight"].T + w["hidden_layer.bias"]
     x = (x - w["bn1.running_mean"]) / (w["bn1.running_var"] + shape.norm_eps).sqrt() * w["bn1.weight"] + w["bn1.bias"]
     x = x.clamp(min=0) @ w["output_layer.weight"].T + w["output_layer.bias"]
     wanted = x.exp() / x.exp().sum(-1, keepdim=True)
-    ours = load_head(models, CPU).scores(features)
+    ours = plain_scores(placed(read, shape.tensors(), CPU, torch.float32), features, shape.norm_eps)
     torch.testing.assert_close(ours.double(), wanted, atol=1e-6, rtol=0)  # float32 against float64
 
 
 def test_half_precision_weights_keep_the_rotary_frequencies(models: Path) -> None:
-    network = load_esm2(models, CPU, torch.float16)
+    network = load(models, "esm2", CPU, torch.float16)
     assert network.w["embed.weight"].dtype == torch.float16
     assert network.w["inv_freq"].dtype == torch.float32
 
 
 @pytest.mark.parametrize("which", ["esm2", "dnabert_s"])
 def test_half_precision_stays_close_to_single(models: Path, which: str) -> None:
-    load = load_esm2 if which == "esm2" else load_dnabert_s
     rows = PROTEINS if which == "esm2" else DNAS
-    half = embed_rows(load(models, CPU, torch.float16), rows, [[4, 2], [3, 0, 1]])
-    single = embed_rows(load(models, CPU, torch.float32), rows, [[4, 2], [3, 0, 1]])
+    half = embed_rows(load(models, which, CPU, torch.float16), rows, [[4, 2], [3, 0, 1]])
+    single = embed_rows(load(models, which, CPU, torch.float32), rows, [[4, 2], [3, 0, 1]])
     assert half.dtype == torch.float32
     assert not torch.equal(half, single)
     assert torch.cosine_similarity(half, single).min() > 0.9999  # 11 bits of mantissa over two layers

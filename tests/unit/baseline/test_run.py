@@ -21,9 +21,9 @@ import torch
 
 from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.run import fetch, run_baseline
-from virnuc_core.baseline.worker import embed_rows, load_dnabert_s, load_esm2, load_head, one_by_one
+from virnuc_core.baseline.worker import embed_rows, load, one_by_one
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.encoders.checkpoint import fingerprint, load_head
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
 from virnuc_core.profiles import BaselineSpec
@@ -70,14 +70,9 @@ def test_vanilla_is_the_method_row_by_row(
 ) -> None:
     unique = store.row_unique[:]
     dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
-    features = torch.cat(
-        [
-            embed_rows(load_dnabert_s(models, CPU, torch.float32), dna, one_by_one([len(s) for s in dna])),
-            embed_rows(load_esm2(models, CPU, torch.float32), protein, one_by_one([len(s) for s in protein])),
-        ],
-        dim=1,
-    )
-    scores = load_head(models, CPU).scores(features).numpy()
+    rows = {"dnabert_s": dna, "esm2": protein}
+    each = [embed_rows(load(models, op, CPU, torch.float32), s, one_by_one(s)) for op, s in rows.items()]
+    scores = load_head(models, CPU).scores(torch.cat(each, dim=1)).numpy()
     written = predictions(vanilla[0])
     assert list(written) == list(dict.fromkeys(store.row_ids(0, store.n_rows, original=True)))
     ours = np.array([written[name] for name in store.row_ids(0, store.n_rows, original=True)])

@@ -59,7 +59,7 @@ def checkpoint() -> dict[str, Tensor]:
 
 @cache
 def ours() -> DnabertS:
-    read = fit(Checkpoint("random", checkpoint()), SHAPE).read
+    read = fit(Checkpoint("random", checkpoint()), SHAPE)
     return DnabertS(SHAPE, read, CPU, pad_id=3, precision="fp32", attention="reference")
 
 

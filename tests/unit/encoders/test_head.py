@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from virnuc_core.encoders.checkpoint import load_head, open_head
+from virnuc_core.encoders.checkpoint import load_head, open_part
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -16,8 +17,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("rows", [1, 2, 255, 256, 257, 1000])
 def test_scores_equal_torch_modules_in_eval(models: Path, rows: int) -> None:
-    _, tensors = open_head(models)
-    state = {name: tensors.read(name) for name in tensors.parts}
+    shape, read = open_part(models, HeadShape)
+    state = {name: read(name) for name in shape.tensors()}
     twin = nn.Sequential(nn.Linear(128, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 2))
     places = {"hidden_layer": "0", "bn1": "1", "output_layer": "4"}
     twin.load_state_dict(

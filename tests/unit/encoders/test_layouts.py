@@ -16,8 +16,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head, open_dnabert, open_esm2
+from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head, open_part
 from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head, guess_esm2_shape, open_public
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError, WeightsError
 
@@ -124,14 +125,14 @@ def sharded(
 
 @pytest.fixture
 def esm2_tensors_of(models: Path) -> dict[str, Tensor]:
-    _, tensors = open_esm2(models)
-    return {name: tensors.read(name) for name in tensors.parts}
+    shape, read = open_part(models, Esm2Shape)
+    return {name: read(name) for name in shape.tensors()}
 
 
 @pytest.fixture
 def dnabert_tensors_of(models: Path) -> dict[str, Tensor]:
-    _, tensors = open_dnabert(models)
-    return {name: tensors.read(name) for name in tensors.parts}
+    shape, read = open_part(models, DnabertShape)
+    return {name: read(name) for name in shape.tensors()}
 
 
 def esm2_batch() -> PackedBatch:
@@ -229,9 +230,9 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
 
 def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
     convert_esm2(models / "esm2", tmp_path, dtype="fp16")
-    _, tensors = open_esm2(tmp_path)
-    assert tensors.read("layers.0.fc1.weight").dtype == torch.float16
-    assert tensors.read("inv_freq").dtype == torch.float32
+    _, read = open_part(tmp_path, Esm2Shape)
+    assert read("layers.0.fc1.weight").dtype == torch.float16
+    assert read("inv_freq").dtype == torch.float32
 
 
 @pytest.mark.parametrize(

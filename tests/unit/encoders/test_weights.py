@@ -23,7 +23,7 @@ from virnuc_core.encoders.checkpoint import (
     load_dnabert_s,
     load_esm2,
     load_head,
-    open_esm2,
+    open_part,
 )
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
@@ -101,8 +101,8 @@ def test_a_random_tensor_of_many_pieces_has_the_asked_spread(tmp_path: Path, mon
     monkeypatch.setattr("virnuc_core.encoders.convert.DRAWN_AT_ONCE", 1000)
     shape = Esm2Shape(layers=1, width=64, heads=2, ffn_width=256)
     write_part(tmp_path, shape, partial(random_tensor, shape, seed=1), "random", "fp32")
-    _, tensors = open_esm2(tmp_path)
-    qkv = tensors.read("layers.0.qkv.weight")
+    _, read = open_part(tmp_path, Esm2Shape)
+    qkv = read("layers.0.qkv.weight")
     assert qkv.std() == pytest.approx(64**-0.5, rel=0.05)
     assert not torch.equal(qkv.flatten()[:1000], qkv.flatten()[1000:2000])
 
