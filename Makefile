@@ -4,14 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made-of
 DEMO := demo-out
-READS ?= 2000
+DEMO_READS ?= 2000
 N ?= 300
 JOBS ?= 1
 # the first interpreter that runs and is of a supported version; PYTHON=… on the command line chooses another
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-slow check lint lines sound deploy test-ui test-postgres faults clean
+.PHONY: help setup demo test test-slow check lint lines sound deploy alerts test-ui test-postgres faults clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -32,7 +32,7 @@ $(STAMP): constraints.txt pyproject.toml
 demo: setup
 	rm -rf $(DEMO)
 	mkdir -p $(DEMO)
-	$(BIN)/virnuc simulate $(DEMO)/reads.fastq.gz --reads $(READS) --seed 0
+	$(BIN)/virnuc simulate $(DEMO)/reads.fastq.gz --reads $(DEMO_READS) --seed 0
 	$(BIN)/virnuc models init-random $(DEMO)/models --esm2 tiny --dnabert-s tiny --seed 0
 	$(BIN)/virnuc train $(DEMO)/reads.fastq.gz --truth $(DEMO)/reads.truth.tsv --models $(DEMO)/models --install \
 		--devices cpu:2 --out $(DEMO)/train
@@ -60,9 +60,28 @@ sound: setup
 	$(BIN)/pip check
 	$(BIN)/python -W error::ImportWarning tests/sound.py
 
+# Paths as the workers see them. A schedule is on only when all it needs is given; POOL names the class of machines.
+POOL ?= gpu
+PROFILE ?= phase10-1m
+UNSET = not set: give it to make deploy
+deploy: export VIRNUC_POOL := $(POOL)
+deploy: export VIRNUC_PROFILE := $(PROFILE)
+deploy: export VIRNUC_MODELS := $(or $(MODELS),$(UNSET))
+deploy: export VIRNUC_READS := $(or $(READS),$(UNSET))
+deploy: export VIRNUC_INBOX := $(or $(INBOX),$(UNSET))
+deploy: export VIRNUC_OUT := $(or $(OUT),$(UNSET))
+deploy: export VIRNUC_NIGHTLY_ON := $(if $(and $(MODELS),$(READS),$(OUT)),true,false)
+deploy: export VIRNUC_WATCHED_ON := $(if $(and $(MODELS),$(INBOX),$(OUT)),true,false)
+deploy: export VIRNUC_NIGHTLY := $(if $(and $(MODELS),$(READS),$(OUT)),,**Off until make deploy is given MODELS, READS and OUT.** )
+deploy: export VIRNUC_WATCHED := $(if $(and $(MODELS),$(INBOX),$(OUT)),,**Off until make deploy is given MODELS, INBOX and OUT.** )
+deploy: export VIRNUC_ASKED := $(if $(MODELS),,**Name the models in each run, or give MODELS to make deploy.** )
 deploy: setup
-	$(BIN)/prefect --no-prompt work-pool inspect gpu >/dev/null 2>&1 || $(BIN)/prefect --no-prompt work-pool create gpu --type process
+	$(BIN)/prefect --no-prompt work-pool inspect $(POOL) >/dev/null 2>&1 || $(BIN)/prefect --no-prompt work-pool create $(POOL) --type process
 	$(BIN)/prefect --no-prompt deploy --prefect-file deployments/prefect.yaml --all
+
+# BLOCK=TYPE/NAME is a notification block of the server; PAUSE=1 lets a missed criterion pause its deployment
+alerts: setup
+	$(BIN)/python -m deployments.alerts "$(BLOCK)" $(if $(PAUSE),--pause)
 
 test-ui: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui]'

@@ -17,7 +17,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 VIRNUC = (sys.executable, "-m", "flows.cli")
-PATIENCE_S = 120  # after this a test has failed; a machine may be as slow as it likes before
+PATIENCE_S = 280
 
 
 def wait_for(truth: Callable[[], Any], what: str, patience_s: float = PATIENCE_S) -> Any:

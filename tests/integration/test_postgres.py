@@ -116,12 +116,8 @@ def test_a_flow_survives_a_restart_of_the_server(database: str, tmp_path: Path, 
     worker = [*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"]
     with background(server, log, env=environment) as first:
         wait_for(healthy, 90, "the server")
-        for words in (
-            ("work-pool", "create", "gpu", "--type", "process"),
-            ("deploy", "--prefect-file", "deployments/prefect.yaml", "--all"),
-        ):
-            subprocess.run([*PREFECT, *words], env=environment, cwd=ROOT, check=True, capture_output=True)
-        found = [d["id"] for d in ask("deployments/filter") if d["entrypoint"] == "flows/predict.py:predict"]
+        subprocess.run(["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True)
+        found = [d["id"] for d in ask("deployments/filter") if d["entrypoint"] == "flows.predict.predict"]
         with background(worker, log, env=environment, cwd=ROOT):
             given = {"reads": [str(many_reads)], "out": str(out), "models": str(models), "devices": "cpu:1"}
             run = ask(f"deployments/{found[0]}/create_flow_run", parameters=given | {"shard_tokens": 8192})["id"]

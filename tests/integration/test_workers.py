@@ -83,24 +83,21 @@ def cancel_and_finish(deployment: str, process: subprocess.Popen[bytes], given: 
 def test_the_deployments_deploy_run_and_cancel_under_a_worker(
     tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:
-    succeed(child_environment, "work-pool", "create", "gpu", "--type", "process")
-    succeed(child_environment, "deploy", "--prefect-file", "deployments/prefect.yaml", "--all")
+    made = subprocess.run(
+        ["make", "deploy"], env=child_environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
     with get_client(sync_client=True) as client:
         names = {f"{client.read_flow(d.flow_id).name}/{d.name}" for d in client.read_deployments()}
-        nightly = client.read_deployment_by_name("validate/nightly")
+        nightly = client.read_deployment_by_name("validate/nightly-gpu")
         with pytest.raises(PrefectHTTPStatusError, match="'unknown' was unexpected"):
             client.create_flow_run_from_deployment(nightly.id, parameters={"unknown": 1})
-    assert names >= {
-        "validate/nightly",
-        "predict-inbox/inbox",
-        "validate/ad-hoc",
-        "predict/ad-hoc",
-        "scale/ad-hoc",
-        "train/ad-hoc",
+    assert names >= {"validate/nightly-gpu", "predict-inbox/inbox"} | {
+        f"{n}/{n}" for n in ("validate", "predict", "scale", "train")
     }
     log = tmp_path / "log"
     with background((*PREFECT, "worker", "start", "-p", "gpu", "--limit", "1"), child_environment, log) as process:
-        cancel_and_finish("predict/ad-hoc", process, parameters(tmp_path / "run", many_reads, models), log)
+        cancel_and_finish("predict/predict", process, parameters(tmp_path / "run", many_reads, models), log)
 
 
 @pytest.mark.usefixtures("prefect_backend")

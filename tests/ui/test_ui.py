@@ -44,9 +44,9 @@ class Server:
         """POST to the API."""
         return httpx.post(f"{self.url}/api/{path}", json=body, timeout=30).raise_for_status().json()
 
-    def deployment(self, entrypoint: str, name: str) -> str:
+    def deployment(self, name: str) -> str:
         """Id of a deployment."""
-        found = [d["id"] for d in self.ask("deployments/filter") if (d["entrypoint"], d["name"]) == (entrypoint, name)]
+        found = [d["id"] for d in self.ask("deployments/filter") if d["name"] == name]
         assert len(found) == 1
         return str(found[0])
 
@@ -109,11 +109,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     try:
         background("server", "start", "--port", str(port))
         wait_until(healthy, 180)
-        for words in (
-            ("work-pool", "create", "gpu", "--type", "process"),
-            ("deploy", "--prefect-file", "deployments/prefect.yaml", "--all"),
-        ):
-            subprocess.run([*PREFECT, *words], env=environment, cwd=ROOT, check=True, capture_output=True)
+        subprocess.run(["make", "deploy"], env=environment, cwd=ROOT, check=True, capture_output=True)
         yield Server(url, background("worker", "start", "-p", "gpu", "--limit", "2"), environment)
     finally:
         for process in reversed(processes):
@@ -170,7 +166,7 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
         for described in properties.values():
             text = described["description"].split("`")[0].split("https:")[0].strip()  # Markdown and links are rendered
             page.get_by_text(text, exact=False).first.wait_for(state="attached")
-    deployment = found["flows/tools.py:tune"]
+    deployment = found["flows.tools.tune"]
     page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
     page.get_by_text("token slots of one ESM-2 batch to try").first.wait_for()
     shot(page, "0-form-of-tune")
@@ -180,7 +176,7 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     server: Server, page: Any, models: Path, tmp_path: Path
 ) -> None:
     reads = simulate(SimulateSpec(reads=300, seed=3), tmp_path / "lung.fastq.gz").reads_file
-    deployment = server.deployment("flows/validate.py:validate", "ad-hoc")
+    deployment = server.deployment("validate")
     page.goto(f"{server.url}/deployments/deployment/{deployment}/run")
     page.get_by_role("button", name="Add item").click()
     fill(page, "reads", str(reads))
@@ -264,7 +260,7 @@ def test_the_example_automation_answers_a_failed_criterion(
 
 def test_a_run_cancelled_in_the_ui_is_gone(server: Server, page: Any, models: Path, tmp_path: Path) -> None:
     reads = simulate(SimulateSpec(reads=20_000, seed=4), tmp_path / "many.fastq.gz").reads_file
-    deployment = server.deployment("flows/predict.py:predict", "ad-hoc")
+    deployment = server.deployment("predict")
     out = tmp_path / "out"
     given = {"reads": [str(reads)], "out": str(out), "models": str(models), "devices": "cpu:1", "shard_tokens": 8192}
     server.ask(f"deployments/{deployment}/create_flow_run", parameters=given)

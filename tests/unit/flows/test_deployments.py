@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
+import json
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import AsyncMock
 
 import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[3]
-FILE = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text(encoding="utf-8"))
+TEXT = (ROOT / "deployments" / "prefect.yaml").read_text(encoding="utf-8")
+FILE = yaml.safe_load(TEXT.replace("{{ $VIRNUC_POOL }}", "gpu").replace("{{ $VIRNUC_PROFILE }}", "phase10-1m"))
 DEPLOYMENTS: list[dict[str, Any]] = FILE["deployments"]
 
 
 def flow_of(entrypoint: str) -> Any:
-    path, _, name = entrypoint.partition(":")
-    return getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+    module, _, name = entrypoint.rpartition(".")
+    return getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize("deployment", DEPLOYMENTS, ids=lambda d: f"{d['entrypoint']}-{d['name']}")
@@ -33,7 +37,7 @@ def test_a_deployment_names_a_flow_and_gives_it_parameters_it_takes(deployment: 
 
 def test_every_flow_is_deployed_and_named_where_people_look() -> None:
     flows = {path.stem for path in (ROOT / "flows").glob("*.py") if "@flow(" in path.read_text(encoding="utf-8")}
-    deployed = {re.sub(r"^flows/(\w+)\.py:.*", r"\1", d["entrypoint"]) for d in DEPLOYMENTS}
+    deployed = {d["entrypoint"].split(".")[1] for d in DEPLOYMENTS}
     assert deployed == flows
     guide = (ROOT / "deployments" / "README.md").read_text(encoding="utf-8")
     for deployment in DEPLOYMENTS:
@@ -54,9 +58,39 @@ def test_a_name_that_is_no_parameter_is_refused_when_a_run_is_created(deployment
 def test_a_value_the_form_must_refuse_is_refused() -> None:
     from prefect.exceptions import ParameterTypeError
 
-    flow = flow_of("flows/predict.py:predict")
+    flow = flow_of("flows.predict.predict")
     good = {"reads": ["a.fa"], "out": "o", "models": "m"}
     flow.validate_parameters(good)
     for wrong in ({"stage_workers": -1}, {"precision": "fp7"}, {"devices": "gpu9"}, {"reads": []}):
         with pytest.raises(ParameterTypeError, match=next(iter(wrong))):
             flow.validate_parameters(good | wrong)
+
+
+@pytest.mark.parametrize("kind", ["kubernetes", "docker"])
+def test_a_job_template_uses_the_variables_it_declares_and_no_other(kind: str) -> None:
+    template = json.loads((ROOT / "deployments" / f"{kind}-job.json").read_text(encoding="utf-8"))
+    used = set(re.findall(r"\{\{ (\w+) \}\}", json.dumps(template["job_configuration"])))
+    assert used == set(template["variables"]["properties"])
+
+
+async def _dry_run(kind: str, given: dict[str, Any]) -> Any:
+    """The job that Prefect's own worker would ask for."""
+    worker = pytest.importorskip(f"prefect_{kind}.worker", reason=f"pip install prefect-{kind}")
+    template = json.loads((ROOT / "deployments" / f"{kind}-job.json").read_text(encoding="utf-8"))
+    configuration = getattr(worker, f"{kind.title()}WorkerJobConfiguration")
+    return await configuration.from_template_and_values(
+        template, given, client=AsyncMock()
+    )  # no blocks: nobody is asked
+
+
+def test_kubernetes_gives_the_pod_its_gpus_and_its_volume() -> None:
+    found = asyncio.run(_dry_run("kubernetes", {"claim": "reads", "gpus": 2}))
+    pod = found.job_manifest["spec"]["template"]["spec"]
+    assert pod["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == "reads"
+
+
+def test_docker_gives_the_container_its_gpus() -> None:
+    found = asyncio.run(_dry_run("docker", {"gpus": 2}))
+    assert found.container_create_kwargs["device_requests"][0]["count"] == 2
+    assert found.volumes == ["/srv/virnuc:/srv/virnuc"]

@@ -1,0 +1,28 @@
+# docker build -t virnuc .
+# docker run --gpus all -v /srv/virnuc:/srv/virnuc virnuc predict /srv/virnuc/reads.fastq.gz -o /srv/virnuc/run --models /srv/virnuc/models
+# The wheels of torch bring CUDA's libraries; of the base image the driver's hooks and a Python are what is used.
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends python3.12 python3.12-venv tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 10001 --create-home virnuc \
+    && python3.12 -m venv /opt/venv
+
+WORKDIR /opt/virnuc
+COPY constraints.txt pyproject.toml README.md LICENSE* ./
+COPY flows flows
+COPY tasks tasks
+COPY virnuc_core virnuc_core
+COPY deployments deployments
+RUN /opt/venv/bin/pip install --no-cache-dir --constraint constraints.txt .
+
+ENV PATH=/opt/venv/bin:$PATH \
+    VIRNUC_MODELS=/srv/virnuc/models \
+    VIRNUC_ROOTS=/srv/virnuc \
+    PREFECT_SERVER_ANALYTICS_ENABLED=false
+USER virnuc
+WORKDIR /home/virnuc
+# tini hands signals on and collects what worker processes leave, as process 1 must
+ENTRYPOINT ["tini", "--", "virnuc"]
+CMD ["--help"]

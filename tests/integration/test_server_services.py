@@ -1,0 +1,179 @@
+"""Each background service of the server at work once, and each alert sent: a real server, a real webhook."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from uuid import UUID
+
+import httpx
+import pytest
+from prefect import flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCreate
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import IntervalSchedule
+from prefect.events import emit_event
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
+
+from .processes import ROOT, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+@flow(name="watched")
+def watched() -> None:
+    """Never runs: its runs are what the server's services look after."""
+
+
+@pytest.fixture
+def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
+    with get_client(sync_client=True) as found:
+        yield found
+
+
+@pytest.fixture
+def webhook() -> Iterator[tuple[str, list[str]]]:
+    """Address of a server that keeps what is sent to it."""
+    subjects: list[str] = []
+
+    class Kept(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            subjects.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["subject"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Not on the screen."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Kept) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_port}", subjects
+        listening.shutdown()
+
+
+def deployment(client: SyncPrefectClient, name: str, *, every: timedelta | None = None) -> UUID:
+    """A deployment as ours are: tagged, in a pool of processes; planned by the server if `every` is given."""
+    if not any(pool.name == "gpu" for pool in client.read_work_pools()):
+        client.create_work_pool(WorkPoolCreate(name="gpu", type="process"))
+    planned = [] if every is None else [DeploymentScheduleCreate(schedule=IntervalSchedule(interval=every))]
+    made = client.create_flow(watched)
+    return client.create_deployment(made, name, schedules=planned, work_pool_name="gpu", tags=["virnuc"])
+
+
+def send(event: str, resource: str, **payload: str) -> None:
+    """An event as ours are, straight to the server."""
+    about = {"prefect.resource.id": resource, "prefect.resource.name": resource}
+    emit_event(event=event, resource=about, payload=payload)
+
+
+def test_every_alert_is_sent_and_none_pauses_a_deployment_unless_asked(
+    client: SyncPrefectClient, server: dict[str, str], webhook: tuple[str, list[str]]
+) -> None:
+    url, subjects = webhook
+    message = {"subject": "{{subject}}", "body": "{{body}}"}
+    block = CustomWebhookNotificationBlock(name="oncall", url=url, method="POST", json_data=message)
+    block.save("oncall", overwrite=True)
+    words = [sys.executable, "-m", "deployments.alerts"]
+    missing = subprocess.run(
+        [*words, "slack-webhook/nobody"], env=server, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert missing.returncode == 1
+    assert "slack-webhook/nobody is no block" in missing.stderr
+    for _ in range(2):  # given again, it replaces
+        subprocess.run([*words, "custom-webhook/oncall"], env=server, cwd=ROOT, check=True, capture_output=True)
+    assert len([one for one in client.read_automations() if one.name.startswith("virnuc: ")]) == 5
+
+    late = deployment(client, "late")
+    client.create_flow_run_from_deployment(
+        late, state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10)), name="nobody-came"
+    )
+    crashed = client.create_flow_run_from_deployment(deployment(client, "crashed"), name="went-down")
+    client.set_flow_run_state(crashed.id, Running(), force=True)
+    client.set_flow_run_state(crashed.id, Crashed(message="no word"), force=True)
+    send("virnuc.criterion.fail", "virnuc.criterion.speedup", value="3x", target="4x", report="r")
+    send("virnuc.regression.fail", "virnuc.regression.ci", reason="12 % worse", report="r")
+    send("virnuc.inbox.failed", "virnuc.inbox.lung.fastq", reason="not a read file")
+    wanted = ("not met", "slower than before", "went-down crashed", "nobody-came is late", "lung.fastq failed")
+    wait_for(lambda: all(any(word in s for s in subjects) for word in wanted), f"all of {wanted}; {subjects} came")
+    assert not client.read_deployment(late).paused
+
+
+def test_the_scheduler_plans_late_runs_are_marked_and_a_pool_without_workers_is_not_ready(
+    client: SyncPrefectClient,
+) -> None:
+    planned = deployment(client, "planned", every=timedelta(hours=1))
+    wait_for(
+        lambda: any(run.deployment_id == planned and run.auto_scheduled for run in client.read_flow_runs()), "a plan"
+    )
+    overdue = client.create_flow_run_from_deployment(
+        deployment(client, "overdue"), state=Scheduled(scheduled_time=datetime.now(UTC) - timedelta(minutes=10))
+    )
+    wait_for(lambda: state(client, overdue.id) == "Late", "the run to be late")
+    wait_for(lambda: client.read_work_pool("gpu").status.value == "NOT_READY", "the foreman to see no worker")
+
+
+def test_events_are_kept_and_can_be_asked_for(client: SyncPrefectClient) -> None:
+    run = client.create_flow_run_from_deployment(deployment(client, "seen"))
+
+    def kept() -> bool:
+        found = httpx.post(
+            f"{PREFECT_API_URL.value()}/events/filter",
+            json={"filter": {"event": {"prefix": ["prefect.flow-run."]}}, "limit": 50},
+            timeout=10,
+        ).json()["events"]
+        return any(one["resource"]["prefect.resource.id"] == f"prefect.flow-run.{run.id}" for one in found)
+
+    wait_for(kept, "an event of the run")
+
+
+def test_what_a_cancelled_run_had_begun_is_cancelled_with_it(client: SyncPrefectClient) -> None:
+    parent = client.create_flow_run_from_deployment(deployment(client, "parent"), state=Running())
+    task = client._client.post(
+        "/task_runs/", json={"flow_run_id": str(parent.id), "task_key": "t", "dynamic_key": "0", "name": "t"}
+    ).json()
+    child = client.create_flow_run_from_deployment(
+        deployment(client, "child"), state=Pending(), parent_task_run_id=UUID(task["id"])
+    )
+    client.set_flow_run_state(parent.id, Cancelling(), force=True)
+    client.set_flow_run_state(parent.id, Cancelled(), force=True)
+    wait_for(lambda: state(client, child.id) in ("Cancelled", "Cancelling"), "the child to be cancelled")
+
+
+def state(client: SyncPrefectClient, run: UUID) -> str:
+    found = client.read_flow_run(run).state
+    assert found is not None
+    return found.name or ""
+
+
+def test_make_deploy_switches_on_only_what_it_was_given_paths_for(
+    client: SyncPrefectClient, server: dict[str, str], tmp_path: Path
+) -> None:
+    def deploy(*given: str) -> dict[str, DeploymentResponse]:
+        made = subprocess.run(
+            ["make", "deploy", *given], env=server, cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert made.returncode == 0, made.stdout + made.stderr
+        return {one.name: one for one in client.read_deployments()}
+
+    off = deploy("POOL=h200")
+    assert not off["nightly-h200"].schedules[0].active
+    assert off["nightly-h200"].parameters["models"].startswith("not set")
+    assert (off["nightly-h200"].description or "").startswith(
+        "**Off until make deploy is given MODELS, READS and OUT.**"
+    )
+    assert off.keys() >= {"inbox", "validate", "predict", "scale", "tune", "profile", "train"}
+    on = deploy("POOL=h200", "MODELS=/m", "READS=/r.fastq", f"OUT={tmp_path}")
+    assert on["nightly-h200"].schedules[0].active
+    assert on["nightly-h200"].parameters["reads"] == ["/r.fastq"]
+    assert (on["nightly-h200"].description or "").startswith("Proves")
+    assert not on["inbox"].schedules[0].active, "INBOX was not given"
+    assert on["predict"].work_pool_name == "h200"
