@@ -282,9 +282,10 @@ class RunSettings(FlowSettings):
         with run_lock(self.out):
             yield
 
-    def spec(self, devices: Devices, base: EngineSpec) -> ClassifySpec:
+    def spec(self, devices: Devices, base: EngineSpec, sample: str) -> ClassifySpec:
         """A run on these devices; `base` has the engine's settings where none were given."""
-        return ClassifySpec(models=self.models, devices=devices, engine=self.engine(base), force=self.force)
+        given, engine = self.model_dump(mode="json") | {"sample": sample}, self.engine(base)
+        return ClassifySpec(models=self.models, devices=devices, engine=engine, force=self.force, parameters=given)
 
 
 class VerdictSettings(Spec):

@@ -51,7 +51,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     """
     start.check(settings, EngineSpec())
     label, run = sample_of(settings.reads), RunDir(settings.out)
-    spec = settings.spec(Devices.parse(settings.devices), EngineSpec())
+    spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
     with ExitStack() as held:
         prewarmed: LocalWorkers | None = None

@@ -16,7 +16,7 @@ from flows.flow_commands import SWEPT, ProfileSettings, TrainSettings, TuneSetti
 from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
-from tasks.step import Markdown, Rows, cell, done, markdown_table, publish_markdown, publish_table
+from tasks.step import Markdown, Rows, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, run_trial, trace, trial_rows
 from tasks.tools import train as fit
 from virnuc_core.config import TraceSpec
@@ -52,7 +52,9 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)
     rows = trial_rows(tried, chosen, tolerance)
-    publish_table(f"tune-{label}-{devices}", rows, Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}"))
+    publish_table(
+        on_host(f"tune-{label}-{devices}"), rows, Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
+    )
     sweep.write(tried, chosen, profile, settings.search, tuple(SWEPT.values()))
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")
@@ -80,12 +82,12 @@ def profile(settings: ProfileSettings) -> State[Traces]:
         found = trace(run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label).result()
         found.write(summary)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
-        publish_table(f"operations-{label}-{devices}", operations, f"Operations that took most time: {label}")
-        publish_table(f"marks-{label}-{devices}", marks, f"Recorded stages of {label}: {found.folder}")
+        publish_table(on_host(f"operations-{label}-{devices}"), operations, f"Operations that took most time: {label}")
+        publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {found.folder}")
         text = _text(found, (stage_rows(summary), marks, operations))
         path = found.folder / "profile.md"
         write_text_whole(path, text)
-        publish_markdown(f"profile-{label}-{devices}", text, str(found), path)
+        publish_markdown(on_host(f"profile-{label}-{devices}"), text, str(found), path)
     return done(found, f"{found}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
 
 

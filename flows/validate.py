@@ -125,14 +125,15 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
     where that is so, that nobody takes old for new, and else nothing.
     """
     profile = load_profile(settings.profile)
-    spec = settings.spec(start.check(settings, profile.engine), profile.engine)
-    out, label, devices, force = settings.out, sample_of(settings.reads), spec.devices, spec.force
+    label = sample_of(settings.reads)
+    spec = settings.spec(start.check(settings, profile.engine), profile.engine, label)
+    out, devices, force = settings.out, spec.devices, spec.force
     store, before = RunDir(out).store, _finished_runs(out)
     announce(label, profile.name, devices.kind)
     staging = stage_input(settings, label)
     record_validation(
         out,
-        spec=settings.model_dump(mode="json") | {"engine": spec.engine.model_dump(mode="json")},
+        spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},
         profile=profile,
         models=spec.models,
         staging=staging,

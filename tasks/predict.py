@@ -16,6 +16,7 @@ from tasks.step import (
     Rows,
     done,
     first_attempt,
+    on_host,
     progress_artifact,
     publish_table,
     step,
@@ -99,7 +100,7 @@ def embed(
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         show(1.0)
-    publish_table(f"stages-{label}-{devices}", stage_rows(summary), f"Seconds of the nine stages on {devices}")
+    publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Seconds of the nine stages on {devices}")
     if computed_before(summary, before):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""

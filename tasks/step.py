@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import math
+import platform
 import re
 import threading
 import time
@@ -234,6 +235,11 @@ def key(*parts: object) -> str:
     if not cleaned:
         raise ValueError(f"no artifact key can be made of {parts!r}")
     return cleaned
+
+
+def on_host(name: str) -> str:
+    """The key of an artifact whose figures depend on this machine."""
+    return key(name, platform.node())
 
 
 def cell(value: object) -> str:

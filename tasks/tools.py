@@ -9,7 +9,7 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
-from tasks.step import Markdown, Rows, done, first_attempt, progress_artifact, publish_table, step
+from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread
@@ -48,7 +48,7 @@ def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: 
     progress = progress_artifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
         found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show)
-    publish_table(f"commits-{label}", overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
+    publish_table(on_host(f"commits-{label}"), overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
     shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
     cost = f"commits cost {percent(median(shares))} of the tokens/s, over {len(shares)} pairs of runs"
     return done(found, cost if shares else "commits were not timed")

@@ -22,6 +22,7 @@ from tasks.step import (
     inside_a_run,
     key,
     markdown_table,
+    on_host,
     progress_artifact,
     publish_markdown,
     publish_table,
@@ -114,17 +115,19 @@ def publish(judged: Report, out: Path, label: str) -> None:
     """
     name, folder = judged.profile.name, RunDir(out).report
     told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
-    publish_table(f"criteria-{name}", rows_of(*criteria(judged)), told)
+    publish_table(on_host(f"criteria-{name}"), rows_of(*criteria(judged)), told)
     if judged.accounting is not None:
         publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
     if judged.scaling:
-        publish_table(f"scaling-{name}", rows_of(scaling(judged)), f"Scaling of {label}")
+        publish_table(on_host(f"scaling-{name}"), rows_of(scaling(judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
-    publish_markdown(f"report-{name}", text, met_sentence(judged), folder / "report.md")
+    publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")
     if inside_a_run():
         page, what = folder / "report.html", "The report with its charts"
         with connection.telling(f"link report-html-{name}"):
-            create_link_artifact(page.absolute().as_uri(), page.name, key=key(f"report-html-{name}"), description=what)
+            create_link_artifact(
+                page.absolute().as_uri(), page.name, key=on_host(f"report-html-{name}"), description=what
+            )
 
 
 def emit_outcome(judged: Report, out: Path) -> None:

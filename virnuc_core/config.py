@@ -121,6 +121,7 @@ class ClassifySpec(Spec):
     threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
     write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
+    parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
 
 
 class RunSpec(ClassifySpec):

@@ -73,17 +73,16 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
     """
     beside = RunDir(out.parent)
     with run_lock(beside.root):
-        return stage(spec, out, anew=force, expected=None if force else _recorded_reads(beside))
+        return stage(spec, out, anew=force, expected=None if force else _recorded(beside))
 
 
-def _recorded_reads(run: RunDir) -> str | None:
-    """The fingerprint of the reads that a run was made from; None where nothing tells."""
-    if (record := runfiles.read_or_set_aside(run.record, runfiles.RunRecord)) is not None:
-        return record.fingerprints.get("reads", "")
-    if run.plan.exists() and run.store.exists():
+def _recorded(run: RunDir) -> runfiles.RunRecord | None:
+    """What a run was made from, as its record or else its store tells; None where nothing does."""
+    record = runfiles.read_or_set_aside(run.record, runfiles.RunRecord)
+    if record is None and run.plan.exists() and run.store.exists():
         with suppress(InputError):  # a damaged one, which proves nothing
-            return OrfStore.open(run.store).fingerprint
-    return None
+            return runfiles.RunRecord(fingerprints={"reads": OrfStore.open(run.store).fingerprint})
+    return record
 
 
 def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
@@ -126,9 +125,7 @@ def classify(
     """
     with run_lock(run.root):
         started_s = time.monotonic()
-        job = replace(
-            prepare(run, staging.store, spec, reads=staging.fingerprint), flops=flops or model_flops(spec.models)
-        )
+        job = replace(prepare(run, staging.store, spec, staging=staging), flops=flops or model_flops(spec.models))
         before = read_summary(run)
         if before is None or job.todo:
             run.summary.unlink(missing_ok=True)
@@ -161,13 +158,13 @@ def _sound_files(run: RunDir, summary: RunSummary, spec: ClassifySpec) -> tuple[
     return sound, not wrong and (not spec.write_viral or not sound.isdisjoint(run.viral.values()))
 
 
-def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, reads: str | None = None) -> Job:
+def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSummary | None = None) -> Job:
     """Decide everything a run depends on, write run.json and the plan, and find out what is left to do.
 
-    `reads` is the fingerprint that the store must have, if that is known.
+    `staging`: what the store was made of, if that is known; it must still be that.
     """
     models, orfs = spec.models, OrfStore.open(store)
-    if reads not in (None, orfs.fingerprint):
+    if staging is not None and staging.fingerprint != orfs.fingerprint:
         raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
     length = model_length(models)
     if length != orfs.model_length:
@@ -184,7 +181,8 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, reads: str | None =
     fresh = runfiles.new_record(
         runfiles.RunRecord,
         found,
-        spec=spec.model_dump(mode="json"),
+        spec=spec.parameters | spec.model_dump(mode="json", exclude={"parameters"}),
+        inputs=() if staging is None else staging.inputs,
         model_length=length,
         widths=widths,
         fingerprints=fingerprints,

@@ -10,7 +10,9 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -104,11 +106,23 @@ class Device(RunFile):
     core: int | None = None  # CPU only: the core its worker is pinned to
 
 
+class InputFile(RunFile):
+    """One file of reads: what it was when it was read, and what was met in it."""
+
+    file: str
+    reads: Count = 0
+    empty: Count = 0  # reads without bases
+    skipped: Count = 0  # broken records left out
+    duplicate_ids: Count = 0  # reads whose id an earlier read has, of this file or one before
+    content: FileDigest | None = None  # None: it came through a pipe
+
+
 class Attempt(RunFile):
     """One start of a run: the first, or a resume."""
 
     started: str
     devices: tuple[Device, ...]
+    command: tuple[str, ...] = ()
 
 
 class RunRecord(RunFile):
@@ -128,6 +142,7 @@ class RunRecord(RunFile):
     devices: tuple[Device, ...] = ()  # of the newest attempt
     seeds: dict[str, int] = {}
     store: str = ""  # relative to the run directory
+    inputs: tuple[InputFile, ...] = ()
     attempts: tuple[Attempt, ...] = ()
 
 
@@ -172,9 +187,11 @@ def versions() -> dict[str, str]:
 def new_record(kind: type[Record], devices: Sequence[Device], **made: Any) -> Record:
     """A record of a run that starts now on `devices`; `made` are its other fields: what it is made of."""
     at, found = now(), tuple(devices)
+    # of addresses, the query may be a signature
+    command = tuple(re.sub(r"(?<=://)\S*@|[?#].*", "…", word) if "://" in word else word for word in sys.argv)
     here = {"virnuc_version": virnuc_core.__version__, "git_commit": git_commit(), "versions": versions()}
     start = {"created": at, "host": platform.node(), "devices": found}
-    return kind(**here | start | {"attempts": (Attempt(started=at, devices=found),)} | made)
+    return kind(**here | start | {"attempts": (Attempt(started=at, devices=found, command=command),)} | made)
 
 
 def read_record(run: RunDir) -> RunRecord:
@@ -197,6 +214,16 @@ def differing(a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = Fals
     """
     names = [name for name in dict.fromkeys((*a, *b)) if strict or (name in a and name in b)]
     return {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names if a.get(name) != b.get(name)}
+
+
+def other_files(before: Sequence[InputFile], files: Sequence[str]) -> list[str]:
+    """What tells files of reads from those that a run was made from, a sentence each, by their content."""
+    now = [InputFile(file=name, content=digest(Path(name)) if Path(name).is_file() else None) for name in files]
+    kept = {one.content for one in before} & {one.content for one in now} - {None}
+    gone, new = ({Path(one.file).name for one in side if one.content not in kept} for side in (before, now))
+    said = [f"{name} has other content" for name in sorted(gone & new)]
+    said += [f"{name} was read then" for name in sorted(gone - new)] if before else []
+    return said + [f"{name} was not" for name in sorted(new - gone)]
 
 
 def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:

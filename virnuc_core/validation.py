@@ -95,6 +95,7 @@ def record_validation(
         model_length=staging.model_length,
         fingerprints={"reads": staging.fingerprint, **fingerprint(models)},
         store=RunDir(out).store.name,
+        inputs=staging.inputs,
         # the CUDA that torch was built for; a torch without names none
         versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         profile=profile,
@@ -105,9 +106,8 @@ def record_validation(
     if before is not None:
         others = runfiles.differing(before.fingerprints, record.fingerprints, strict=True)
         if others and not force:
-            raise RunMismatchError(
-                f"{out} holds a validation of other {', '.join(others)}; choose another directory or --force"
-            )
+            said = "; ".join(f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items())
+            raise RunMismatchError(f"{out} holds another validation ({said}); choose another directory or --force")
         if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
             record = record.model_copy(update={"created": before.created})
     runfiles.write(path, record)

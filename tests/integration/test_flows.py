@@ -19,12 +19,14 @@ from flows.predict import predict
 from flows.predict_inbox import predict_inbox
 from flows.tools import train
 from flows.validate import validate
+from tasks.step import on_host
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.measure.inbox import Ledger
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import digest, read_record
 
 from .processes import committed
 
@@ -58,6 +60,11 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     summary = read_summary(RunDir(out))
     assert summary is not None
     assert sum(summary.fates.values()) == 300
+    record = read_record(RunDir(out))
+    assert [(one.file, one.reads, one.content) for one in record.inputs] == [(str(reads), 300, digest(reads))]
+    asked = {name: record.spec[name] for name in ("sample", "on_error", "write_viral", "reads", "threshold")}
+    assert asked == {"sample": "few", "on_error": "stop", "write_viral": True, "reads": [str(reads)], "threshold": 0.5}
+    assert record.attempts[0].command
     assert state.message == f"{summary.fates['viral']:,} of 300 reads are viral"
     assert {*RESULTS, "embeddings.h5", "failed.tsv", "viral.fastq.gz"} == set(summary.files or {})
     with get_client(sync_client=True) as client:
@@ -65,7 +72,7 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     assert flow_run.name == "few · cpu:1"
     assert sorted(flow_run.tags) == ["cpu", "few", "virnuc"]
     assert set(task_runs(state)) == {"stage few", "embed few on cpu:1"}
-    stages = Artifact.get("stages-few-cpu-1")
+    stages = Artifact.get(on_host("stages-few-cpu-1"))
     assert stages is not None
     assert [row["stage"] for row in json.loads(str(stages.data))][5] == "Stage 6: ESM-2"
 
@@ -91,7 +98,7 @@ def test_other_reads_are_not_mixed_into_a_run_and_force_starts_over(
     out = tmp_path / "run"
     predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1")
     other = simulate(SimulateSpec(reads=50, seed=9), tmp_path / "other.fasta").reads_file
-    with pytest.raises(RunMismatchError, match="reads"):
+    with pytest.raises(RunMismatchError, match=r"other reads.*few.* was read then; other\.fasta was not"):
         predict(reads=[str(other)], out=out, models=models, devices="cpu:1")
     state = predict(reads=[str(other)], out=out, models=models, devices="cpu:1", force=True, return_state=True)
     assert (state.message or "").endswith("of 50 reads are viral")
@@ -114,14 +121,17 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     }
     with get_client(sync_client=True) as client:
         assert client.read_flow_run(run_of(state)).name == "few · ci-smoke · cpu:2"
-    criteria = Artifact.get("criteria-ci-smoke")
+    record = read_record(RunDir(out))
+    assert [(one.file, one.reads, one.content) for one in record.inputs] == [(str(reads), 300, digest(reads))]
+    assert (record.spec["sample"], record.spec["profile"]) == ("few", "ci-smoke")
+    criteria = Artifact.get(on_host("criteria-ci-smoke"))
     assert criteria is not None
     rows = {row["Criterion"]: row for row in json.loads(str(criteria.data))}
     assert "PASS" in rows["Consensus label agreement"]["Verdict"]
     assert rows["Consensus label agreement"]["Required"] == "≥99%"
     assert "not run" in rows["Scaling"]["Verdict"]
     for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "report-html-ci-smoke"):
-        assert Artifact.get(key) is not None, key
+        assert Artifact.get(key if key == "comparison-few" else on_host(key)) is not None, key
 
     again = validate(**given, return_state=True)
     computing = {name: run.state.name for name, run in task_runs(again).items() if run.state is not None}

@@ -10,6 +10,7 @@ import pytest
 from prefect.artifacts import Artifact
 
 from flows.tools import profile
+from tasks.step import on_host
 from virnuc_core.measure.trace import TABLE, TraceTable
 from virnuc_core.runfiles import read
 
@@ -45,5 +46,5 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_
     assert "Stage 6: ESM-2" in text
     assert "Model Prediction" in text
     for key in ("operations-few-cpu-1", "marks-few-cpu-1", "profile-few-cpu-1"):
-        assert Artifact.get(key) is not None, key
+        assert Artifact.get(on_host(key)) is not None, key
     assert len(json.loads((out / "run.json").read_text())["attempts"]) == 1, "recording leaves the run alone"

@@ -16,6 +16,7 @@ from flows.flow_commands import TuneSettings
 from flows.parameters import ComputeSettings, RunSettings, read_settings
 from flows.predict import predict
 from flows.tools import tune
+from tasks.step import on_host
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
 
@@ -109,7 +110,7 @@ def test_a_sweep_measures_says_what_it_found_and_is_not_repeated(tmp_path: Path,
     assert half["verdict"] == "cannot run"
     assert "needs a CUDA device" in half["reason"]
     assert read_settings(out / "settings.toml")["token_budget"] == body["recommended"]["engine"]["token_budget"]
-    table = Artifact.get("tune-few-cpu-1")
+    table = Artifact.get(on_host("tune-few-cpu-1"))
     assert table is not None
     rows = json.loads(str(table.data))
     assert [row["verdict"] for row in rows].count("**recommended**") == 1

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from tasks.step import on_host
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
@@ -215,13 +216,13 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     shot(page, "4-completed")
 
     page.get_by_text("Artifacts", exact=True).last.click()
-    page.get_by_text("criteria-ci-smoke").last.wait_for()
+    page.get_by_text(on_host("criteria-ci-smoke")).last.wait_for()
     shot(page, "5-artifacts")
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact('criteria-ci-smoke')}")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('criteria-ci-smoke'))}")
     page.get_by_text("PASS").first.wait_for()
     shot(page, "6-criteria")
     assert page.get_by_text("≥99%").first.is_visible()
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact('report-ci-smoke')}")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('report-ci-smoke'))}")
     page.get_by_text("Consensus label agreement").first.wait_for()
     shot(page, "7-report")
     page.goto(f"{server.url}/runs")

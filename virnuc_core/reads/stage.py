@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -37,6 +36,7 @@ from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, SEALED_AS, OrfStore,
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, fingerprint_batch, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file, write_text_whole
+from virnuc_core.runfiles import InputFile, RunRecord, digest, other_files
 
 SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
@@ -63,17 +63,6 @@ class Timings(Spec):
     total_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class FileReads:
-    """What was met in one file."""
-
-    file: str
-    reads: int
-    empty: int  # reads without bases
-    skipped: int  # broken records left out
-    duplicate_ids: int  # reads whose id an earlier read has, of this file or one before
-
-
 class StageSummary(Timings):
     """What staging read and made; the seconds are those of making it, also where the store was reused now."""
 
@@ -82,10 +71,18 @@ class StageSummary(Timings):
     model_length: int
     counts: StoreCounts
     files: tuple[str, ...]
-    by_file: tuple[FileReads, ...]  # in the order of `files`
+    by_file: tuple[InputFile, ...]  # in the order of `files`
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
     skipped_records: int
     on_error: OnError = "stop"  # as they were read
+
+    @property
+    def inputs(self) -> tuple[InputFile, ...]:
+        """`by_file` with the whole paths of files."""
+        return tuple(
+            one.model_copy(update={"file": str(Path(one.file).absolute())}) if one.content else one
+            for one in self.by_file
+        )
 
     @property
     def tally(self) -> dict[str, int]:
@@ -120,14 +117,14 @@ def _many(count: int, what: str) -> str:
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
-def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: str | None = None) -> StageSummary:
+def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None) -> StageSummary:
     """Read everything, cut it, translate it and write the store `out`; or find, unless it is to be made `anew`, that it
     is there already, to the last bit.
 
     The store appears whole or not at all. Skipped records are listed in `skipped.tsv` beside it.
     Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
-    for reads that have not the `expected` fingerprint; `SpentInputError` for what another try might mend, where reads
-    came through a pipe.
+    naming what is other, for reads that are not of the `expected` run; `SpentInputError` for what another try might
+    mend, where reads came through a pipe.
     """
     inputs, began, seconds = find_inputs(spec.reads), time.perf_counter(), dict[str, float]()
     try:
@@ -162,7 +159,7 @@ def _make(
     folder: Path,
     log: ParseLog,
     workers: Workers,
-    expected: str | None,
+    expected: RunRecord | None,
 ) -> dict[str, float]:
     """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
     writer, fingerprint = StoreWriter(folder, spec.model_length), _no_reads(spec.model_length)
@@ -187,7 +184,7 @@ def _make(
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and not all(can_be_read_twice(name) for name in files):
         raise InputError(f"no read came in from {', '.join(files)}", hint="did what writes to it fail?")
-    _accept(files, out, log, fingerprint, expected)
+    _accept(spec, files, out, log, fingerprint, expected)
     before = time.perf_counter()
     twice = writer.find_repeats(workers)
     if spec.strict and twice is not None:
@@ -197,11 +194,18 @@ def _make(
     return seconds
 
 
-def _accept(files: tuple[str, ...], out: Path, log: ParseLog, found: Fingerprint, expected: str | None) -> None:
+def _accept(
+    spec: StageSpec, files: tuple[str, ...], out: Path, log: ParseLog, found: Fingerprint, expected: RunRecord | None
+) -> None:
     """Refuse reads of another run than the one beside `out`, and files of which nothing was left."""
-    if expected not in (None, found.hexdigest()):
+    if expected is not None and expected.fingerprints.get("reads", "") != found.hexdigest():
+        before = {"model length": expected.model_length, "on_error": expected.spec.get("on_error")}
+        now = {"model length": spec.model_length, "on_error": spec.on_error}
+        others = [f"{name} {was} → {now[name]}" for name, was in before.items() if was not in (None, now[name])]
+        said = "; ".join([*other_files(expected.inputs, files), *others]) or "the same files in another order"
         raise RunMismatchError(
-            f"{out.parent} holds a run of other reads, or of reads cut otherwise; choose another directory or --force"
+            f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said}); "
+            "choose another directory or --force"
         )
     for name in files:
         if (broken := log.skipped_by_file[name]) and not log.reads_by_file[name]:
@@ -227,7 +231,7 @@ def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> Inp
 
 
 def _is_current(
-    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, workers: Workers, expected: str | None
+    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, workers: Workers, expected: RunRecord | None
 ) -> bool:
     """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
@@ -245,7 +249,7 @@ def _is_current(
     fingerprint = _no_reads(spec.model_length)
     for leaves in parse_by(workers, fingerprint_batch, inputs.files, log):
         fingerprint.add(leaves)
-    _accept(inputs.files, out, log, fingerprint, expected)
+    _accept(spec, inputs.files, out, log, fingerprint, expected)
     return fingerprint.hexdigest() == store.fingerprint
 
 
@@ -275,14 +279,16 @@ def _summary(
     )
 
 
-def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[FileReads, ...]:
+def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
     """What was met in each file; the reads of a file follow each other in the store."""
     counted, low = [], 0
     for name in files:
         high = low + log.reads_by_file[name]
         flags = store.read_flags[low:high]
         empty, again = (int(np.count_nonzero(flags & bit)) for bit in (EMPTY, DUPLICATE_ID))
-        counted.append(FileReads(name, high - low, empty, log.skipped_by_file[name], again))
+        content = digest(Path(name)) if Path(name).is_file() else None
+        met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
+        counted.append(InputFile(file=name, reads=high - low, content=content, **met))
         low = high
     return tuple(counted)
 

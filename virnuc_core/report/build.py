@@ -126,6 +126,9 @@ def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> P
     own, other = (record or RunRecord(fingerprints={}) for record in (validation, run))
     return Provenance(
         created=(own if validation else other).created,
+        host=own.host or other.host,
+        sample=str((own.spec or other.spec).get("sample", "")),
+        inputs=own.inputs or other.inputs,
         virnuc_version=own.virnuc_version or other.virnuc_version,
         git_commit=own.git_commit or other.git_commit,
         model_length=other.model_length if own.model_length is None else own.model_length,

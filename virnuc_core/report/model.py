@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Literal
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.runfiles import Device, RunCounts, RunFile
+from virnuc_core.runfiles import Device, InputFile, RunCounts, RunFile
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import ApprovalRecord, Comparison
@@ -270,6 +270,9 @@ class Provenance(Record):
     """What made the figures."""
 
     created: str
+    host: str = ""
+    sample: str = ""  # as its reads are called
+    inputs: tuple[InputFile, ...] = ()
     virnuc_version: str | None
     git_commit: str | None
     model_length: int | None

@@ -23,6 +23,7 @@ from virnuc_core.report.formatting import (
 )
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
+from virnuc_core.runfiles import FileDigest
 from virnuc_core.telemetry.tables import STAGES, Encoder
 from virnuc_core.validation import QUESTIONS, Comparison
 
@@ -348,10 +349,17 @@ def accounts(report: Report) -> Table:
     )
 
 
+def _content(found: FileDigest | None) -> str:
+    return ", through a pipe" if found is None else f", {found.size:,} bytes, SHA-256 {found.sha256}"
+
+
 def _provenance(report: Report) -> Table:
     made = report.provenance
     rows = [
         ("created", made.created),
+        ("host", made.host),
+        ("sample", made.sample),
+        *((f"reads: {f.file}", f"{f.reads:,}{_content(f.content)}") for f in made.inputs),
         ("virnuc", made.virnuc_version),
         ("commit", made.git_commit),
         ("model length", made.model_length and str(made.model_length)),

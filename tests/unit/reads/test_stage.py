@@ -18,9 +18,10 @@ from xopen import xopen
 
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, StorageError
-from virnuc_core.reads.stage import FileReads, StageSpec, stage
+from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
+from virnuc_core.runfiles import digest as content_of
 
 from .conftest import WriteReads, shrink
 from .made_up import Pairs, digest, fasta, fastq, made_up_reads
@@ -322,7 +323,8 @@ def test_what_was_met_is_told_by_file(write: WriteReads, tmp_path: Path, caplog:
     two = write("@a\n\n+\n\n@bad\nACG\n+\nI\n@c\nGGNGG\n+\nIIIII\n", "in/two.fq")
     other = write("no reads", "in/other.txt")
     summary = stage(StageSpec(reads=(str(tmp_path / "in"),), on_error="skip"), tmp_path / "orfs.h5")
-    assert summary.by_file == (FileReads(one, 4, 1, 0, 1), FileReads(two, 2, 1, 1, 1))
+    met = [(f.file, f.reads, f.empty, f.skipped, f.duplicate_ids, f.content) for f in summary.by_file]
+    assert met == [(one, 4, 1, 0, 1, content_of(Path(one))), (two, 2, 1, 1, 1, content_of(Path(two)))]
     store = OrfStore.open(tmp_path / "orfs.h5")
     assert summary.tally == {
         "reads": 6,

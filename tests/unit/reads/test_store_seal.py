@@ -11,6 +11,7 @@ from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.seals import SEAL_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.runfiles import RunRecord
 
 from .conftest import WriteReads
 from .made_up import digest, fasta, made_up_reads
@@ -76,11 +77,11 @@ def test_a_damaged_store_is_replaced_by_the_reads_of_its_run_only(
     spec: StageSpec, tmp_path: Path, write: WriteReads
 ) -> None:
     out = tmp_path / "orfs.h5"
-    recorded = stage(spec, out).fingerprint
+    recorded = RunRecord(fingerprints={"reads": (made := stage(spec, out)).fingerprint}, inputs=made.inputs)
     flip(out, out.stat().st_size // 2)
     damaged = digest(out)
     other = spec.model_copy(update={"reads": (write(fasta(made_up_reads(20)), "other.fa"),)})
-    with pytest.raises(RunMismatchError, match="other reads"):
+    with pytest.raises(RunMismatchError, match=r"other reads.*reads\.fa was read then; other\.fa was not"):
         stage(other, out, expected=recorded)
     assert digest(out) == damaged
     assert not stage(spec, out, expected=recorded).reused
