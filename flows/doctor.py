@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from flows.parameters import ROOTS
+from flows.parameters import ROOTS, Json
 from flows.start import prepare_prefect
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_all
@@ -86,7 +86,7 @@ def doctor(
     devices: str = "auto",
     hashed: Annotated[bool, Parameter(name="--hash", negative=())] = False,
     compute: bool = True,
-    as_json: Annotated[bool, Parameter(name="--json", negative=())] = False,
+    as_json: Json = False,
 ) -> int:
     """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0.
 
@@ -96,7 +96,6 @@ def doctor(
         devices: devices to compute on: cuda:0,cuda:1, cpu:2 or auto
         hashed: hash weights of any size
         compute: embed a tiny model on each device
-        as_json: as JSON
     """
     prepare_prefect()
     asked = {  # the cheap ones first

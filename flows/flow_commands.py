@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import getpass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from uuid import UUID
 
-from cyclopts import Parameter
 from pydantic import Field
 
-from flows.parameters import FlowSettings, Reads, RunSettings, VerdictSettings, command
-from flows.start import by_hand, prepare_prefect, say
+from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSettings, command
+from flows.start import Ending, prepare_prefect, say, starts
 from virnuc_core.config import Attention, Precision, Spec
 from virnuc_core.errors import ConfigError, VirnucError
+
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
 
 CRITERION_FAILED: Final = 5
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
@@ -35,12 +37,10 @@ class InboxSettings(VerdictSettings, FlowSettings):
         Ledger(self.inbox, self.out)
 
 
-@command(InboxSettings)
-def predict_inbox(settings: InboxSettings, debug: bool) -> int:
+@starts("flows.predict_inbox:predict_inbox", InboxSettings)
+def predict_inbox(settings: InboxSettings, _state: State[Any]) -> Ending:
     """Predict each new file of a folder, once."""
-    state = by_hand("flows.predict_inbox:predict_inbox", settings, debug)
-    say(state.message, f"Fates: {settings.out / 'inbox.tsv'}")
-    return 0
+    return Ending({"Fates": settings.out / "inbox.tsv"})
 
 
 class MeasureSettings(RunSettings):
@@ -59,31 +59,28 @@ class ValidateSettings(MeasureSettings):
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
 
 
-@command(ValidateSettings)
-def validate(settings: ValidateSettings, debug: bool) -> int:
+@starts("flows.validate:validate", ValidateSettings)
+def validate(settings: ValidateSettings, state: State[Any]) -> Ending:
     """Prove this machine, with these weights, against a profile; exit code 5 when a criterion was missed."""
-    state = by_hand("flows.validate:validate", settings, debug)
     from tasks.step import NOT_MET, REJECTED
 
     folder = settings.out / "report"
-    say((folder / "report.txt").read_text(encoding="utf-8"), state.message, f"Report: {folder / 'report.html'}")
-    say(_in_the_ui(state.state_details.flow_run_id))
-    return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
+    facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
+    code = CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
+    return Ending(facts, (folder / "report.txt").read_text(encoding="utf-8"), code)
 
 
 def _in_the_ui(flow_run_id: UUID | None) -> str:
     """Where the run can be looked at."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_UI_URL
+    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
 
-    address = PREFECT_UI_URL.value()
-    if PREFECT_API_URL.value() is not None and address:
-        return f"In the UI: {address}/runs/flow-run/{flow_run_id}"
-    stock = Path.home() / ".prefect"
-    home = "" if PREFECT_HOME.value() == stock else f"PREFECT_HOME={PREFECT_HOME.value()} "
-    return (
-        f"To see this run in the UI: {home}prefect server start, then open "
-        f"http://127.0.0.1:4200/runs/flow-run/{flow_run_id}"
-    )
+    from tasks.server import connection
+
+    address, run, first = PREFECT_UI_URL.value(), f"/runs/flow-run/{flow_run_id}", ""
+    if connection.embedded is not None:
+        home = "" if PREFECT_HOME.value() == Path.home() / ".prefect" else f"PREFECT_HOME={PREFECT_HOME.value()} "
+        address, first = "http://127.0.0.1:4200", f"{home}prefect server start, then "
+    return f"{first}{address}{run}"
 
 
 class ScaleSettings(MeasureSettings):
@@ -92,12 +89,10 @@ class ScaleSettings(MeasureSettings):
     profile: str = Field("phase6-scaling", min_length=1, description="sizes and bands: a name, or a .toml file")
 
 
-@command(ScaleSettings)
-def scale(settings: ScaleSettings, debug: bool) -> int:
+@starts("flows.validate:scale", ScaleSettings)
+def scale(settings: ScaleSettings, _state: State[Any]) -> Ending:
     """Run the same reads on one, two, four, … devices and measure how the time falls."""
-    state = by_hand("flows.validate:scale", settings, debug)
-    say(state.message, f"Report: {settings.out / 'report' / 'report.html'}")
-    return 0
+    return Ending({"Report": settings.out / "report" / "report.html"})
 
 
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
@@ -147,13 +142,10 @@ class TuneSettings(RunSettings):
         return {name: values for name, values in lists.items() if values}
 
 
-@command(TuneSettings, "reads")
-def tune(settings: TuneSettings, debug: bool) -> int:
+@starts("flows.tools:tune", TuneSettings, "reads")
+def tune(settings: TuneSettings, _state: State[Any]) -> Ending:
     """Measure engine settings on this machine and these reads, and write the fastest that leave results alone."""
-    state = by_hand("flows.tools:tune", settings, debug)
-    out = settings.out
-    say(state.message, f"Use it: --settings {out / 'settings.toml'}", f"All figures: {out / 'tune.json'}")
-    return 0
+    return Ending({"Use it": f"--settings {settings.out / 'settings.toml'}", "All figures": settings.out / "tune.json"})
 
 
 class ProfileSettings(RunSettings):
@@ -167,13 +159,11 @@ class ProfileSettings(RunSettings):
     max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
 
 
-@command(ProfileSettings, "reads")
-def profile(settings: ProfileSettings, debug: bool) -> int:
+@starts("flows.tools:profile", ProfileSettings, "reads")
+def profile(settings: ProfileSettings, _state: State[Any]) -> Ending:
     """Run the reads, then record a few shards with torch's profiler: traces, and tables of stages and kernels."""
-    state = by_hand("flows.tools:profile", settings, debug)
-    tables = Path(settings.out, "telemetry", "traces", "profile.md").read_text(encoding="utf-8")
-    say(tables, state.message)
-    return 0
+    tables = settings.out / "telemetry" / "traces" / "profile.md"
+    return Ending({"Tables": tables}, tables.read_text(encoding="utf-8"))
 
 
 class TrainSettings(RunSettings):
@@ -197,16 +187,12 @@ class TrainSettings(RunSettings):
         read_truth(self.truth)
 
 
-@command(TrainSettings, "reads")
-def train(settings: TrainSettings, debug: bool) -> int:
+@starts("flows.tools:train", TrainSettings, "reads")
+def train(settings: TrainSettings, _state: State[Any]) -> Ending:
     """Fit the head on labelled reads."""
-    state = by_hand("flows.tools:train", settings, debug)
-    head = f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"
-    say(state.message, f"Head: {head}")
-    return 0
+    return Ending({"Head": f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"})
 
 
-Decision = Annotated[bool, Parameter(negative=())]
 YesOrNo = Literal["yes", "no"]
 
 
@@ -214,9 +200,9 @@ class ApprovalOptions(Spec):
     """A reviewer's answer to a validation."""
 
     run: str = Field(description="flow run: its id or its name")
-    yes: Decision = Field(False, description="approve")
-    no: Decision = Field(False, description="reject")
-    later: Decision = Field(False, description="leave it pending")
+    yes: Flag = Field(False, description="approve")
+    no: Flag = Field(False, description="reject")
+    later: Flag = Field(False, description="leave it pending")
     reviewer: str | None = Field(None, description="who decides (default: the login name)")
     note: str = Field("", description="issues, adjustments, follow-up work")
     all_criteria_met: YesOrNo | None = Field(None, description="are all criteria met?")
@@ -227,7 +213,7 @@ class ApprovalOptions(Spec):
 
 
 @command(ApprovalOptions, "run")
-def approve(answer: ApprovalOptions, debug: bool) -> int:
+def approve(answer: ApprovalOptions) -> int:
     """Answer a validation that was started with --approval and waits."""
     decisions = {"approved": answer.yes, "rejected": answer.no, "pending": answer.later}
     chosen = [verdict for verdict, wanted in decisions.items() if wanted]

@@ -14,9 +14,7 @@ import math
 import os
 import re
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,11 +22,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
-import httpx
 import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
@@ -44,7 +40,7 @@ from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Crashed, Failed
 
-from flows.parameters import FlowSettings, RunSettings, flow_parameters
+from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, with_server, without_server
 from tasks.step import NotMetError, core_logs, no_orphans
@@ -54,6 +50,7 @@ from virnuc_core.pipeline import model_length
 from virnuc_core.reads.sources import hidden, is_address
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
+from virnuc_core.telemetry import live
 
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
@@ -61,22 +58,8 @@ PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labe
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
-WITHOUT: Final = "virnuc predict --no-prefect needs no server"
 ENDING_S: Final = 7.5  # for a run that was told to end; with the last word to the server it has ended in 10
 IMPATIENCE_S: Final = 10.0  # in which children end; who presses Ctrl-C after that means it
-# The embedded server as a program that ends when another process has adopted it: nobody is left who would want an
-# orderly end. The kernel's parent-death signal would not do, it is sent when the *thread* that started it ends.
-# Arguments: the parent's number, the module, its arguments.
-SERVER: Final = """
-import os, runpy, signal, sys, threading, time
-def end_after(parent):
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=end_after, args=(int(sys.argv[1]),), daemon=True).start()
-del sys.argv[:2]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-"""
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
 logger = logging.getLogger(__name__)
 
@@ -95,19 +78,31 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
     """
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
+        @flow_parameters(model)
         @wraps(function)
         def body(settings: Settings) -> State[T]:
+            if (client := SyncClientContext.get()) is not None:
+                limit(client.client)
+            with connection.hearing(), no_orphans(), core_logs(), _ended_when_cancelled(), settings.hold():
+                return function(_without_queries(settings))
+
+        @wraps(body)
+        def called(**values: Any) -> State[T]:
+            for name in ("prefect.flow_runs", "prefect.engine"):  # once: a filter that is there is not added again
+                logging.getLogger(name).addFilter(_is_news)
             try:
-                if (client := SyncClientContext.get()) is not None:
-                    limit(client.client)
-                with connection.hearing(), no_orphans(), core_logs(), _ended_when_cancelled(), settings.hold():
-                    return function(_without_queries(settings))
+                return body(**values)
             except VirnucError as error:
                 return Failed(message=str(error), data=error)
 
-        return flow_parameters(model)(body)
+        return called
 
     return decorate
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """False of the traceback that Prefect logs of an error of ours: the run's state has said it in a sentence."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], VirnucError)
 
 
 def _without_queries(settings: Settings) -> Settings:
@@ -203,23 +198,30 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     return stage(spec, RunDir(settings.out).store, label=label, email=settings.email, force=settings.force).result()
 
 
-def run_flow(
-    flow: Flow[..., Any], parameters: Mapping[str, Any], *, debug: bool = False, tell: bool = True
-) -> State[Any]:
+def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTerminal, *, told: bool) -> State[Any]:
     """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 
-    On the console are the core's lines, plainly, and Prefect's warnings, unless `debug`; errors are for the caller to
-    say, once. Without `tell` there is no server, and nothing is recorded. Errors: what the flow raised;
-    `CancelledError`; `KeyboardInterrupt`; `ConfigError` for a home that no server can use; `VirnucError` where no
-    server answers.
+    Bars and log lines share one console: the core's lines, plainly, and Prefect's warnings, unless to debug; errors are
+    for the caller to say, once. A flow that is not `told` has no server, and nothing is recorded. Errors: what the flow
+    raised; `CancelledError`; `KeyboardInterrupt`; `VirnucError` where no server answers.
     """
-    logging.raiseExceptions = debug  # a lost server is said once, not once a line of the log
-    for handler in () if debug else logging.getLogger().handlers:
+    logging.raiseExceptions = seen.debug  # a lost server is said once, not once a line of the log
+    console = live.shared_console()
+    console.is_interactive &= not (seen.quiet or seen.no_progress)
+    shown = logging.WARNING if seen.quiet else logging.INFO
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        core = record.name.startswith("virnuc_core") and record.levelno >= shown
+        return core or record.levelno == logging.WARNING
+
+    for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):
-            handler.addFilter(lambda one: one.name.startswith("virnuc_core") or one.levelno == logging.WARNING)
-            handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
+            handler.console = console
+            if not seen.debug:
+                handler.addFilter(is_shown)
+                handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     with _terminate_politely():
-        state = _told(flow, parameters, debug) if tell else _untold(flow, parameters)
+        state = _told(flow, parameters) if told else _untold(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
@@ -246,20 +248,21 @@ def inner_run(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]
             return Failed(message=str(error), data=error)
 
 
-def _told(flow: Flow[..., Any], parameters: Mapping[str, Any], debug: bool) -> State[Any]:
-    """The flow as a run of the server's, an embedded one where none is configured."""
-    keep_server_ours(debug=debug)
+def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
+    """The flow as a run of the server's."""
     cancelled: list[UUID] = []
     by_hand = _cancelled.set(cancelled)
     try:
-        context = _connected()
+        context = SyncClientContext()
         limit(context.client)
         with context:
             return cast(State[Any], flow(**parameters, return_state=True))
     except (ServerLostError, RuntimeError) as error:  # the latter from Prefect's question for the version
         if not isinstance(error, ServerLostError) and not isinstance(error.__cause__, ServerLostError):
             raise
-        raise VirnucError(f"no Prefect server answers at {context.client.api_url}; {WITHOUT}") from error
+        raise VirnucError(
+            f"no Prefect server answers at {context.client.api_url}; start it, or use {WITHOUT}"
+        ) from error
     except KeyboardInterrupt:
         if not cancelled:
             raise
@@ -270,58 +273,11 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any], debug: bool) -> S
         _cancelled.reset(by_hand)
 
 
-def _connected() -> SyncClientContext:
-    """A client of the configured server, or of an embedded one once it answers."""
-    try:
-        return SyncClientContext()
-    except (RuntimeError, httpx.HTTPError) as error:
-        raise VirnucError(f"Prefect's own server does not start: {error}; {WITHOUT}") from error
-
-
-class _Server(subprocess.Popen[Any]):
-    """The embedded server. However it ends while it starts, its code is the one that Prefect does not wait on."""
-
-    def poll(self) -> int | None:
-        return None if super().poll() is None else 3
-
-
 class _Printable(logging.Formatter):
     """Lines in which nothing that a file calls itself moves the cursor."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
-
-
-def keep_server_ours(*, debug: bool) -> None:
-    """From now on an embedded server outlives a Ctrl-C at the terminal, but not this process.
-
-    Ctrl-C reaches every process of the terminal's group. A server that is gone first leaves the flow asking for it for
-    two minutes; one that this process could not stop, because it was killed, would stay for ever. Prefect has no
-    setting for how it starts its server, so the module's own `subprocess` is stood in for.
-    """
-    from prefect.server.api import server
-
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
-
-    def start(args: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
-        if connection.embedded is not None:  # Prefect would try again until its time is over
-            log.seek(0)
-            said = re.findall(r"^[\w.]+(?:Error|Exception): .*", log.read().decode(errors="replace"), re.MULTILINE)
-            raise VirnucError(f"Prefect's own server does not start: {(said or ['no reason given'])[-1]}; {WITHOUT}")
-        own = {"start_new_session": True, "stderr": None if debug else log}
-        connection.embedded = _Server(dying_with_parent(args), **{**own, **options})
-        return connection.embedded
-
-    stand_in = SimpleNamespace(**{**vars(subprocess), "Popen": start})
-    server.subprocess = stand_in  # type: ignore[attr-defined, assignment]
-
-
-def dying_with_parent(command: Sequence[str]) -> list[str]:
-    """`python -m MODULE …` as a command that ends when this process does, however that ends."""
-    if list(command[:2]) != [sys.executable, "-m"]:
-        logger.warning("the embedded server is started in a way unknown here; it may outlive a killed run")
-        return list(command)
-    return [sys.executable, "-P", "-c", SERVER, str(os.getpid()), *command[2:]]
 
 
 @contextmanager

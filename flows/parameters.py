@@ -25,21 +25,21 @@ from pydantic.fields import FieldInfo
 
 from virnuc_core.config import SETTINGS_BYTES, THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain, small_text
 from virnuc_core.errors import ConfigError
-from virnuc_core.rundir import check_output, run_lock
+from virnuc_core.rundir import RunDir, check_output, run_lock
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
 Reads = Annotated[tuple[str, ...], Field(min_length=1)]
+Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
+Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 SHORT_OPTIONS = {"out": "-o"}
+WITHOUT = "virnuc predict --no-prefect, which needs no server"
 ROOTS = "VIRNUC_ROOTS"  # folders, as PATH has them, in one of which every path of a flow must lie
-ENVIRONMENT = {
-    "models": "VIRNUC_MODELS",
-    "no_prefect": "VIRNUC_NO_PREFECT",
-}  # where a command looks for what it was not given
+ENVIRONMENT = {"models": "VIRNUC_MODELS", "no_prefect": "VIRNUC_NO_PREFECT"}  # for what a command was not given
 
 
 def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True) -> Settings:
@@ -125,8 +125,8 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
     return decorate
 
 
-def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings, bool], int]], Callable[..., int]]:
-    """Turn a function of settings and of whether to debug into a command that has the model's fields as options.
+def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
+    """Turn a function of settings into a command that has the model's fields as options.
 
     Fields named in `positional` come without dashes. The command passes on what was given and nothing else: the model's
     defaults stand for the rest.
@@ -137,13 +137,10 @@ def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Sett
         _parameter(name, fields[name], _option(name, fields[name], name in positional), positional=name in positional)
         for name in names
     ]
-    debug = Annotated[bool, Parameter(parse=False)]
-    parameters.append(inspect.Parameter("debug", inspect.Parameter.KEYWORD_ONLY, annotation=debug))
 
-    def decorate(function: Callable[[Settings, bool], int]) -> Callable[..., int]:
-        def called(*values: Any, debug: bool, **options: Any) -> int:
-            given = dict(zip(positional, values, strict=False)) | options
-            return function(build(model, given), debug)
+    def decorate(function: Callable[[Settings], int]) -> Callable[..., int]:
+        def called(*values: Any, **options: Any) -> int:
+            return function(build(model, dict(zip(positional, values, strict=False)) | options))
 
         _signed(called, function, parameters)
         return called
@@ -168,6 +165,15 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
         show_default=not positional and field.default not in (None, False, ()),
     )
     return Annotated[(annotation, shown, *(fact for fact in field.metadata if isinstance(fact, Parameter)))]
+
+
+class OnTerminal(Spec):
+    """What is seen of a flow that is started by hand."""
+
+    quiet: Flag = Field(False, description="warnings and the outcome only")
+    no_progress: Flag = Field(False, description="plain lines in the place of live bars, as in a pipe")
+    as_json: Json = False
+    debug: Annotated[bool, Parameter(parse=False)] = False
 
 
 class ComputeSettings(Spec):
@@ -249,6 +255,10 @@ class FlowSettings(ComputeSettings, ReadingSettings):
         """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""
         return ()
 
+    def is_done(self) -> bool:
+        """Whether, at a glance at the output directory, there is nothing left to compute."""
+        return False
+
     def check_place(self) -> None:
         """Refuse an output directory in which something of others could be lost. Errors: those of `check_output`."""
         check_output(self.out, models=self.models, reads=self.inputs(), force=getattr(self, "force", False))
@@ -297,3 +307,13 @@ class VerdictSettings(Spec):
 
 class PredictSettings(VerdictSettings, RunSettings):
     """Which reads are viral."""
+
+    def is_done(self) -> bool:
+        """Whether the directory holds a complete run, which is not to be made anew."""
+        run = RunDir(self.out)
+        if self.force or not run.summary.exists():
+            return False
+        from virnuc_core.pipeline import read_summary  # it brings the engine along
+
+        summary = read_summary(run)
+        return summary is not None and len(list(run.shards.glob("0*.h5"))) == summary.shards

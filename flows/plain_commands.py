@@ -16,7 +16,7 @@ from pydantic import Field
 from rich.console import Console
 from rich.table import Table
 
-from flows.parameters import command
+from flows.parameters import Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, THRESHOLD
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
@@ -36,8 +36,6 @@ Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
 HeadLength = Annotated[int, Parameter(help="read length S of the head, when its name does not say it")]
 StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
-Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
-Json = Annotated[Flag, Parameter(name="--json", help="as JSON")]
 
 models = App(name="models", help="Make, convert, fetch or check weights.")
 
@@ -61,7 +59,7 @@ class SimulateSettings(SimulateSpec):
 
 
 @command(SimulateSettings, "out")
-def simulate(settings: SimulateSettings, debug: bool) -> int:
+def simulate(settings: SimulateSettings) -> int:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
     given = settings.model_dump(exclude={"out", "size"}, exclude_unset=True)
     if settings.size is not None:

@@ -5,22 +5,31 @@ Nothing heavy is imported before it is needed, so that `virnuc predict --help` a
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
+import inspect
+import json
 import os
+import re
+import socket
 import sqlite3
+import subprocess
 import sys
 import tempfile
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, create_model
+from pydantic_core import to_jsonable_python
 
-from flows.parameters import FlowSettings, PredictSettings, RunSettings, command
+from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, Settings, command
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.errors import ConfigError, InputError, printable, storage_error
+from virnuc_core.errors import ConfigError, InputError, VirnucError, printable, storage_error
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -30,6 +39,20 @@ if TYPE_CHECKING:
 PARTIAL: Final = 6  # done, but some rows had to be set aside
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
+SERVER: Final = ("uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level", "error")
+# A module as a program that ends when another process has adopted it: nobody is left who would want an orderly end. The
+# kernel's parent-death signal would not do, it is sent when the *thread* that started it ends.
+# Arguments: the parent's number, the module, its arguments.
+DYING: Final = """
+import os, runpy, signal, sys, threading, time
+def end_after(parent):
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+threading.Thread(target=end_after, args=(int(sys.argv[1]),), daemon=True).start()
+del sys.argv[:2]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
 PREFECT_DEFAULTS: Final = {
     # the statistics client contends for an embedded server's database and logs a traceback where there is no network
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
@@ -42,39 +65,78 @@ PREFECT_DEFAULTS: Final = {
 }
 
 
+class Ending(NamedTuple):
+    """What a command says of a flow's end."""
+
+    facts: dict[str, object]  # below the state's message: where something is
+    text: str = ""  # above it; not in JSON
+    code: int = 0
+
+
+def starts(
+    flow: str, model: type[Settings], *positional: str
+) -> Callable[[Callable[[Settings, State[Any]], Ending]], Callable[..., int]]:
+    """Turn what is said of a flow's end into the command that runs `module:flow` by hand, with the model's options."""
+
+    def decorate(ending: Callable[[Settings, State[Any]], Ending]) -> Callable[..., int]:
+        @command(create_model(model.__name__, __base__=(model, OnTerminal)), *positional)
+        @functools.wraps(ending)
+        def started(settings: Any) -> int:
+            state = by_hand(flow, settings)
+            facts, text, code = ending(settings, state)
+            if settings.as_json:
+                data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
+                told = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
+                told |= {name.lower().replace(" ", "_"): fact for name, fact in facts.items()}
+                say(json.dumps(told, indent=2, default=str))
+            else:
+                say(*filter(None, [text, state.message]), *(f"{name}: {fact}" for name, fact in facts.items()))
+            return code
+
+        return started
+
+    return decorate
+
+
 class PredictOptions(PredictSettings):
     """What the command takes beside the flow's own."""
 
     no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
 
 
-@command(PredictOptions, "reads")
-def predict(settings: PredictOptions, debug: bool) -> int:
+@starts("flows.predict:predict", PredictOptions, "reads")
+def predict(settings: PredictOptions, state: State[Any]) -> Ending:
     """Say which reads are viral."""
-    state = by_hand("flows.predict:predict", settings, debug, not settings.no_prefect)
-    say(state.message, f"Results: {settings.out}")
-    return PARTIAL if state.result().fates["failed"] else 0
+    return Ending({"Results": settings.out}, code=PARTIAL if state.result().fates["failed"] else 0)
 
 
-def by_hand(flow: str, settings: FlowSettings, debug: bool, tell: bool = True) -> State[Any]:
-    """The final state of `module:flow` on these settings; without `tell` no Prefect server hears of it."""
+def by_hand(flow: str, settings: Any) -> State[Any]:
+    """The final state of `module:flow` on these settings, which are also those of the terminal."""
     base = EngineSpec()
     if profile := getattr(settings, "profile", None):
         from virnuc_core.profiles import load_profile
 
         base = load_profile(profile).engine
     prepare_prefect()
-    check(settings, base)
-    if tell:
-        usable_home()
+    devices = check(settings, base)
+    module, _, name = flow.partition(":")
+    if not settings.quiet:
+        now = time.strftime("%H:%M:%S")
+        sys.stderr.write(f"{now}  {name} into {printable(str(settings.out))} on {devices}: reads and weights will do\n")
+    told, ready = not getattr(settings, "no_prefect", False), None
+    if told and not is_server_named():
+        told = not settings.is_done()
+        ready = own_server(debug=settings.debug) if told else None
     from flows import flow_run
     from virnuc_core.reads.sources import hidden
 
-    module, _, name = flow.partition(":")
-    values = {name: getattr(settings, name) for name in type(settings).model_fields if name != "no_prefect"}
+    called = getattr(importlib.import_module(module), name)
+    values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
     if "reads" in values:  # which Prefect keeps
         values["reads"] = tuple(map(hidden, values["reads"]))
-    return flow_run.run_flow(getattr(importlib.import_module(module), name), values, debug=debug, tell=tell)
+    if ready is not None:
+        ready()
+    return flow_run.run_flow(called, values, settings, told=told)
 
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
@@ -86,14 +148,21 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(name, value)
 
 
-def usable_home() -> None:
-    """Refuse a home in which an embedded server could not keep its database; a configured server needs none here."""
-    from prefect.settings import PREFECT_API_URL, PREFECT_HOME
+def is_server_named() -> bool:
+    """Whether runs are told to a server that is there anyway."""
+    from prefect.settings import PREFECT_API_URL
 
-    if PREFECT_API_URL.value() is not None or os.environ.get("PREFECT_SERVER_DATABASE_CONNECTION_URL"):
+    return PREFECT_API_URL.value() is not None
+
+
+def usable_home() -> None:
+    """Refuse a home in which a server of our own could not keep its database."""
+    from prefect.settings import PREFECT_HOME
+
+    if os.environ.get("PREFECT_SERVER_DATABASE_CONNECTION_URL"):
         return
     home = PREFECT_HOME.value()
-    database, way_out = home / "prefect.db", "set another PREFECT_HOME, or use virnuc predict --no-prefect"
+    database, way_out = home / "prefect.db", f"set another PREFECT_HOME, or use {WITHOUT}"
     try:
         writable(home)
         if database.exists():
@@ -103,6 +172,71 @@ def usable_home() -> None:
         raise ConfigError(f"Prefect's home {error}; {way_out}") from error
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"Prefect's database {database}: {error}; {way_out}") from error
+
+
+def own_server(*, debug: bool) -> Callable[[], None]:
+    """Start a Prefect server of this process's own, which from then on is the named one; returns what waits for it.
+
+    A Ctrl-C at the terminal does not reach it, and it ends with this process, however that ends. Prefect would start
+    one, too, but in this process's own time and after importing all of it here. Errors: `ConfigError` for a home that
+    it cannot use; `VirnucError` of what is returned, where it does not come to answer.
+    """
+    usable_home()
+    import prefect
+    from prefect.context import refresh_global_settings_context
+    from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
+
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this process
+    own = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
+    own |= get_current_settings().to_environment_variables(exclude_unset=True)
+    with socket.socket() as door:  # bound before the server is there: who knocks waits, and no other has its port
+        door.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        door.bind(("127.0.0.1", 0))
+        door.listen(128)
+        os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
+        words = (*SERVER, "--app-dir", str(prefect.__module_path__.parent), "--fd", str(door.fileno()))
+        server = subprocess.Popen(
+            dying_with_parent(*words),
+            env={**os.environ, **own},
+            pass_fds=[door.fileno()],
+            start_new_session=True,
+            stderr=None if debug else log,
+        )
+    atexit.register(_end, server)
+    refresh_global_settings_context()
+
+    def wait() -> None:
+        import httpx
+
+        from tasks.server import connection
+
+        connection.embedded = server
+        try:
+            limit_s = PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS.value()
+            httpx.get(f"{url}/health", timeout=limit_s).raise_for_status()
+        except httpx.HTTPError as error:
+            log.seek(0)
+            said = re.findall(r"^[\w.]+(?:Error|Exception): .*", log.read().decode(errors="replace"), re.MULTILINE)
+            raise VirnucError(
+                f"Prefect's own server does not start: {(said or [error])[-1]}; mend it, or use {WITHOUT}"
+            ) from error
+
+    return wait
+
+
+def dying_with_parent(module: str, *arguments: str) -> list[str]:
+    """`python -m MODULE …` as a command that ends when this process does, however that ends."""
+    return [sys.executable, "-P", "-c", DYING, str(os.getpid()), module, *arguments]
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    """At the very end: what Prefect's threads still had to tell has been told."""
+    server.terminate()
+    try:
+        server.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
 
 
 def say(*lines: object) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows import cli
 from flows.cli import COMMANDS, app
@@ -128,6 +129,26 @@ def test_predict_says_what_it_found_and_nothing_alarming(
     assert "of 300 reads are viral" in done.stdout
     assert "Total wall time" in done.stderr
     assert not any(word in done.stderr for word in ("Traceback", "WARNING", "ERROR", "prefect"))
+
+
+def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("predict", few_reads, "-o", tmp_path / "out", "--models", models, "--devices", "cpu:1", "--no-prefect")
+    code, printed, said = inside(capsys, *words, "--json", "--quiet")
+    assert (code, said) == (0, "")
+    told = json.loads(printed)
+    assert (told["state"], told["exit_code"], told["results"]) == ("Completed", 0, str(tmp_path / "out"))
+    assert sum(told["data"]["fates"].values()) == 60
+
+    def in_vain(**_: object) -> None:
+        raise AssertionError("a server was started")
+
+    monkeypatch.setattr("flows.start.own_server", in_vain)
+    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # where no server is named
+        code, printed, said = inside(capsys, *words[:-1], "--quiet")
+    assert printed.splitlines()[0].endswith("; nothing had to be computed")
+    assert (code, said) == (0, "")
 
 
 def test_debug_shows_the_traceback(tmp_path: Path, models: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,9 +8,8 @@ import sys
 from pathlib import Path
 
 import psutil
-import pytest
 
-from flows.flow_run import dying_with_parent
+from flows.start import dying_with_parent
 
 from .processes import PATIENCE_S, gone, wait_for
 
@@ -22,7 +21,7 @@ def test_a_program_that_dies_with_its_parent_keeps_its_arguments_its_signals_and
         "print(sys.argv[1:], flush=True)\n"
         "time.sleep(600)\n"
     )
-    command = dying_with_parent([sys.executable, "-m", "program", "--port", "1"])
+    command = dying_with_parent("program", "--port", "1")
     found = {**os.environ, "PYTHONPATH": str(tmp_path)}
     with subprocess.Popen(command, env=found, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdout is not None
@@ -35,10 +34,10 @@ def test_it_ends_after_its_parent_though_the_starting_thread_was_gone_before(tmp
     (tmp_path / "program.py").write_text("import time\nprint('ready', flush=True)\ntime.sleep(600)\n")
     (tmp_path / "parent.py").write_text(
         "import subprocess, sys, threading, time\n"
-        "from flows.flow_run import dying_with_parent\n"
+        "from flows.start import dying_with_parent\n"
         "def start():\n"
         "    global child\n"
-        "    child = subprocess.Popen(dying_with_parent([sys.executable, '-m', 'program']), stdout=subprocess.PIPE)\n"
+        "    child = subprocess.Popen(dying_with_parent('program'), stdout=subprocess.PIPE)\n"
         "thread = threading.Thread(target=start); thread.start(); thread.join()\n"
         "child.stdout.readline()\n"
         "print(child.pid, child.poll(), flush=True)\n"
@@ -58,8 +57,3 @@ def test_it_ends_after_its_parent_though_the_starting_thread_was_gone_before(tmp
         if parent.stdout is not None:
             parent.stdout.close()
     wait_for(lambda: gone([child]), "the child to end")
-
-
-def test_a_command_that_is_not_understood_is_started_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
-    assert dying_with_parent(["uvicorn", "--port", "1"]) == ["uvicorn", "--port", "1"]
-    assert "may outlive a killed run" in caplog.text

@@ -10,7 +10,6 @@ import pytest
 from prefect.artifacts import Artifact
 from prefect.client.schemas.objects import State
 
-from flows import flow_commands
 from flows.cli import main
 from flows.flow_commands import TuneSettings
 from flows.parameters import ComputeSettings, RunSettings, read_settings
@@ -32,7 +31,7 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
         asked.append(settings)
         raise ConfigError("far enough")
 
-    monkeypatch.setattr(flow_commands, "by_hand", start)
+    monkeypatch.setattr("flows.start.by_hand", start)
     words = ["tune", "a", "-o", "x", "--models", "m", "--attentions", "reference", "fused", "--loader-workers"]
     assert main(words) == 2
     settings = asked[0]

@@ -23,6 +23,8 @@ from prefect.client.schemas.filters import LogFilter, LogFilterFlowRunId
 from prefect.client.schemas.objects import State
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.context import FlowRunContext
+from prefect.flow_engine import run_flow as prefect_runs
+from prefect.logging.loggers import flow_run_logger
 from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
 from prefect.states import Cancelled, Running
 
@@ -144,6 +146,26 @@ def test_wrong_input_is_one_sentence_in_the_log_and_in_the_state(
         state.result()
     assert "Traceback" not in caplog.text
     assert len(caplog.text) < 2_000
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        ({"devices": "cuda:0,cuda:0"}, "a device is named twice"),
+        ({"reads": ["absent.fa"]}, "absent.fa: no such file"),
+    ],
+)
+def test_a_workers_log_has_one_sentence_on_wrong_input_and_no_traceback(
+    parameters: dict[str, Any], said: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    given = {"reads": ["a.fa"], "out": str(tmp_path / "run"), "models": str(tmp_path), **parameters}
+    with get_client(sync_client=True) as client:
+        made = client.create_flow_run(predict, parameters=given)
+    with caplog.at_level(logging.INFO), pytest.raises(VirnucError, match=said):  # as a worker's child does
+        prefect_runs(predict, flow_run=made, error_logger=flow_run_logger(made))  # type: ignore[arg-type]
+    (told,) = [record for record in caplog.records if record.levelno >= logging.ERROR or said in record.getMessage()]
+    assert told.getMessage().startswith("Finished in state Failed(")
+    assert "Traceback" not in caplog.text
 
 
 def test_artifacts_are_recorded_as_written() -> None:

@@ -6,6 +6,7 @@ and utilisation stays unknown: whoever asks for it gets `None`, never zero.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -161,6 +162,12 @@ class Sampler:
         return frame(HostSample, list(self._host_samples))
 
 
+@functools.cache
+def shared_console() -> Console:
+    """The console of this process's log lines and bars: two consoles on one terminal wipe each other's lines."""
+    return Console(stderr=True, markup=False, highlight=False)
+
+
 class InferenceProgressReporter:
     """Shows the progress of a run while the `with` block lasts.
 
@@ -181,7 +188,7 @@ class InferenceProgressReporter:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._monitor, self._on_progress, self._now = total_sequences, monitor, on_progress, now
-        self._console = console or Console(stderr=True)
+        self._console = console or shared_console()
         self._first = self._done = already_done
         self._totals = dict.fromkeys(monitor.devices, (0, 0, 0))  # rows, tokens and slots of this run
         self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
@@ -189,7 +196,7 @@ class InferenceProgressReporter:
         self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
 
     def __enter__(self) -> Self:
-        if self._console.is_terminal:
+        if self._console.is_interactive:
             self._bars = Progress(
                 TextColumn("[bold blue]{task.description}"),
                 BarColumn(bar_width=None),  # what the numbers leave
