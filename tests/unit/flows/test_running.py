@@ -169,8 +169,8 @@ import threading, time
 from flows import flow_run
 flow_run.ENDING_S = 0.5
 with flow_run._terminate_politely():
-    print("here", flush=True)
     try:
+        print("here", flush=True)
         time.sleep(600)
     finally:
         threading.Event().wait()
