@@ -31,7 +31,7 @@ from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, write
-from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
 
 REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 
@@ -100,7 +100,7 @@ def embed(
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         show(1.0)
-    publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Seconds of the nine stages on {devices}")
+    publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
     if computed_before(summary, before):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
@@ -115,13 +115,16 @@ def computed_before(summary: RunSummary, before: RunSummary | None) -> bool:
 
 
 def stage_rows(summary: RunSummary) -> Rows:
-    """The nine stages of a run: seconds, share of the whole, or that the stage is fused with another."""
+    """The nine stages of a run and the other parts that were measured: seconds, share of the whole, or that a stage is
+    fused with another. Together they are the whole."""
     total_s, rows = summary.total_s or 0.0, []
-    for place, name in enumerate(STAGES, start=1):
+    for place, name in enumerate(row for row in ROWS if row in STAGES or row in summary.stages):
         seconds = summary.stages.get(name)
         spent = f"{seconds:.2f}" if seconds is not None else "fused" if name in summary.stages else "not measured"
         share = None if seconds is None else _share(seconds, total_s)
-        rows.append({"stage": f"Stage {place}: {name}", "seconds": spent, "share": share})
+        sign = "-" * (name == OVERLAPPED)
+        title = f"Stage {place + 1}: {name}" if name in STAGES else name
+        rows.append({"stage": title, "seconds": sign + spent, "share": share})
     return [*rows, {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"}]
 
 

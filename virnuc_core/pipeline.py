@@ -215,13 +215,16 @@ def _compute(
     clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
     clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s, span)
     clock.add("Six-Frame Translation", staging.translate_s + staging.store_s, span)
+    parts_s = staging.parse_s + staging.chunk_s + staging.translate_s + staging.store_s
+    clock.add("Rest of staging", max(0.0, staging.total_s - parts_s))
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
     embedding = Embedding(job, watch, started_s)
     pool = embedding.run(prewarmed)
-    embedding.tell(clock)
-    verdicts = _write_results(job, staging, clock)
-    wall_s, orfs, errors = time.monotonic() - started_s, job.store, _log_errors(job.run)
+    embedding.tell(clock, pool)
+    errors, orfs = _log_errors(job.run), job.store
+    verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
+    wall_s = time.monotonic() - started_s
     summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
@@ -269,10 +272,13 @@ def _log_errors(run: RunDir) -> dict[str, list[str]]:
     return found
 
 
-def _write_results(job: Job, staging: StageSummary, clock: StageClock, kept: Collection[Path] = ()) -> dict[str, Any]:
+def _write_results(
+    job: Job, staging: StageSummary, clock: StageClock, kept: Collection[Path] = (), since_s: float = 0.0
+) -> dict[str, Any]:
     """Write the result files; returns what a summary says of them: another threshold changes nothing else.
 
-    There is no summary.json meanwhile. Viral reads that were not asked for stay where they are in `kept`.
+    There is no summary.json meanwhile. Viral reads that were not asked for stay where they are in `kept`. `since_s`:
+    when the embedding ended.
     """
     run, spec = job.run, job.spec
     if not job.engine.commit:
@@ -296,4 +302,5 @@ def _write_results(job: Job, staging: StageSummary, clock: StageClock, kept: Col
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
     names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
     files = {path.name: found for path in run.listed if (found := digest(path)) is not None}
+    clock.add("Result files", time.monotonic() - since_s - results.predict_s - results.consensus_s)
     return {name: getattr(results, name) for name in names} | {"files": files}

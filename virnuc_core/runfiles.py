@@ -279,18 +279,13 @@ class RunCounts(RunFile):
         whole = not (self.resumed or self.shards_reused or self.stopped_at_limit)
         return 3600.0 * self.n_reads / self.total_s if whole and self.n_reads and self.total_s else None
 
-    @property
-    def reads_per_s(self) -> float | None:
-        """The same, a second."""
-        return None if self.sequences_per_hour is None else self.sequences_per_hour / 3600.0
-
 
 class RunSummary(RunCounts):
     """`summary.json`: what a run did and how long it took. It is written last: with it a run is complete, unless it
     says that it was ended at a time limit. `None`: the file does not tell."""
 
     schema_version: int = 1
-    stages: dict[str, Seconds | None] = {}  # the nine; None: fused
+    stages: dict[str, Seconds | None] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
     protein_tokens: Count | None = None  # of the uniques, specials included
     threshold: Share | None = None  # viral score from which a read is called viral
     rows_virus: Count | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -28,7 +28,7 @@ from virnuc_core.runfiles import Device, ModelFlops
 from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
-from virnuc_core.telemetry.tables import Encoder, ShardDone, Stage, StageClock, StageTime
+from virnuc_core.telemetry.tables import OVERLAPPED, START_UP, Encoder, ShardDone, Stage, StageClock, StageTime
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,7 @@ class WorkerSlot:
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
     ready: bool = False  # whether the present worker has said so
     unready_deaths: int = 0
+    since_s: float = 0.0  # when it last was ready, or had a shard committed
 
 
 class Pool:
@@ -107,7 +108,8 @@ class Pool:
         on_done: Callable[[ShardDone], None],
     ) -> None:
         self.deaths: list[str] = []  # one line each
-        self.records: dict[str, dict[str, Any]] = {}  # by device: what its worker said when ready
+        self.records: dict[str, dict[str, Any]] = {}  # by device: what its first worker said when ready
+        self.lost_s = defaultdict[str, float](float)  # by device: from the last commit before a death on
         self.reduced: dict[int, int] = {}  # shards, and what their token budgets were divided by
         self._job, self._logs, self._workers, self._on_done = job, logs, workers, on_done
         self._slots = [WorkerSlot(spec) for spec in specs]
@@ -169,7 +171,10 @@ class Pool:
         match heard:
             case Ready(record=record):
                 slot.ready, slot.unready_deaths = True, 0
-                self.records[worker.device] = record
+                first = self.records.setdefault(worker.device, {"spawned_s": worker.started_s, **record})
+                if first["pid"] != record["pid"]:
+                    self.lost_s[worker.device] += time.monotonic() - slot.since_s
+                slot.since_s = time.monotonic()
                 log.info("%s ready after %.1f s", worker.device, record["ready_s"])
             case Computed(done=done):
                 task = slot.held.popleft()
@@ -179,6 +184,7 @@ class Pool:
                     if task.divisor > 1:
                         self.reduced[task.shard] = task.divisor
                     self._killed.pop(task.shard, None)
+                    slot.since_s = time.monotonic()
                     self._on_done(done)
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
@@ -330,7 +336,7 @@ class Embedding:
             reporter = InferenceProgressReporter(
                 store.n_uniques, self._sampler, self._watch.on_progress, already_done=done
             )
-        specs = worker_specs(job.models, job.devices, job.engine, job.trace)
+        specs, self._began_s = worker_specs(job.models, job.devices, job.engine, job.trace), time.monotonic()
         told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)
         with self._sampler, reporter as live:
             pool = Pool(specs, told, root / "logs", prewarmed or LocalWorkers(job.worker), on_done)
@@ -339,10 +345,11 @@ class Embedding:
             except StorageError as error:
                 left = job.shard_bytes({*job.todo} - {shard.shard for shard in self._shards})
                 raise StorageError(f"{error}; the shards still to come take about {size(left)}") from error
+        self.ended_s = time.monotonic()
         return pool
 
-    def tell(self, clock: StageClock) -> None:
-        """Put the embedding's stages on the run's clock: seconds of the busiest device, and when they passed."""
+    def tell(self, clock: StageClock, pool: Pool) -> None:
+        """Put the embedding on the run's clock: where the time of the busiest device went, and when that was."""
         measured = self._measured(())
         busy = max(device_busy(measured.shards), key=lambda one: one.busy_s, default=None)
         for name, encoder in ENCODER_STAGES:
@@ -350,6 +357,29 @@ class Embedding:
             clock.add(name, seconds, embedding_span(measured.batches[measured.batches.encoder == encoder]))
         clock.fuse("Feature Merging", "ESM-2")
         clock.add("Model Prediction", busy.head_s if busy else 0.0)
+        clock.add("Preparation", self._began_s - self._origin_s)
+        committed_s = self._began_s
+        if busy is not None:
+            own, shards = (table[table.device == busy.device] for table in (measured.batches, measured.shards))
+            launched_s, finished_s = own.launched_s.min(), shards.finished_s.max()
+            said = pool.records[busy.device]
+            imported_s, loaded_s, ready_s = (said["started_s"] + said[n] for n in ("import_s", "load_s", "ready_s"))
+            start = [said["spawned_s"], imported_s, loaded_s, ready_s + said["waited_s"], launched_s]
+            for part, began_s, ended_s in zip(START_UP, start, start[1:], strict=False):
+                clock.add(part, ended_s - began_s, (began_s, ended_s))
+            clock.add(START_UP[2], -said["waited_s"])  # for the job, with the weights loaded
+            hidden_s = self._began_s - said["spawned_s"] - said["waited_s"]
+            clock.add(OVERLAPPED, max(0.0, hidden_s))
+            clock.add("Restarts", max(0.0, -hidden_s))  # a worker died before it was ready
+            still_s = max(0.0, finished_s - launched_s - busy.busy_s)
+            waits_s = own.wait_ms[1:].sum() / 1e3  # the first batch's is part of the start
+            causes = {"Restarts": pool.lost_s[busy.device], "Waiting for batches": waits_s, "Commits": busy.commit_s}
+            for part, most_s in {**causes, "Device idle": still_s}.items():  # none has cost more than is left
+                clock.add(part, min(still_s, most_s))
+                still_s -= min(still_s, most_s)
+            committed_s = (measured.shards.finished_s + measured.shards.commit_s).max()
+            clock.add("Commits", committed_s - finished_s)
+        clock.add("Shutdown", self.ended_s - committed_s)
 
     def write(self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None) -> Path:
         """Write the telemetry; returns its JSON file."""

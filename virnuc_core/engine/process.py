@@ -114,7 +114,8 @@ class Child:
         self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
         self.last_words = "nothing"  # its last line on standard error
         self.failed: Failed | None = None  # what it said of its failure
-        self.progress_s = self._heard_s = time.monotonic()  # when it last did something, or was told to; said anything
+        self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
+        self._heard_s = self.started_s  # when it last said anything
         self._unlogged, self._log_lock = list[str](), threading.Lock()
         self.process = subprocess.Popen(
             # -P: no module of the folder people stand in

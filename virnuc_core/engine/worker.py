@@ -257,6 +257,7 @@ class Worker:
 
     def _load(self) -> Runner:
         """Both encoders and the head on the device."""
+        import_s = time.monotonic() - self.parent.started_s
         device = torch.device("cuda:0" if self.spec.device.kind == "cuda" else "cpu")
         if device.type == "cpu":
             torch.set_num_threads(1)
@@ -264,6 +265,8 @@ class Worker:
         self.said = {
             "device": self.spec.device.id,
             "pid": os.getpid(),
+            "started_s": self.parent.started_s,  # `time.monotonic()`; the other seconds count from here
+            "import_s": import_s,
             "load_s": time.monotonic() - self.parent.started_s,
             "torch": torch.__version__,
             "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},

@@ -1,34 +1,41 @@
 """What the report says in sentences: the limits of its figures, what went wrong, and where the time goes.
 
 Two rules point at stages: over 30 % of the time, or a GPU stage under 80 % utilisation. ESM-2 is always over 30 %;
-while its GPU is busy that is expected, and only the rest is worth a person's time. The bottleneck names one class: the
-largest loss that something can be done about, else the encoders doing their work.
+while its GPU is busy that is expected, and only the rest is worth a person's time. The bottleneck is the largest
+avoidable loss of time, by class, with what removing it would save at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from virnuc_core.report.criteria import Measured, baseline_note
-from virnuc_core.report.model import Accounting, Bottleneck, Charts, Regression, RunMetrics, StageFinding
+from virnuc_core.report.model import Accounting, Bottleneck, Charts, LossKind, Regression, RunMetrics, StageFinding
+from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, STAGES, START_UP
 
 NOT_OF_SPEED: Final = {"consensus_agreement", "starved_share", "checkpoint_overhead", "device_time_spread"}
 TIME_SHARE: Final = 0.30
 BUSY_PERCENT: Final = 80.0
 GPU_STAGES: Final = ("DNABERT-S", "ESM-2")
+WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
+LONG_S: Final = 600.0
+WORK_ADVICE: Final = "the encoders are at work, and a run this short says little of the devices"
 GPU_ADVICE: Final = "the encoders are at work: more or faster GPUs, or a lower precision that validation has passed"
 BUSY_ADVICE: Final = "the GPU idles while this stage runs: look at waits, batch sizes and the host's cores"
+LOSSES: Final[dict[LossKind, tuple[tuple[str, ...], str]]] = {  # rows of the stage table, and the way out
+    "start-up": (("Preparation", *START_UP, "Shutdown"), "give one run more reads; weights on a local disk"),
+    "staging": ((*STAGES[:4], "Rest of staging"), "raise the staging workers; reads on a local disk or decompressed"),
+    "loader": (("Waiting for batches",), "raise num_workers or prefetch_factor, or give the loaders more cores"),
+    "commits": (("Commits",), "put the run directory on a faster disk, or raise shard_tokens"),
+    "results": ((*STAGES[7:], "Result files"), "result files on a local disk"),
+    "retries": (("Restarts", "Earlier attempts: lost"), "the deaths in summary.json and the workers' logs say why"),
+}
 STAGE_ADVICE: Final = {
-    "Sequence Chunking": "staging workers, and reads on a local disk or decompressed",
-    "Six-Frame Translation": "raise the staging workers",
-    "Nucleotide Splitting": "a faster disk for the ORF store",
-    "Protein Splitting": "a faster disk for the ORF store",
+    **{row: advice for rows, advice in LOSSES.values() for row in rows},
     "DNABERT-S": "raise dna_token_budget; check that it runs on every GPU",
     "ESM-2": "raise token_budget; check precision and attention backend",
     "Feature Merging": "merging should be fused with embedding: check the engine's version",
-    "Model Prediction": "the head is small: a long time here is disk or start-up",
-    "Consensus Scoring": "result files on a local disk",
 }
 
 
@@ -45,7 +52,7 @@ def notes(measured: Measured, charts: Charts, model_length: int | None) -> Itera
         if run.hours_projected is not None and reads < profile.projection_reads:
             yield (
                 f"Projection, not a measurement: {profile.projection_reads:,} reads would take "
-                f"{run.hours_projected:.2f} h at this run's {run.reads_per_s or 0:,.0f} reads/s."
+                f"{run.hours_projected:.2f} h at this run's {(run.sequences_per_hour or 0) / 3600:,.0f} reads/s."
             )
     if not profile.scaling_bands and not profile.targets.model_dump(exclude=NOT_OF_SPEED, exclude_none=True):
         yield f"Profile {profile.name} asks for no performance: it proves correctness and plumbing only."
@@ -149,68 +156,64 @@ def findings(run: RunMetrics | None) -> tuple[StageFinding, ...]:
     if run is None:
         return ()
     found = []
-    for name, share in run.stage_shares.items():
-        used = _utilisation(run, name)
+    for name in STAGES:
+        share, used = run.stage_shares.get(name, 0.0), _utilisation(run, name)
         idle = used is not None and used < BUSY_PERCENT
         if share > TIME_SHARE or idle:
             expected = name == "ESM-2" and not idle
-            advice = GPU_ADVICE if expected else BUSY_ADVICE if idle else STAGE_ADVICE[name]
+            advice = _further(run) if expected else BUSY_ADVICE if idle else STAGE_ADVICE[name]
             found.append(StageFinding(stage=name, share=share, utilisation=used, expected=expected, advice=advice))
     return tuple(sorted(found, key=lambda finding: -finding.share))
 
 
-def bottleneck(run: RunMetrics | None) -> Bottleneck:
-    """The one class that costs most."""
+def _further(run: RunMetrics) -> str:
+    """What helps where the encoders do their work well."""
+    return GPU_ADVICE if (run.total_s or 0.0) >= LONG_S else WORK_ADVICE
+
+
+def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
+    """Every avoidable loss of time, the largest first; never empty."""
     if run is None or not run.total_s:
-        return Bottleneck(kind="unknown", detail="no run was timed", advice="run validate")
-    encoders = min(1.0, sum(run.stage_shares.get(stage, 0.0) for stage in GPU_STAGES))
-    losses = list(_losses(run, run.total_s, encoders))
-    if losses:
-        return max(losses, key=lambda loss: loss.share or 0.0)
-    if not encoders:
-        detail, advice = "the encoders' time was not measured", "look at the log of the run"
-        return Bottleneck(kind="unknown", detail=detail, advice=advice)
-    idle = [s for s in GPU_STAGES if (used := _utilisation(run, s)) is not None and used < BUSY_PERCENT]
-    detail = f"the encoders take {100 * encoders:.0f} % of the time"
-    if idle:
-        detail += f"; the GPU is under {BUSY_PERCENT:g} % busy in {', '.join(idle)}"
-    return Bottleneck(
-        kind="GPU compute",
-        expected=not idle,
-        stage=idle[0] if idle else "ESM-2",
-        share=encoders,
-        detail=detail,
-        advice=BUSY_ADVICE if idle else GPU_ADVICE,
+        return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
+    spent = {row: seconds for row, seconds in run.stages.items() if seconds}
+    found = [*_computing(run, spent)]
+    for kind, (rows, advice) in LOSSES.items():
+        own = sorted(((spent[row], row) for row in rows if row in spent), reverse=True)
+        # what passed while the reads were staged saves nothing, whichever of the two is removed
+        hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
+        detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own)
+        found.append((sum(seconds for seconds, _ in own) - hidden_s, kind, detail, advice, False))
+    ranked = tuple(
+        Bottleneck(
+            kind=kind, detail=detail, advice=advice, saves_s=saves_s, share=share, expected=good or share < WORTH
+        )
+        for saves_s, kind, detail, advice, good in sorted(found, reverse=True)
+        if (share := saves_s / run.total_s) > 0
     )
+    return ranked or (Bottleneck(kind="unknown", detail="no stage was measured", advice="look at the log of the run"),)
 
 
-def _losses(run: RunMetrics, total_s: float, encoders: float) -> Iterator[Bottleneck]:
-    """What costs time and can be mended; `encoders` is the share of the time that they take."""
-    telemetry = run.telemetry
-    if telemetry is not None and telemetry.queue is not None and telemetry.span_s:
-        starved, loops = telemetry.queue.starved, max(1, len(telemetry.busy) or len(run.devices))
-        waited = (telemetry.avg_wait_ms or 0.0) / 1000.0 * telemetry.batches / loops
-        if starved > 0.20 or waited / telemetry.span_s > 0.05:
-            share = min(1.0, waited / total_s)
-            detail = f"{100 * starved:.0f} % of batches starved; {100 * share:.0f} % of the time spent waiting"
-            advice = "raise num_workers or prefetch_factor, or give the loaders more cores"
-            yield Bottleneck(kind="loader", share=share, detail=detail, advice=advice)
-    if telemetry is not None and telemetry.packing_efficiency is not None and telemetry.packing_efficiency <= 0.90:
-        packing = telemetry.packing_efficiency
-        detail = f"packing efficiency {100 * packing:.1f} %: the rest of the slots is computed in vain"
-        advice = "raise token_budget or shard_tokens: fewer half-empty last batches"
-        yield Bottleneck(kind="packing", share=encoders * (1.0 - packing), detail=detail, advice=advice)
-    if telemetry is not None and telemetry.busy and telemetry.span_s:
-        # commits run beside the next shard's compute: they can have cost no more than the time devices stood still
-        idle = telemetry.span_s - sum(b.busy_s for b in telemetry.busy) / len(telemetry.busy)
-        commit = sum(b.commit_s for b in telemetry.busy) / len(telemetry.busy)
-        share = min(1.0, min(idle, commit) / total_s)
-        if share > 0.10:
-            detail = f"a device stands still for {idle:.0f} s of the embedding, and its commits take {commit:.0f} s"
-            advice = "put the run directory on a faster disk, or raise shard_tokens"
-            yield Bottleneck(kind="commit I/O", share=share, detail=detail, advice=advice)
-    slow = {stage: share for stage, share in run.stage_shares.items() if stage not in GPU_STAGES}
-    if (share := sum(slow.values())) > TIME_SHARE:
-        worst = max(slow, key=slow.__getitem__)
-        detail = f"stages off the GPU take {100 * share:.0f} % of the time, {worst} most"
-        yield Bottleneck(kind="CPU stage", stage=worst, share=share, detail=detail, advice=STAGE_ADVICE[worst])
+def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[float, LossKind, str, str, bool]]:
+    """What devices at work lose, by slots without a token and by speed below the measured ceiling, else below full
+    utilisation: seconds, class, detail, the way out, and whether they do their work well."""
+    still_s = spent.get("Device idle", 0.0)
+    empty_s, slow_s, said, idle = 0.0, still_s, [f"a device stands still for {still_s:.1f} s"], False
+    for found in run.telemetry.encoders if run.telemetry else ():
+        stage, packing, share = GPU_STAGES[ENCODERS.index(found.encoder)], found.packing_efficiency or 1.0, 1.0
+        if (used := _utilisation(run, stage)) is not None:
+            idle, share = idle or used < BUSY_PERCENT, used / 100.0
+            said.append(f"{stage} keeps the lowest GPU {used:.1f} % busy")
+        if found.mfu_of_ceiling is not None:
+            share = found.mfu_of_ceiling / packing
+            said.append(f"{stage} runs at {100 * share:.0f} % of what its linear layers alone sustain")
+        empty_s += spent.get(stage, 0.0) * (1.0 - packing)
+        slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
+    good = not idle and still_s <= slow_s / 2
+    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else BUSY_ADVICE, good
+    yield (
+        empty_s,
+        "packing",
+        "slots without a token",
+        "raise token_budget or shard_tokens: fewer half-empty batches",
+        False,
+    )

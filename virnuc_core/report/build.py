@@ -9,7 +9,7 @@ from typing import Final
 
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_reads_table
-from virnuc_core.report.advice import bottleneck, findings, notes, warnings_of
+from virnuc_core.report.advice import findings, losses, notes, warnings_of
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
@@ -67,7 +67,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         comparisons=measured.comparisons,
         criteria=criteria,
         checks=checks,
-        bottleneck=bottleneck(judged),
+        losses=losses(judged),
         findings=findings(judged),
         regression=regression,
         history=() if compared is None else points(compared.history, compared.entry),

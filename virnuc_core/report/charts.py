@@ -6,7 +6,7 @@ The series stand in the report's data; the same data gives the same bytes of SVG
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -21,7 +21,7 @@ from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import Bar, Charts, Histogram, HistoryPoint, Line, Report, RunMetrics, ScalingMetrics
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.statistics import QueueShares, device_busy, embedding_span, windows
+from virnuc_core.telemetry.statistics import QueueShares, embedding_span, windows
 from virnuc_core.telemetry.tables import ENCODERS, STAGES
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         return Charts()
     folder = RunDir(raw.root / run.name)
     lengths, scores = _column(raw, folder.reads_table, "length"), _column(raw, folder.predictions, "score2")
-    found: dict[str, Any] = {"gantt": _gantt(run, measured)}
+    found: dict[str, Any] = {"gantt": _gantt(measured)}
     if lengths is not None:  # in bins of whole bases, over their range
         low, high = int(lengths.min()), int(lengths.max())
         width = max(1, -(-(high - low + 1) // 30))
@@ -67,41 +67,20 @@ def _thin(label: str, x: pd.Series[float], y: pd.Series[float]) -> Line:
     return Line(label=label, x=tuple(means["x"]), y=tuple(None if np.isnan(mean) else mean for mean in means["y"]))
 
 
-def _gantt(run: RunMetrics, measured: Telemetry | None) -> tuple[Bar, ...]:
-    """Every stage with seconds, encoders by device, in seconds since the run's start; staging was before it.
-
-    A stage whose start was not measured stands where it must have been: staging ends as the run starts, results begin
-    after the last shard. Without telemetry the stages stand one after another.
-    """
-    seconds = {name: spent for name, spent in run.stages.items() if spent is not None}
-    known: dict[str, Bar] = {}
-
-    def placed(names: Iterable[str], start_s: float) -> Iterator[Bar]:
-        for name in names:
-            if name in known:
-                yield known[name]
-            elif name in seconds:
-                yield Bar(label=name, start_s=start_s, end_s=start_s + seconds[name], measured=False)
-                start_s += seconds[name]
-
+def _gantt(measured: Telemetry | None) -> tuple[Bar, ...]:
+    """Every row of the stage table that has a start and an end, encoders by device, in seconds since the run's start;
+    staging was before it."""
     if measured is None:
-        return tuple(placed(seconds, 0.0))
-    known |= {
-        s.name: Bar(label=s.name, start_s=s.started_s - measured.origin_s, end_s=s.finished_s - measured.origin_s)
-        for s in measured.stages
-        if s.started_s is not None and s.finished_s is not None and s.finished_s >= s.started_s
-    }
-    encoders = []  # each on each device, from its first batch launched to its last finished
-    for place, busy in enumerate(device_busy(measured.shards), start=1):
-        own = measured.batches[measured.batches.device == busy.device]
+        return ()
+    spans = [(one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in STAGES[4:6]]
+    for place, (_, own) in enumerate(measured.batches.groupby("device", observed=True), start=1):
         for encoder, title in zip(ENCODERS, STAGES[4:6], strict=True):
             if (span := embedding_span(own[own.encoder == encoder])) is not None:
-                start_s, end_s = (moment - measured.origin_s for moment in span)
-                encoders.append(Bar(label=f"{title} on device {place}", start_s=start_s, end_s=end_s))
-    encoders = encoders or [known[name] for name in STAGES[4:6] if name in known]
-    staging_s = sum(seconds[name] for name in STAGES[:4] if name in seconds and name not in known)
-    last_s = max((bar.end_s for bar in (*encoders, *known.values())), default=0.0)
-    bars = (*placed(STAGES[:4], -staging_s), *encoders, *placed(STAGES[6:], last_s))
+                spans.append((f"{title} on device {place}", *span))
+    known = ((name, start, end) for name, start, end in spans if start is not None and end is not None and start <= end)
+    bars = (
+        Bar(label=name, start_s=start - measured.origin_s, end_s=end - measured.origin_s) for name, start, end in known
+    )
     return tuple(sorted(bars, key=lambda bar: bar.start_s))
 
 
@@ -197,17 +176,17 @@ def _draw_lines(axes: Axes, data: tuple[tuple[Line, ...], str]) -> float:
 
 
 def _draw_gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
-    """One line a stage, from its start to its end; pale where only its seconds were measured."""
+    """One line a stage, from its start to its end."""
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
         colour = LINES[0] if "ESM-2" in bar.label else LINES[1] if "DNABERT-S" in bar.label else FAINT
-        length_s, alpha = bar.end_s - bar.start_s, 1.0 if bar.measured else 0.45
-        axes.barh(labels.index(bar.label), length_s, left=bar.start_s, color=colour, height=0.62, alpha=alpha)
+        length_s = bar.end_s - bar.start_s
+        axes.barh(labels.index(bar.label), length_s, left=bar.start_s, color=colour, height=0.62)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(left=min(0.0, *(bar.start_s for bar in bars)))
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(SECONDS + ("" if all(bar.measured for bar in bars) else "; pale: placed by order"))
+    axes.set_xlabel(SECONDS)
     return 0.9 + 0.26 * len(labels)
 
 

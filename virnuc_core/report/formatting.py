@@ -9,9 +9,11 @@ from typing import Final
 from virnuc_core.profiles import Target
 from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, RunMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
+from virnuc_core.telemetry.tables import OVERLAPPED
 
 UNKNOWN: Final = "n/a"
 NOT_RUN: Final = "not run"
+TOTAL: Final = "Total"
 
 
 class Number(str):
@@ -123,11 +125,12 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
 
 def stage_text(run: RunMetrics, stage: str) -> str:
     """`502s (15.7%)`, `0s (fused)` or `n/a (not measured)`."""
-    seconds, share = run.stages.get(stage), run.stage_shares.get(stage)
+    seconds = run.total_s if stage == TOTAL else run.stages.get(stage)
     if seconds is None:
         return "0s (fused)" if stage in run.stages else f"{UNKNOWN} (not measured)"
     spent = f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
-    return f"{spent} ({number(share, 1, '%', 100) or UNKNOWN})"
+    share = number(seconds / run.total_s, 1, "%", 100) if run.total_s else UNKNOWN
+    return f"{'-' * (stage == OVERLAPPED)}{spent} ({share})"
 
 
 def overhead_text(found: OverheadMetrics | None) -> str:

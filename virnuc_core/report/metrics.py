@@ -23,7 +23,7 @@ from virnuc_core.report.model import (
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.tables import ENCODERS, STAGES, Encoder
+from virnuc_core.telemetry.tables import ENCODERS, ROWS, Encoder
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, BaselineSummary, OverheadFile
 
 VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
@@ -87,7 +87,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         name=name,
         devices=devices,
         label=label(devices),
-        stages={stage: summary.stages[stage] for stage in STAGES if stage in summary.stages},
+        stages={row: summary.stages[row] for row in ROWS if row in summary.stages},
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
         precision=precision,

@@ -71,7 +71,7 @@ class RunMetrics(RunCounts):
     name: str
     devices: tuple[Device, ...]
     label: str  # "2x RTX 4090"
-    stages: dict[str, float | None]  # seconds of the nine; None: fused; absent: not measured
+    stages: dict[str, float | None]  # seconds of the nine and the other parts; None: fused; absent: not measured
     shards_damaged: int  # found unreadable and computed again
     shards_on_less_memory: int  # computed with a part of the token budget
     precision: str | None
@@ -173,15 +173,20 @@ class Criterion(Record):
     raw: tuple[str, ...]
 
 
-class Bottleneck(Record):
-    """Where the time goes, by class."""
+LossKind = Literal[
+    "start-up", "staging", "loader", "packing", "GPU compute", "commits", "results", "retries", "unknown"
+]
 
-    kind: Literal["loader", "packing", "GPU compute", "commit I/O", "CPU stage", "unknown"]
+
+class Bottleneck(Record):
+    """Time that is lost, by class."""
+
+    kind: LossKind
     detail: str
     advice: str
-    expected: bool = False  # expected: the encoders doing their work well; else something can be done
-    stage: str | None = None
-    share: float | None = None
+    saves_s: float = 0.0  # what removing all of it would save, at most
+    share: float | None = None  # of the whole time
+    expected: bool = False  # not worth a person's time, or the encoders doing their work well; else actionable
 
 
 class StageFinding(Record):
@@ -245,7 +250,6 @@ class Bar(Record):
     label: str
     start_s: float
     end_s: float
-    measured: bool = True  # False: only its seconds are; it is drawn where it must have been
 
 
 class Charts(Record):
@@ -297,7 +301,7 @@ class Report(Record):
     comparisons: tuple[Comparison, ...]
     criteria: tuple[Criterion, ...]  # the seven
     checks: tuple[Criterion, ...]  # further targets of the profile
-    bottleneck: Bottleneck
+    losses: tuple[Bottleneck, ...]  # avoidable ones, the largest first
     findings: tuple[StageFinding, ...]
     regression: Regression | None
     history: tuple[HistoryPoint, ...]
@@ -308,6 +312,11 @@ class Report(Record):
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     evidence: tuple[RawFile, ...]
+
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """The largest avoidable loss."""
+        return self.losses[0]
 
     @property
     def met(self) -> int:

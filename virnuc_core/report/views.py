@@ -8,6 +8,7 @@ from typing import Any, Final
 from virnuc_core.profiles import Target
 from virnuc_core.report.formatting import (
     NOT_RUN,
+    TOTAL,
     Mark,
     Number,
     Section,
@@ -24,7 +25,7 @@ from virnuc_core.report.formatting import (
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.runfiles import FileDigest
-from virnuc_core.telemetry.tables import STAGES, Encoder
+from virnuc_core.telemetry.tables import ROWS, STAGES, Encoder
 from virnuc_core.validation import QUESTIONS, Comparison
 
 GIB: Final = 1 / (1 << 30)
@@ -39,9 +40,12 @@ def sections(report: Report) -> list[Section]:
         files = ", ".join(c.raw)
         return {"Criterion": c.title, "Definition": c.definition, "Profile": c.profile_line, "Raw files": files}
 
-    def seconds(stage: str) -> dict[str, str]:
+    def seconds(row: str) -> dict[str, str]:
         alike = len({run.label for run in report.runs}) < len(report.runs)
-        return {"Stage": stage} | {r.name if alike else r.label: Number(stage_text(r, stage)) for r in report.runs}
+        return {"Stage": row} | {r.name if alike else r.label: Number(stage_text(r, row)) for r in report.runs}
+
+    told = {row for run in report.runs for row in run.stages}
+    rows = [row for row in ROWS if row in STAGES or row in told] + [TOTAL] if report.runs else []
 
     files = Table({"File": f.path, "Bytes": f.bytes, "SHA-256": f.sha256} for f in report.evidence)
     said = "Every figure above is computed from these files; virnuc verify computes them again."
@@ -51,7 +55,7 @@ def sections(report: Report) -> list[Section]:
         _approval(report),
         Section("Criteria", (), criteria(report)),
         Section("Runs", (), (_runs(report),)),
-        Section("Stages", (), (Table(map(seconds, STAGES if report.runs else ())),)),
+        Section("Stages", (), (Table(map(seconds, rows)),)),
         Section("GPU Scaling", (), (scaling(report),)),
         *_telemetry(report),
         Section("Efficiency and cost", (), (economy(report),)),
@@ -130,7 +134,7 @@ def _runs(report: Report) -> Table:
             "Reads": run.n_reads,
             "Rows": run.n_rows,
             "Distinct": run.n_uniques,
-            "Reads/s": number(run.reads_per_s),
+            "Reads/s": number(run.sequences_per_hour, scale=1 / 3600),
             f"Projected {report.profile.projection_reads:,}": number(run.hours_projected, 2, " h"),
             "Precision": run.precision,
             "Resumed": "yes" if run.resumed else "no",
@@ -298,6 +302,17 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
 
 def _bottleneck(report: Report) -> Section:
     b, word = report.bottleneck, {True: "expected", False: "actionable"}
+    losses = Table(
+        {
+            "Loss": loss.kind,
+            "Saves at most": number(loss.saves_s, 1, " s"),
+            "Share of time": percent(loss.share),
+            "Verdict": word[loss.expected],
+            "What": loss.detail,
+            "Advice": loss.advice,
+        }
+        for loss in report.losses
+    )
     findings = Table(
         {
             "Stage": f.stage,
@@ -308,7 +323,11 @@ def _bottleneck(report: Report) -> Section:
         }
         for f in report.findings
     )
-    return Section("Bottleneck", (f"({word[b.expected]}): {b.detail}. Advice: {b.advice}.",), (findings,), b.kind)
+    saves = (
+        "" if b.share is None else f" Removing it would save {b.saves_s:.1f} s at most, {percent(b.share)} of the time."
+    )
+    prose = f"({word[b.expected]}): {b.detail}.{saves} Advice: {b.advice}."
+    return Section("Bottleneck", (prose,), (losses, findings), b.kind)
 
 
 def _regression(report: Report) -> Section:

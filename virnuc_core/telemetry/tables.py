@@ -20,6 +20,23 @@ Stage = Literal[
 ]
 ENCODERS: Final[tuple[Encoder, ...]] = get_args(Encoder)
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
+START_UP: Final = ("Start-up: import", "Start-up: weights", "Start-up: kernels", "Start-up: first batch")
+OVERLAPPED: Final = "Overlapped"  # to be taken off: a start-up that passed while the reads were staged
+ROWS: Final = (  # all that takes time: together, less what overlapped, the whole
+    *STAGES,
+    "Rest of staging",
+    "Preparation",
+    *START_UP,
+    "Restarts",  # of workers, with the work that was lost
+    "Waiting for batches",
+    "Commits",  # while the device stood still for them, and those after its last batch
+    "Device idle",
+    "Shutdown",
+    "Result files",
+    "Earlier attempts: committed",
+    "Earlier attempts: lost",
+    OVERLAPPED,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +114,12 @@ class StageTime:
 
 
 class StageClock:
-    """Collects the seconds of the nine stages. A stage may run many times; its seconds add up."""
+    """Collects the seconds of the nine stages and the other rows. One may run many times; its seconds add up."""
 
     def __init__(self) -> None:
         self._stages: dict[str, StageTime] = {}
 
-    def add(self, name: Stage, seconds: float, span: Span | None = None) -> None:
+    def add(self, name: str, seconds: float, span: Span | None = None) -> None:
         """Add seconds, and when they passed where that is known. A stage that takes turns with others has fewer
         seconds than lie between its start and its end."""
         before = self._stages.get(name, StageTime(name, 0.0))
@@ -116,5 +133,5 @@ class StageClock:
         self._stages[name] = StageTime(name, None, into)
 
     def times(self) -> tuple[StageTime, ...]:
-        """The stages measured or fused so far, in the order of the nine; what was not measured is not there."""
-        return tuple(self._stages[name] for name in STAGES if name in self._stages)
+        """What was measured or fused so far, in the order of `ROWS`; what was not measured is not there."""
+        return tuple(self._stages[name] for name in ROWS if name in self._stages)

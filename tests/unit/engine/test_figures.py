@@ -19,6 +19,7 @@ from virnuc_core.runfiles import RunSummary, read
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import latest, read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, windows
+from virnuc_core.telemetry.tables import OVERLAPPED
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,6 @@ def test_sequences_per_hour_are_one_number(reference: Path, told: dict, run: Run
     assert summary.total_s
     assert summary.sequences_per_hour == pytest.approx(3600 * summary.n_reads / summary.total_s)
     assert told["sequences_per_hour"] == run.sequences_per_hour == summary.sequences_per_hour
-    assert run.reads_per_s == pytest.approx(summary.n_reads / summary.total_s)
 
 
 def test_a_rate_of_all_reads_is_told_of_a_whole_run_only(reference: Path) -> None:
@@ -117,3 +117,15 @@ def test_worker_logs_are_searched_for_errors(
     assert found.warnings == (
         "worker-cpu-core-0.log: 2 lines tell of errors; the first: Traceback (most recent call last):",
     )
+
+
+def test_the_rows_of_the_stage_table_sum_to_the_whole(reference: Path, run: RunMetrics) -> None:
+    """Less what overlaps, within 1 %; start-up and shutdown are among them, and so is each of their parts."""
+    summary = read(RunDir(reference).summary, RunSummary)
+    assert summary.total_s
+    spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
+    assert sum(spent.values()) - 2 * spent[OVERLAPPED] == pytest.approx(summary.total_s, rel=0.01)
+    assert all(spent[f"Start-up: {part}"] > 0 for part in ("import", "weights", "first batch"))
+    assert spent["Shutdown"] > 0
+    assert spent[OVERLAPPED] < 0.01, "nothing was loaded while the reads were staged"
+    assert {**run.stages} == summary.stages

@@ -16,6 +16,7 @@ from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import InputError
 from virnuc_core.pipeline import predict, prewarm
 from virnuc_core.reads.stage import StageSummary
+from virnuc_core.telemetry.tables import OVERLAPPED
 
 from .test_runs import SMALL, go, no_children, result_bytes, workers_alive
 
@@ -50,6 +51,9 @@ def test_the_worker_that_waited_does_the_job(
     summary = go(tmp_path / "run", staged, tiny_models, ONE, prewarmed=prewarmed)
     assert [worker["pid"] for worker in summary.workers] == [pid]
     assert summary.workers[0]["waited_s"] > 0
+    spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
+    assert spent[OVERLAPPED] > 0.5 * (spent["Start-up: import"] + spent["Start-up: weights"]), "it was ready before"
+    assert sum(spent.values()) - 2 * spent[OVERLAPPED] == pytest.approx(summary.total_s, rel=0.01)
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
     assert [log.name for log in (tmp_path / "run" / "logs").iterdir()] == [f"worker-{summary.workers[0]['device']}.log"]
 

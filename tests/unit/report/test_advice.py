@@ -1,4 +1,4 @@
-"""The one class that costs most, and the stages the two rules point at."""
+"""The losses of time by class, and the stages the two rules point at."""
 
 from __future__ import annotations
 
@@ -7,66 +7,92 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.report.advice import GPU_ADVICE, bottleneck, findings
+from virnuc_core.report.advice import GPU_ADVICE, WORK_ADVICE, findings, losses
 from virnuc_core.report.build import build_report
 
 from .validate_directory import Recipe, build, edit_json
 
 
-def _cpu_heavy(out: Path) -> None:
+def _taking(**rows: float) -> Callable[[Path], None]:
+    """A run whose stage table has these rows too: a name with `_` for a blank."""
+    spent = {name.replace("_", " "): seconds for name, seconds in rows.items()}
+
     def change(body: dict) -> None:
-        body["stages"]["Consensus Scoring"] = 30.0
-        body["wall_s"] += 30.0
+        body["stages"].update(spent)
+        body["wall_s"] += sum(spent.values())
 
-    edit_json(out / "devices-2" / "summary.json", change)
+    return lambda out: edit_json(out / "devices-2" / "summary.json", change)
 
 
-CASES: dict[str, tuple[Recipe, Callable[[Path], None] | None, str, bool]] = {
-    "encoders at work": (Recipe(), None, "GPU compute", True),
-    "idle GPU": (Recipe(utilisation=(60.0, 60.0)), None, "GPU compute", False),
-    "waiting": (Recipe(wait_ms=120.0), None, "loader", False),
-    "half-empty batches": (Recipe(packing=0.6), None, "packing", False),
-    "a slow stage off the GPU": (Recipe(), _cpu_heavy, "CPU stage", False),
+def _started(out: Path) -> None:
+    rows = {"Preparation": 1.0, "Start-up: import": 6.0, "Start-up: weights": 20.0, "Shutdown": 2.0, "Overlapped": 4.0}
+    edit_json(out / "devices-2" / "summary.json", lambda body: body["stages"].update(rows))
+
+
+# recipe, change, class, whether it is expected, seconds that removing it would save
+CASES: dict[str, tuple[Recipe, Callable[[Path], None] | None, str, bool, float]] = {
+    "little else than the encoders": (Recipe(), None, "staging", False, 5.0),
+    "a start that was partly hidden": (Recipe(), _started, "start-up", False, 25.0),
+    "an idle GPU": (Recipe(utilisation=(60.0, 60.0)), None, "GPU compute", False, 34.2 * 0.4),
+    "waiting": (Recipe(), _taking(Waiting_for_batches=9.0), "loader", False, 9.0),
+    "half-empty batches": (Recipe(packing=0.6), None, "packing", False, 34.2 * 0.4),
+    "commits": (Recipe(), _taking(Commits=12.0), "commits", False, 12.0),
+    "slow result files": (Recipe(), _taking(Consensus_Scoring=30.0), "results", False, 30.5),
+    "workers that died": (Recipe(), _taking(Restarts=14.0), "retries", False, 14.0),
+    "a device that stands still": (Recipe(), _taking(Device_idle=15.0), "GPU compute", False, 15.0 + 2.5),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_verdict_names_the_class(tmp_path: Path, name: str) -> None:
-    recipe, change, kind, expected = CASES[name]
+def test_the_verdict_names_the_largest_loss_and_what_it_costs(tmp_path: Path, name: str) -> None:
+    recipe, change, kind, expected, saves_s = CASES[name]
     profile = build(tmp_path, recipe)
     if change is not None:
         change(tmp_path)
-    found = build_report(tmp_path, profile).bottleneck
+    report = build_report(tmp_path, profile)
+    found = report.bottleneck
     assert (found.kind, found.expected) == (kind, expected)
+    assert found.saves_s == pytest.approx(saves_s, rel=0.1)
     assert found.detail
     assert found.advice
+    ranked = [loss.saves_s for loss in report.losses]
+    assert ranked == sorted(ranked, reverse=True)
+    assert min(ranked) > 0, "what costs nothing is no loss"
+    text = "".join(loss.detail + loss.advice for loss in report.losses)
+    assert " 0 %" not in text
+    assert "faster GPUs" not in text, "no devices are bought for a run of a minute"
 
 
-@pytest.mark.parametrize(("stood_still", "kind"), [(1.0, "commit I/O"), (0.0, "GPU compute")])
-def test_commits_cost_what_devices_waited_at_most(tmp_path: Path, stood_still: float, kind: str) -> None:
-    """Beside the next shard's compute they cost nothing, however long they take."""
+def test_a_long_run_that_only_computes_wants_more_devices(tmp_path: Path) -> None:
+    profile = build(tmp_path, Recipe(utilisation=(93.0, 93.0)))
+    run = build_report(tmp_path, profile).run
+    assert run is not None
+    long = run.model_copy(update={"total_s": 3600.0, "stages": {"ESM-2": 3000.0, "Sequence Chunking": 30.0}})
+    found = losses(long)
+    assert [(loss.kind, loss.expected) for loss in found] == [
+        ("GPU compute", True),
+        ("packing", True),
+        ("staging", True),
+    ]
+    assert found[0].advice == GPU_ADVICE
+    assert found[0].saves_s == pytest.approx(3000 * 0.96 * 0.07, rel=0.05)
+
+
+def test_what_a_ceiling_shows_counts_for_more_than_a_busy_gpu(tmp_path: Path) -> None:
     profile = build(tmp_path)
     run = build_report(tmp_path, profile).run
     assert run is not None
     assert run.telemetry is not None
-    slow = tuple(busy.model_copy(update={"commit_s": busy.busy_s}) for busy in run.telemetry.busy)
-    compute_s = sum(busy.busy_s for busy in slow) / len(slow)
-    telemetry = run.telemetry.model_copy(update={"busy": slow, "span_s": (1 + stood_still) * compute_s})
-    found = bottleneck(run.model_copy(update={"telemetry": telemetry}))
-    assert found.kind == kind
-    if stood_still:
-        assert f"stands still for {compute_s:.0f} s" in found.detail
-
-
-def test_the_largest_loss_is_named(tmp_path: Path) -> None:
-    profile = build(tmp_path, Recipe(packing=0.85, wait_ms=400.0))
-    assert build_report(tmp_path, profile).bottleneck.kind == "loader"
+    slow = tuple(one.model_copy(update={"mfu_of_ceiling": 0.5}) for one in run.telemetry.encoders)
+    found = losses(run.model_copy(update={"telemetry": run.telemetry.model_copy(update={"encoders": slow})}))
+    assert found[0].kind == "GPU compute"
+    assert "52 % of what its linear layers alone sustain" in found[0].detail
 
 
 def test_esm2_over_thirty_percent_is_expected_while_its_gpu_is_busy(tmp_path: Path) -> None:
     profile = build(tmp_path)
     (finding,) = build_report(tmp_path, profile).findings
-    assert (finding.stage, finding.expected, finding.advice) == ("ESM-2", True, GPU_ADVICE)
+    assert (finding.stage, finding.expected, finding.advice) == ("ESM-2", True, WORK_ADVICE)
 
 
 def test_a_gpu_stage_under_eighty_percent_is_actionable(tmp_path: Path) -> None:
@@ -78,7 +104,7 @@ def test_a_gpu_stage_under_eighty_percent_is_actionable(tmp_path: Path) -> None:
 
 
 def test_nothing_timed_is_unknown() -> None:
-    assert bottleneck(None).kind == "unknown"
+    assert losses(None)[0].kind == "unknown"
     assert findings(None) == ()
 
 

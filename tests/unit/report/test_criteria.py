@@ -341,6 +341,9 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
 def test_starved_batches_fail(tmp_path: Path) -> None:
     profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "target_reads": None})
     build(tmp_path, Recipe(wait_ms=80.0), profile)
+    edit_json(
+        tmp_path / "devices-2" / "summary.json", lambda body: body["stages"].update({"Waiting for batches": 20.0})
+    )
     report = build_report(tmp_path, profile)
     assert by_id(report)["starved_share"].verdict == "fail"
     assert report.bottleneck.kind == "loader"
