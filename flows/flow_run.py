@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextvars
 import logging
-import math
 import os
 import re
 import signal
+import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -59,8 +58,8 @@ ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|x
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
 ENDING_S: Final = 7.5  # for a run that was told to end; with the last word to the server it has ended in 10
-IMPATIENCE_S: Final = 10.0  # in which children end; who presses Ctrl-C after that means it
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
+_timed: ContextVar[bool] = ContextVar("whether an ending has its time", default=False)
 logger = logging.getLogger(__name__)
 
 
@@ -83,7 +82,14 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
         def body(settings: Settings) -> State[T]:
             if (client := SyncClientContext.get()) is not None:
                 limit(client.client)
-            with connection.hearing(), no_orphans(), core_logs(), _ended_when_cancelled(), settings.hold():
+            with (
+                _ended_in_time(),
+                connection.hearing(),
+                no_orphans(),
+                core_logs(),
+                _ended_when_cancelled(),
+                settings.hold(),
+            ):
                 return function(_without_queries(settings))
 
         @wraps(body)
@@ -320,23 +326,13 @@ def _watch(flow_run_id: UUID, cancelled: list[UUID], stop: threading.Event) -> N
 
 @contextmanager
 def _terminate_politely() -> Iterator[None]:
-    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again at once does not disturb the ending.
-
-    An ending that something holds is cut off after `ENDING_S`: children die with this process.
-    """
-    last_s, ended = -math.inf, threading.Event()
-
-    def cut_off() -> None:
-        if not ended.wait(ENDING_S):
-            sys.stderr.write(f"virnuc: {INTERRUPTED.removeprefix('the run was ')}\n")
-            os._exit(130)
+    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again does not disturb the ending."""
+    told = False
 
     def interrupt(_signum: int, _frame: object) -> None:
-        nonlocal last_s
-        now = time.monotonic()
-        if now - last_s > IMPATIENCE_S:
-            last_s = now
-            threading.Thread(target=cut_off, daemon=True).start()
+        nonlocal told
+        if not told:
+            told = True
             raise KeyboardInterrupt
 
     if threading.current_thread() is not threading.main_thread():
@@ -344,8 +340,40 @@ def _terminate_politely() -> Iterator[None]:
         return
     before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        yield
+        with _ended_in_time():
+            yield
     finally:
-        ended.set()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _ended_in_time() -> Iterator[None]:
+    """Once a signal tells the run to end, this process is gone within `ENDING_S`, and so are its children, whatever
+    holds the ending; a worker's child also while Prefect tells the server.
+
+    The signal is heard beside its handler, which may be Prefect's, and also while the main thread cannot run one.
+    """
+    if _timed.get() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    (ours, pythons), ended = socket.socketpair(), threading.Event()
+
+    def cut_off() -> None:
+        with ours:
+            while heard := ours.recv(1):
+                if heard[0] in (signal.SIGTERM, signal.SIGINT) and not ended.wait(ENDING_S):
+                    sys.stderr.write(f"virnuc: {INTERRUPTED.removeprefix('the run was ')}\n")
+                    os._exit(130)
+
+    pythons.setblocking(False)
+    threading.Thread(target=cut_off, daemon=True).start()
+    before, within = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False), _timed.set(True)
+    try:
+        yield
+    finally:
+        _timed.reset(within)
+        signal.set_wakeup_fd(before)
+        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # a worker's child
+            ended.set()
+        pythons.close()

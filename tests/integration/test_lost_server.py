@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,20 +13,29 @@ import httpx
 import psutil
 import pytest
 from prefect import flow
+from prefect.client.orchestration import get_client
 from prefect.context import SyncClientContext
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from flows.cli import main
+from flows.predict import predict
 from flows.validate import ask
 from tasks.server import limit
 from tasks.validate import Approval
 
 from .conftest import answers
-from .processes import PATIENCE_S, PREFECT, VIRNUC, background, own_server, wait_for
-from .test_ending import RESULTS, SERVER, Run, digest, running, undisturbed
+from .processes import PATIENCE_S, PREFECT, VIRNUC, background, committed, gone, own_server, wait_for
+from .test_ending import RESULTS, SERVER, SIZES, Run, digest, running, undisturbed
 
 __all__ = ["undisturbed"]
 pytestmark = [pytest.mark.usefixtures("prefect_backend")]
 TOLD = "the Prefect server does not answer"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def embedded_server(run: Run) -> psutil.Process:
@@ -80,6 +90,38 @@ def test_a_terminated_run_ends_in_ten_seconds_while_its_server_hangs(
 
 
 @pytest.mark.slow
+def test_a_workers_run_is_gone_in_ten_seconds_while_its_server_hangs(
+    tmp_path: Path, many_reads: Path, models: Path, database: Path
+) -> None:
+    """The worker sends SIGTERM, and waits half a minute before it kills."""
+    url, environment = f"http://127.0.0.1:{free_port()}/api", own_server(tmp_path / "prefect", database)
+    start = (*PREFECT, "server", "start", "--port", url.rpartition(":")[2].removesuffix("/api"), "--no-ui")
+    given = {
+        "reads": [str(many_reads)],
+        "out": str(tmp_path / "run"),
+        "models": str(models),
+        "devices": "cpu:1",
+        **SIZES,
+    }
+    with background(start, {**environment, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}, tmp_path / "log") as server:
+        wait_for(lambda: answers(f"{url}/health"), "the server")
+        with temporary_settings({PREFECT_API_URL: url}), get_client(sync_client=True) as client:
+            run = client.create_flow_run(predict, parameters=given)
+        told = {"PREFECT__FLOW_RUN_ID": str(run.id), "PREFECT__FLOW_ENTRYPOINT": "flows/predict.py:predict"}
+        engine = (sys.executable, "-m", "prefect.engine")
+        with background(engine, {**environment, **told, "PREFECT_API_URL": url}, tmp_path / "log") as process:
+            wait_for(lambda: committed(tmp_path / "run") >= 2 or process.poll() is not None, "two shards")
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for one in [psutil.Process(server.pid), *psutil.Process(server.pid).children(recursive=True)]:
+                one.suspend()
+            began_s = time.monotonic()
+            process.terminate()
+            assert process.wait(PATIENCE_S) != 0
+            assert time.monotonic() - began_s < 10, (tmp_path / "log").read_text()
+            wait_for(lambda: gone(family), "its children to end")
+
+
+@pytest.mark.slow
 def test_a_run_without_prefect_is_ended_in_order(
     tmp_path: Path, many_reads: Path, models: Path, database: Path
 ) -> None:
@@ -94,10 +136,7 @@ def test_a_run_without_prefect_is_ended_in_order(
 def test_a_run_goes_on_while_a_teams_server_is_started_again_and_tells_it_the_end(
     tmp_path: Path, many_reads: Path, models: Path, database: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = own_server(tmp_path / "prefect", database)
+    port, environment = free_port(), own_server(tmp_path / "prefect", database)
     url = f"http://127.0.0.1:{port}/api"
     start = (*PREFECT, "server", "start", "--port", str(port), "--no-ui")
     named = {**environment, "PREFECT_API_URL": url, "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}

@@ -166,9 +166,10 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 STUCK = """
 import threading, time
+from prefect.utilities.engine import capture_sigterm
 from flows import flow_run
 flow_run.ENDING_S = 0.5
-with flow_run._terminate_politely():
+with {}:
     try:
         print("here", flush=True)
         time.sleep(600)
@@ -178,9 +179,15 @@ with flow_run._terminate_politely():
 
 
 @pytest.mark.slow
-def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same() -> None:
+@pytest.mark.parametrize(
+    "started",
+    ["flow_run._terminate_politely()", "capture_sigterm(), flow_run._ended_in_time()"],
+    ids=["hand", "worker"],
+)
+def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) -> None:
     """A disk or a server that answers nothing holds the ending: it has its time, and no more."""
-    with subprocess.Popen([sys.executable, "-c", STUCK], stdout=-1, stderr=-1, text=True) as run:
+    program = STUCK.format(started)
+    with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True) as run:
         assert run.stdout is not None
         assert run.stdout.readline() == "here\n"
         run.terminate()
