@@ -1,8 +1,5 @@
 """What surrounds every flow's work: its run named and tagged, its reads staged, and, by hand, a way to end it.
 
-Prefect learns of a process that is killed from nobody: its run stays "Running" for ever. Every run of ours therefore
-bears its process in its labels, and each new run on the same machine first looks for those whose process is gone.
-
 A flow started by hand has a tidy terminal, a cancel button that works, and a server that ends when it does.
 """
 
@@ -24,24 +21,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 from uuid import UUID
 
-import psutil
 from prefect import runtime
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.objects import State, StateType
 from prefect.context import FlowRunContext, SyncClientContext
 from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
-from prefect.states import Cancelled, Crashed, Failed
+from prefect.states import Cancelled, Failed
 
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
-from tasks.server import UNTOLD, ServerLostError, connection, limit, with_server, without_server
+from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, core_logs, no_orphans
 from virnuc_core.engine.process import INTERRUPTED
 from virnuc_core.errors import VirnucError, printable
@@ -53,7 +43,6 @@ from virnuc_core.telemetry import live
 
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
-PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
@@ -153,43 +142,6 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
         elif value is not None:
             parts.append(str(value))
     return printable(" · ".join(part for part in parts if part))
-
-
-def place() -> str:
-    """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
-
-
-def announce(*tags: str) -> None:
-    """Write on the current flow run who works for it, and its tags; then end the runs of dead processes."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None or not with_server():
-        return
-    own = psutil.Process()
-    labels: dict[str, str | int | float | bool] = {PLACE: place(), PROCESS: own.pid, BEGAN: own.create_time()}
-    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
-    ours = FlowRunFilter(tags=FlowRunFilterTags(all_=["virnuc"]), state=running)
-    gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
-    with connection.telling("its process and tags"), get_client(sync_client=True) as client:
-        client.update_flow_run_labels(context.flow_run.id, labels)
-        client.update_flow_run(context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags}))
-        for flow_run in client.read_flow_runs(flow_run_filter=ours):
-            if _is_dead(flow_run):
-                logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
-                client.set_flow_run_state(flow_run.id, gone, force=True)
-
-
-def _is_dead(flow_run: FlowRun) -> bool:
-    """Whether the run's process is known to be gone; never true of a run of another machine, or of unknown origin."""
-    labels = flow_run.labels
-    number, began = labels.get(PROCESS), labels.get(BEGAN)
-    if labels.get(PLACE) != place() or not isinstance(number, int) or not isinstance(began, (int, float)):
-        return False
-    try:
-        return bool(abs(psutil.Process(number).create_time() - began) > 1.0)  # else the number is another's by now
-    except psutil.NoSuchProcess:
-        return True
 
 
 def stage_input(settings: RunSettings, label: str) -> StageSummary:

@@ -11,10 +11,10 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
+from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import computed_before, embed, fate_rows
-from tasks.server import device_slots
+from tasks.server import announce, device_slots
 from tasks.step import done, emit, publish_table
 from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve

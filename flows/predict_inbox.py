@@ -10,9 +10,10 @@ from prefect.client.schemas.objects import State
 
 from flows import start
 from flows.flow_commands import InboxSettings
-from flows.flow_run import announce, inner_run, named, with_parameters
+from flows.flow_run import inner_run, named, with_parameters
 from flows.parameters import ComputeSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
+from tasks.server import announce
 from tasks.step import done, publish_table
 from virnuc_core.config import EngineSpec
 from virnuc_core.measure.inbox import Ledger, Row, RowFate

@@ -13,9 +13,10 @@ from prefect.client.schemas.objects import State
 
 from flows import start
 from flows.flow_commands import SWEPT, ProfileSettings, TrainSettings, TuneSettings
-from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
+from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
+from tasks.server import announce
 from tasks.step import Markdown, Rows, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, run_trial, trace, trial_rows
 from tasks.tools import train as fit

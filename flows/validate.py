@@ -23,9 +23,9 @@ from prefect.flow_runs import pause_flow_run
 
 from flows import start
 from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
-from flows.flow_run import announce, named, sample_of, stage_input, with_parameters
+from flows.flow_run import named, sample_of, stage_input, with_parameters
 from tasks.predict import embed
-from tasks.server import UNTOLD, connection
+from tasks.server import UNTOLD, announce, connection
 from tasks.step import REJECTED, TimeLimitError, done, not_met, publish_markdown
 from tasks.tools import ceiling, overhead
 from tasks.validate import (

@@ -19,13 +19,23 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, Final, NoReturn
 from uuid import uuid4
 
 import httpx
+import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    FlowRunFilter,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
+from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectAlreadyExists, PrefectException
 from prefect.settings import (
     PREFECT_API_REQUEST_TIMEOUT,
@@ -33,6 +43,7 @@ from prefect.settings import (
     PREFECT_CLIENT_MAX_RETRIES,
     temporary_settings,
 )
+from prefect.states import Crashed
 from prefect.utilities import callables
 
 from virnuc_core.runfiles import Device
@@ -40,6 +51,7 @@ from virnuc_core.runfiles import Device
 ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
 HURRY_S: Final = 1.5  # for the last word of a run that was told to end
+PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
@@ -272,6 +284,49 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
             raise_on_lease_renewal_failure=False,
         )
         slots.enter_context(held)
+
+
+# --- runs of dead processes -------------------------------------------------------------------------------------------
+#
+# Prefect learns of a process that is killed from nobody: its run stays "Running" for ever. Every run of ours therefore
+# bears its process in its labels, and each new run on the same machine first looks for those whose process is gone.
+
+
+def place() -> str:
+    """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
+
+
+def announce(*tags: str) -> None:
+    """Write on the current flow run who works for it, and its tags; then end the runs of dead processes."""
+    context = FlowRunContext.get()
+    if context is None or context.flow_run is None or not with_server():
+        return
+    own = psutil.Process()
+    labels: dict[str, str | int | float | bool] = {PLACE: place(), PROCESS: own.pid, BEGAN: own.create_time()}
+    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
+    ours = FlowRunFilter(tags=FlowRunFilterTags(all_=["virnuc"]), state=running)
+    gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
+    with connection.telling("its process and tags"), get_client(sync_client=True) as client:
+        client.update_flow_run_labels(context.flow_run.id, labels)
+        client.update_flow_run(context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags}))
+        for flow_run in client.read_flow_runs(flow_run_filter=ours):
+            if _is_dead(flow_run):
+                logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
+                client.set_flow_run_state(flow_run.id, gone, force=True)
+
+
+def _is_dead(flow_run: FlowRun) -> bool:
+    """Whether the run's process is known to be gone; never true of a run of another machine, or of unknown origin."""
+    labels = flow_run.labels
+    number, began = labels.get(PROCESS), labels.get(BEGAN)
+    if labels.get(PLACE) != place() or not isinstance(number, int) or not isinstance(began, (int, float)):
+        return False
+    try:
+        return bool(abs(psutil.Process(number).create_time() - began) > 1.0)  # else the number is another's by now
+    except psutil.NoSuchProcess:
+        return True
 
 
 # --- without Prefect --------------------------------------------------------------------------------------------------

@@ -29,11 +29,11 @@ from prefect.settings import PREFECT_SERVER_DATABASE_CONNECTION_URL
 from prefect.states import Cancelled, Running
 
 from flows.cli import main
-from flows.flow_run import BEGAN, PLACE, PROCESS, announce, place, with_parameters
+from flows.flow_run import with_parameters
 from flows.parameters import FlowSettings
 from flows.predict import predict
 from flows.validate import ask
-from tasks.server import device_slots
+from tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots, place
 from tasks.step import (
     Markdown,
     core_logs,

@@ -19,11 +19,12 @@ import logging
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import pandas as pd
+from pydantic import model_validator
 
 from virnuc_core.errors import (
     ConfigError,
@@ -59,6 +60,18 @@ class Fate(RunFile):
     viral: int | None = None
     error: str | None = None
     attempts: int = 1
+    seal: str = ""  # of what was written; none in older files
+
+    def sealed(self) -> Fate:
+        """The fate with its seal."""
+        body = self.model_dump_json(exclude={"seal"}, exclude_defaults=True)
+        return self.model_copy(update={"seal": hashlib.blake2b(body.encode(), digest_size=8).hexdigest()})
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Fate:
+        if self.seal not in ("", self.sealed().seal):
+            raise ValueError("not what was written (seal)")
+        return self
 
 
 class Row(RunFile):
@@ -141,6 +154,8 @@ class Ledger:
         What is wrong with the file itself (`InputError`) is its fate at once; any other failure is an attempt, the last
         of which is its fate. Raised, and no attempt, is what lies with the machine: `MACHINE`, what `predict` raises.
         """
+        with suppress(OSError):  # which `predict` will meet; what a table said of another time proves nothing
+            row = row.but(sha256=_digest(self.inbox / row.file))
         with self.claim(row.sha256) as mine:
             if not mine:
                 return row.but(fate="busy", note="another run predicts it")
@@ -185,7 +200,7 @@ class Ledger:
 
     def record(self, fate: Fate) -> None:
         """Write a fate down."""
-        write(self._fate_file(fate.sha256), fate)
+        write(self._fate_file(fate.sha256), fate.sealed())
 
     def _fate_file(self, sha256: str) -> Path:
         return self.out / "fates" / f"{sha256}.json"

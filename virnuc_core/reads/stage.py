@@ -9,14 +9,14 @@ import shutil
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import psutil
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import (
@@ -35,8 +35,8 @@ from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, SEALED_AS, OrfStore, StoreCounts, StoreWriter
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, fingerprint_batch, long_segments, process
 from virnuc_core.reads.workers import Workers
-from virnuc_core.rundir import whole_file, write_text_whole
-from virnuc_core.runfiles import InputFile, RunRecord, digest, other_files
+from virnuc_core.rundir import whole_file
+from virnuc_core.runfiles import InputFile, RunFile, RunRecord, digest, other_files, read_or_set_aside, write
 
 SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class StageSpec(Spec):
     strict: bool = Field(False, description="refuse reads that share an id")
 
 
-class Timings(Spec):
+class Timings(RunFile):
     """Seconds that making a store took; what several workers did at once counts as shared evenly among them."""
 
     fingerprint: str  # of the store
@@ -258,13 +258,10 @@ def _summary(
 ) -> StageSummary:
     store = OrfStore.open(out, check=False)
     kept = out.with_name(f"{out.stem}.made.json")
-    timings = Timings(fingerprint=store.fingerprint, **seconds)
-    if reused:
-        with suppress(OSError, ValidationError, UnicodeDecodeError):  # not kept: then the times of now
-            made = Timings.model_validate_json(kept.read_text(encoding="utf-8"))
-            timings = made if made.fingerprint == store.fingerprint else timings
-    else:
-        write_text_whole(kept, timings.model_dump_json() + "\n")
+    timings = read_or_set_aside(kept, Timings) if reused else None
+    if timings is None or timings.fingerprint != store.fingerprint:  # not kept: then the times of now
+        timings = Timings(fingerprint=store.fingerprint, **seconds)
+        write(kept, timings)
     return StageSummary(
         **timings.model_dump(),
         store=out,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -209,16 +210,29 @@ def test_a_file_that_cannot_be_opened_or_named_does_not_stop_the_others(ledger: 
     assert [ledger.wants_work(row, retry_failed=True) for row in rows.values()].count(True) == 1
 
 
-@pytest.mark.parametrize("damage", [b"{}", b"\xff", b""])
+@pytest.mark.parametrize("damage", [b"{}", b"\xff", b"", b"changed"])
 def test_a_damaged_fate_is_set_aside_and_its_file_predicted_anew(
     ledger: Ledger, damage: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(ledger.inbox, "a.fa", ">a\nA\n")
     path = ledger.out / "fates" / f"{predicted(ledger, 'a.fa').sha256}.json"
+    if damage == b"changed":  # still a fate, but not the one that was written
+        damage = re.sub(rb'"reads": \d', b'"reads": 7', path.read_bytes())
     path.write_bytes(damage)
     assert fates(ledger) == {"a.fa": "waiting"}
     assert path.with_name(f"{path.name}.damaged").read_bytes() == damage
     assert path.name in caplog.text
+
+
+def test_a_digest_that_was_changed_in_the_table_is_not_believed(ledger: Ledger) -> None:
+    put(ledger.inbox, "a.fa", ">a\nA\n")
+    sha256 = predicted(ledger, "a.fa").sha256
+    ledger.write_table(ledger.scan(settle_s=0))
+    text = ledger.table.read_text()
+    ledger.table.write_text(text.replace(sha256, sha256[:-1] + ("0" if sha256[-1] != "0" else "1")))
+    (row,) = ledger.scan(settle_s=0)
+    assert row.fate == "waiting"
+    assert ledger.work(row, lambda *_: pytest.fail("predicted again"), retry_failed=False).sha256 == sha256
 
 
 @pytest.mark.parametrize("damage", [b"\xff\xfe", b"file\tsha256\n", b'"', b"a\tb\n1\t2\t3\n"])

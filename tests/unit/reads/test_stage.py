@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -427,6 +428,11 @@ def test_a_reused_store_tells_the_seconds_it_took_to_make(write: WriteReads, tmp
     assert (again.total_s, again.parse_s, again.store_s) == (first.total_s, first.parse_s, first.store_s)
     (tmp_path / "orfs.made.json").unlink()
     assert stage(StageSpec(reads=(reads,)), out).total_s != first.total_s
+    told = tmp_path / "orfs.made.json"
+    told.write_text(told.read_text()[:-20])
+    stage(StageSpec(reads=(reads,)), out)
+    json.loads(told.read_text())
+    assert told.with_name(f"{told.name}.damaged").exists()
 
 
 def test_a_pipe_nothing_came_through_is_no_empty_result(tmp_path: Path) -> None:
