@@ -28,9 +28,8 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.attention import choose_backend
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Resolved, resolve_precision
+from virnuc_core.encoders.layers import Resolved, choose_backend, resolve_precision
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch

@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
-from virnuc_core.encoders.attention import choose_backend, inv_freq
-from virnuc_core.encoders.layers import Read, resolve_precision
+from virnuc_core.encoders.layers import Read, choose_backend, inv_freq, resolve_precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer

@@ -21,7 +21,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, explain
-from virnuc_core.encoders.attention import inv_freq
 from virnuc_core.encoders.checkpoint import (
     PARTS,
     WEIGHTS,
@@ -32,7 +31,7 @@ from virnuc_core.encoders.checkpoint import (
     size_text,
     tensor_files,
 )
-from virnuc_core.encoders.layers import DTYPES, Read
+from virnuc_core.encoders.layers import DTYPES, Read, inv_freq
 from virnuc_core.encoders.model_config import (
     DNABERT_SIZES,
     ESM2_SIZES,

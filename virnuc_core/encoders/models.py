@@ -14,9 +14,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Backend, Rows, alibi_slopes, rotary_tables
-from virnuc_core.encoders.layers import Affine, Dense, Encoder, Layer, Read, Resolved, WeightReader, dense, product
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.layers import (
+    Affine,
+    Dense,
+    Encoder,
+    Layer,
+    Read,
+    Rows,
+    WeightReader,
+    alibi_slopes,
+    dense,
+    product,
+    rotary_tables,
+)
+from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
 from virnuc_core.errors import WeightsError
 
@@ -27,19 +38,13 @@ Inner = Callable[[Tensor, Tensor | None, Layer], tuple[Tensor, Tensor | None]]
 
 
 class Esm2(Encoder):
-    """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out.
+    """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out."""
 
-    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
-    """
+    PRODUCTS = ("fc1", "fc2", True)
 
-    def __init__(
-        self, shape: Esm2Shape, read: Read, device: torch.device, *, precision: Resolved, attention: Backend
-    ) -> None:
-        weights = WeightReader(read, precision, device)
-        layers = weights.layers(shape.layers, "fc1", "fc2", up_bias=True)
-        super().__init__(shape, layers, pad_id=ESM2_PAD, precision=precision, attention=attention)
+    def _take(self, weights: WeightReader) -> None:
         table = weights.wide("embed.weight")
-        if shape.token_dropout:
+        if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             table = table * TOKEN_DROPOUT_SCALE
         table[ESM2_PAD] = 0
         self.table = table.to(weights.dtype)  # [vocab, width]; already scaled, zero for the pad token
@@ -47,10 +52,10 @@ class Esm2(Encoder):
         self._final_norm = weights.norm("final_norm")
         self._angles = rotary_tables(self.inv_freq, POOLED_RESIDUES + 2)
         # what the stream lacks, float32 [width], before each norm when the products' biases are left out of it
-        self._shifts: Sequence[Tensor | None] = [None] * (2 * shape.layers + 1)
+        self._shifts: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
         if self._adds_in_product:
             nothing = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
-            biases = [one.wide_bias for layer in layers for one in (layer.out, layer.down)]
+            biases = [one.wide_bias for layer in self.layers for one in (layer.out, layer.down)]
             self._shifts = list(accumulate(biases, initial=nothing))
 
     def hidden(self, batch: PackedBatch) -> Tensor:
@@ -112,35 +117,23 @@ class Esm2(Encoder):
 
 
 class DnabertS(Encoder):
-    """DNABERT-S: mean over all tokens of each row, first and last included.
+    """DNABERT-S: mean over all tokens of each row, first and last included."""
 
-    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
-    """
+    PRODUCTS = ("gated", "wo", False)
 
-    def __init__(
-        self,
-        shape: DnabertShape,
-        read: Read,
-        device: torch.device,
-        *,
-        pad_id: int,
-        precision: Resolved,
-        attention: Backend,
-    ) -> None:
-        weights = WeightReader(read, precision, device)
-        layers = weights.layers(shape.layers, "gated", "wo", up_bias=False)
-        super().__init__(shape, layers, pad_id=pad_id, precision=precision, attention=attention)
+    def _take(self, weights: WeightReader) -> None:
         # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
         table = (weights.wide("embed.weight") + weights.wide("token_type.weight")[0]).to(weights.dtype)
-        self.table = F.layer_norm(table, (shape.width,), *weights.norm("embed_norm"), shape.norm_eps)  # [vocab, width]
-        self._slopes = torch.tensor(alibi_slopes(shape.heads), dtype=torch.float32, device=device)
-        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in layers]
+        norm = weights.norm("embed_norm")
+        self.table = F.layer_norm(table, (self.width,), *norm, self.shape.norm_eps)  # [vocab, width]
+        self._slopes = torch.tensor(alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device)
+        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]
         self._gated: list[Tensor] = []  # the gated units' weights as the kernel for them wants them, where it can run
         if self._adds_in_product:
             from virnuc_core.encoders.kernels import can_gate, interleave
 
-            if can_gate(shape.ffn_width, device):
-                self._gated = [interleave(layer.up.weight) for layer in layers]
+            if can_gate(self.shape.ffn_width, table.device):
+                self._gated = [interleave(layer.up.weight) for layer in self.layers]
 
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""

@@ -17,10 +17,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders import kernels
-from virnuc_core.encoders.attention import Rows, alibi_slopes, inv_freq, reference, rotary_tables
 from virnuc_core.encoders.attention_kernels import fused_attention
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import FP8, Resolved, quantise_rows, segment_mean
+from virnuc_core.encoders.layers import (
+    FP8,
+    Resolved,
+    Rows,
+    alibi_slopes,
+    inv_freq,
+    quantise_rows,
+    reference,
+    rotary_tables,
+    segment_mean,
+)
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch

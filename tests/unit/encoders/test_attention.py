@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from virnuc_core.encoders import attention
-from virnuc_core.encoders.attention import (
+from virnuc_core.encoders import layers as attention
+from virnuc_core.encoders.layers import (
     Rows,
     alibi_slopes,
     choose_backend,

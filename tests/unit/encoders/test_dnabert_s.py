@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.attention import alibi_slopes
 from virnuc_core.encoders.checkpoint import Checkpoint, fit, load_dnabert_s
+from virnuc_core.encoders.layers import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.models import DnabertS
 from virnuc_core.encoders.tokenize import DnabertTokenizer

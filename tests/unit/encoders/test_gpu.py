@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.attention import Backend
 from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
 from virnuc_core.encoders.convert import random_tensor
-from virnuc_core.encoders.layers import Encoder, Resolved
+from virnuc_core.encoders.layers import Backend, Encoder, Resolved
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch

@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.encoders.attention import positions
-from virnuc_core.encoders.layers import segment_mean
+from virnuc_core.encoders.layers import positions, segment_mean
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.integers(0, 30), st.integers(0, 3))
