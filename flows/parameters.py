@@ -23,7 +23,17 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import SETTINGS_BYTES, THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain, small_text
+from virnuc_core.config import (
+    SETTINGS_BYTES,
+    THRESHOLD,
+    ClassifySpec,
+    Devices,
+    EngineSpec,
+    Spec,
+    explain,
+    reading,
+    small_text,
+)
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -214,12 +224,8 @@ class ComputeSettings(Spec):
 
 def read_settings(path: Path) -> dict[str, Any]:
     """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
-    try:
+    with reading(f"settings {path}", "TOML"):
         found = tomllib.loads(small_text(path, SETTINGS_BYTES))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"settings {path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"settings {path}: not valid TOML: {error}") from error
     unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
     if unknown:
         raise ConfigError(f"settings {path}: {', '.join(unknown)} is no engine setting; see docs/operations.md")

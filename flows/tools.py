@@ -81,7 +81,6 @@ def profile(settings: ProfileSettings) -> State[Traces]:
             memory=settings.memory,
         )
         found = trace(run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label).result()
-        found.write(summary)
         marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
         publish_table(on_host(f"operations-{label}-{devices}"), operations, f"Operations that took most time: {label}")
         publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {found.folder}")

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, VirnucError
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
 Attention = Literal["auto", "fused", "reference"]
@@ -20,6 +22,9 @@ DEFAULT_MODEL_LENGTH = 500
 MOST_SHOWN = 100  # characters of a value that is wrong
 SETTINGS_BYTES = 1 << 16  # a file of settings at most
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
+
+# settings once, with what they said of what is always done now; the first is what fingerprints hold
+FORMER = {"compile": (False, None), "dedup": (True,)}
 
 
 class Spec(BaseModel):
@@ -38,7 +43,6 @@ class EngineSpec(Spec):
     token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
     dna_token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch")
     shard_tokens: int = Field(262_144, ge=64, le=1 << 32, description="ESM-2 tokens of one shard: the unit of commit")
-    dedup: bool = Field(True, description="embed identical sequences once")
     num_workers: int = Field(0, ge=0, le=64, description="loader processes of one worker; 0: a thread of the worker")
     prefetch_factor: int = Field(4, ge=1, le=64, description="packed batches kept ready for each loader")
     pin_memory: bool = Field(True, description="pack into page-locked memory on CUDA")
@@ -51,12 +55,11 @@ class EngineSpec(Spec):
     @model_validator(mode="before")
     @classmethod
     def _former(cls, body: Any) -> Any:
-        """`compile` was a setting once: records of then, where it was off, can still be read."""
-        off = isinstance(body, dict) and body.get("compile", True) in (None, False)
-        return {name: value for name, value in body.items() if name != "compile"} if off else body
+        """Settings of former versions are passed over in records, where they say what is always done now."""
+        return {n: v for n, v in body.items() if v not in FORMER.get(n, ())} if isinstance(body, dict) else body
 
 
-RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens", "dedup")
+RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens")
 
 
 class TraceSpec(Spec):
@@ -146,6 +149,19 @@ def explain(error: ValidationError, most: int | None = None, *, quoted: bool = F
         said = f"{place[:MOST_SHOWN]}: {item['msg'][0].lower()}{item['msg'][1:]}"
         parts.append(f"{said} (given {given})" if quoted else said)
     return "; ".join(parts)
+
+
+@contextmanager
+def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> Iterator[None]:
+    """What goes wrong while the body reads a file of this form is raised as `kind`, in one line that names `what`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: cannot be read ({error.strerror or error})") from error
+    except ValidationError as error:
+        raise kind(f"{what}: {explain(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise kind(f"{what}: not valid {form}: {error}") from error
 
 
 def small_text(path: Path | Traversable, most: int) -> str:

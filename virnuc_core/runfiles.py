@@ -20,10 +20,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, computed_field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 
 import virnuc_core
-from virnuc_core.config import explain
+from virnuc_core.config import reading
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_whole
 
@@ -55,12 +55,8 @@ def write(path: Path, content: RunFile) -> Path:
 
 def read(path: Path, kind: type[File]) -> File:
     """The content of a file; `ConfigError` names the file, and the key that is wrong."""
-    try:
+    with reading(path, "JSON"):
         return kind.model_validate_json(path.read_bytes(), strict=True)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValidationError as error:
-        raise ConfigError(f"{path}: {explain(error)}") from error
 
 
 def read_or_set_aside(path: Path, kind: type[File]) -> File | None:

@@ -39,8 +39,6 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_
         events = json.load(handle)["traceEvents"]
     assert sum(event.get("name") == "esm2" for event in events) == marks["esm2"].calls
 
-    body = json.loads((folder / "profile.json").read_text())
-    assert body["run"]["stages"]["ESM-2"] > 0
     assert (out / "prediction_results.txt").is_file()
     text = (folder / "profile.md").read_text()
     assert "Stage 6: ESM-2" in text

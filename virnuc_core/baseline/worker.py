@@ -201,8 +201,6 @@ class FileWorker:
         self.device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
         self.dnabert_s: Padded | None = None
         self._progress_s, self._unsaid_rows, self._said_s = time.monotonic(), 0, 0.0
-        if self.device.type == "cpu":
-            torch.set_num_threads(1)
 
     def serve(self) -> None:
         """Answer tasks until the process is ended."""

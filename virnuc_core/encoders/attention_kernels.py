@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from virnuc_core.encoders.kernels import jit
-from virnuc_core.encoders.layers import Rows
+from virnuc_core.encoders.tokenize import Rows
 
 WHOLE: Final = 256  # longest row whose keys are held at once
 QUERIES: Final = 64  # queries a program treats together

@@ -47,7 +47,7 @@ def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
 def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     """The same of one part alone, wherever its folder lies; whether it fits others is for the caller."""
     if not (folder / "config.json").is_file():
-        raise WeightsError(f"{folder}: nothing of a model here; it needs config.json and model.safetensors")
+        raise WeightsError(f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors")
     shape = read_shape(folder / "config.json", kind)
     return shape, fit(open_safetensors(_weights(folder)), shape)
 

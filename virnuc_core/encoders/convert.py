@@ -17,10 +17,9 @@ from typing import Any, Final
 import numpy as np
 import tokenizers
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, explain
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
 from virnuc_core.encoders.checkpoint import (
     PARTS,
     WEIGHTS,
@@ -111,10 +110,8 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     hidden, width = (*opened.tensors["hidden_layer.weight"].shape, 0)[:2]
     if width <= dna_width:
         raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
-    try:
+    with reading(source, "head", WeightsError):
         shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
-    except ValidationError as error:
-        raise WeightsError(f"{source}: {explain(error)}") from error
     write_part(out, shape, fit(opened, shape), source.name, "fp32")
     return shape
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, Precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
-from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
+from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 from virnuc_core.errors import ConfigError, DeviceError
 
 Backend = Literal["fused", "reference"]
@@ -104,18 +104,6 @@ def product(x: Tensor, scale: Tensor | None, layer: Dense) -> Tensor:
     return torch._scaled_mm(
         x, weight, scale_a=scale, scale_b=layer.scale, bias=bias, out_dtype=kind, use_fast_accum=True
     )
-
-
-class Rows(NamedTuple):
-    """Where the rows lie, and what tells the tokens of one apart; made once a batch, used by every layer."""
-
-    cu_seqlens: Tensor  # int32 [row_capacity + 1]
-    rows: int  # the real ones: the first so many
-    max_seqlen: int
-    heads: int
-    cos: Tensor | None = None  # of each position, float32 [positions, head_dim / 2], with rotary positions
-    sin: Tensor | None = None
-    slopes: Tensor | None = None  # float32 [heads], with ALiBi
 
 
 def positions(cu_seqlens: Tensor, slots: int) -> Tensor:

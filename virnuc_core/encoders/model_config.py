@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from virnuc_core.config import Spec, explain, small_text
+from virnuc_core.config import Spec, reading, small_text
 from virnuc_core.errors import WeightsError
 from virnuc_core.rundir import write_text_whole
 
@@ -163,12 +163,8 @@ _HF_FURTHER: Final = {"layer_norm_eps": "norm_eps", "token_dropout": "token_drop
 
 def read_shape(path: Path, kind: type[S]) -> S:
     """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
-    try:
+    with reading(path, "JSON", WeightsError):
         raw = json.loads(small_text(path, CONFIG_BYTES))
-    except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise WeightsError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(raw, dict):
         raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")
     if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
@@ -178,7 +174,5 @@ def read_shape(path: Path, kind: type[S]) -> S:
             raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
         known = (_HF_SIZES | _HF_FURTHER).items()
         raw = {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
-    try:
+    with reading(path, "JSON", WeightsError):
         return kind.model_validate(raw)
-    except ValidationError as error:
-        raise WeightsError(f"{path}: {explain(error)}") from error

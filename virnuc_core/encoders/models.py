@@ -20,7 +20,6 @@ from virnuc_core.encoders.layers import (
     Encoder,
     Layer,
     Read,
-    Rows,
     WeightReader,
     alibi_slopes,
     dense,
@@ -28,7 +27,7 @@ from virnuc_core.encoders.layers import (
     rotary_tables,
 )
 from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
-from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch
+from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 from virnuc_core.errors import WeightsError
 
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to

@@ -21,7 +21,7 @@ from typing import Any, Final
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask, Stop
-from virnuc_core.errors import DeviceError, ShardError, StorageError, WorkerError, size
+from virnuc_core.errors import DeviceError, ShardError, StorageError, WorkerError, named, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -59,7 +59,6 @@ class Job:
 
     run: RunDir
     store: OrfStore
-    models: Path
     devices: tuple[Device, ...]
     engine: EngineSpec
     plan: ShardPlan
@@ -189,7 +188,7 @@ class Pool:
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
                 log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
-                if (error := heard.own_error()) is not None:
+                if (error := named(heard.kind, heard.message)) is not None:
                     raise error
             case Closed():
                 self._died(slot, worker)
@@ -336,7 +335,7 @@ class Embedding:
             reporter = InferenceProgressReporter(
                 store.n_uniques, self._sampler, self._watch.on_progress, already_done=done
             )
-        specs, self._began_s = worker_specs(job.models, job.devices, job.engine, job.trace), time.monotonic()
+        specs, self._began_s = worker_specs(job.spec.models, job.devices, job.engine, job.trace), time.monotonic()
         told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)
         with self._sampler, reporter as live:
             pool = Pool(specs, told, root / "logs", prewarmed or LocalWorkers(job.worker), on_done)

@@ -89,10 +89,6 @@ class Failed(Message):
     message: str
     traceback: str
 
-    def own_error(self) -> VirnucError | None:
-        """The error as one of ours, where it is one or the system's: what another try cannot mend."""
-        return errors.named(self.kind, self.message)
-
 
 class Closed(Message):
     """A worker's output has ended. Said for it, after its last message."""
@@ -211,7 +207,7 @@ class Child:
         """What to raise for a worker that failed and may not: its own error where it is one of ours."""
         if (failed := self.failed) is not None:
             problem = f"worker on {self.device}: {failed.kind}: {failed.message}; see {self.log}"
-            return failed.own_error() or WorkerError(problem, worker_traceback=failed.traceback)
+            return errors.named(failed.kind, failed.message) or WorkerError(problem, worker_traceback=failed.traceback)
         ended = f"ended (status {self.end(0.5)}); last words: {self.last_words}"
         return WorkerError(f"worker on {self.device} {ended}; see {self.log}")
 
@@ -360,18 +356,19 @@ class Parent:
 
     def listen(self, heartbeat_s: float) -> None:
         """Read messages and send heartbeats, each in a thread; a closed input ends the process at once."""
-        threading.Thread(target=self._listen, daemon=True).start()
-        threading.Thread(target=self._beat, args=(heartbeat_s,), daemon=True).start()
 
-    def _listen(self) -> None:
-        for line in sys.stdin:
-            self._lines.put(line)
-        os._exit(0)
+        def hear() -> None:
+            for line in sys.stdin:
+                self._lines.put(line)
+            os._exit(0)
 
-    def _beat(self, every_s: float) -> None:
-        while True:
-            time.sleep(every_s)
-            self.send(Alive(progress_s=self.progress()))
+        def beat() -> None:
+            while True:
+                time.sleep(heartbeat_s)
+                self.send(Alive(progress_s=self.progress()))
+
+        for task in (hear, beat):
+            threading.Thread(target=task, daemon=True).start()
 
     def receive(self, timeout_s: float | None = None) -> Message | None:
         """The next message; None when none comes in time."""

@@ -259,8 +259,6 @@ class Worker:
         """Both encoders and the head on the device."""
         import_s = time.monotonic() - self.parent.started_s
         device = torch.device("cuda:0" if self.spec.device.kind == "cuda" else "cpu")
-        if device.type == "cpu":
-            torch.set_num_threads(1)
         esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine)
         self.said = {
             "device": self.spec.device.id,

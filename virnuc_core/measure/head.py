@@ -13,7 +13,6 @@ import os
 import shutil
 import time
 from collections import OrderedDict
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -339,7 +338,17 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     if new_head is not None:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, read = open_folder(folder, HeadShape)
-        _check_fit(shape, store, record.widths, folder)
+        if shape.model_length != store.model_length:
+            raise ConfigError(
+                f"the head in {folder} is for length {shape.model_length}, "
+                f"the run's reads were cut at {store.model_length}"
+            )
+        made_for, has = (shape.dna_width, shape.protein_width), (record.widths.get("dna"), record.widths.get("protein"))
+        if record.widths and made_for != has:
+            raise ConfigError(
+                f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "
+                f"the run has {has[0]} + {has[1]}; it belongs to other encoders"
+            )
         head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):
             result = shards.read_shard(run, plan, shard)
@@ -356,16 +365,3 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     )
     write(out.root / RESCORE, summary)
     return summary
-
-
-def _check_fit(shape: HeadShape, store: OrfStore, widths: Mapping[str, int], folder: Path) -> None:
-    if shape.model_length != store.model_length:
-        raise ConfigError(
-            f"the head in {folder} is for length {shape.model_length}, the run's reads were cut at {store.model_length}"
-        )
-    made_for, has = (shape.dna_width, shape.protein_width), (widths.get("dna"), widths.get("protein"))
-    if widths and made_for != has:
-        raise ConfigError(
-            f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "
-            f"the run has {has[0]} + {has[1]}; it belongs to other encoders"
-        )

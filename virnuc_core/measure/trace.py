@@ -6,7 +6,6 @@ that its times are for shares and for finding things, never for rates.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,8 +23,8 @@ from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.bench import Bench, measure
-from virnuc_core.rundir import RUN_FILES, TRACES, RunDir, discard, whole_file, write_text_whole
-from virnuc_core.runfiles import Device, RunFile, RunSummary, read, write
+from virnuc_core.rundir import RUN_FILES, TRACES, RunDir, discard, whole_file
+from virnuc_core.runfiles import Device, RunFile, read, write
 
 SCHEMA_VERSION: Final = 1
 TABLE: Final = "{}.operations.json"  # of a device
@@ -74,13 +73,6 @@ class Traces:
     def trace_bytes(self) -> int:
         """Of all traces that were kept."""
         return sum(table.trace_bytes for table in self.tables if table.trace is not None)
-
-    def write(self, run: RunSummary) -> None:
-        """`profile.json` beside the traces: the nine stages of the undisturbed `run`, and what was recorded."""
-        recorded = [table.model_dump(exclude={"schema_version"}) for table in self.tables]
-        told = {"total_s": run.total_s or 0.0, "stages": run.stages}
-        body = {"schema_version": SCHEMA_VERSION, "run": told, "recorded": recorded}
-        write_text_whole(self.folder / "profile.json", json.dumps(body, indent=1) + "\n")
 
     def __str__(self) -> str:
         batches, shards = (sum(getattr(t, name) for t in self.tables) for name in ("batches", "shards"))

@@ -10,9 +10,9 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, ValidationError
+from pydantic import Field
 
-from virnuc_core.config import SETTINGS_BYTES, BaselineName, EngineSpec, Spec, explain, small_text
+from virnuc_core.config import SETTINGS_BYTES, BaselineName, EngineSpec, Spec, reading, small_text
 from virnuc_core.errors import ConfigError
 
 RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
@@ -92,11 +92,5 @@ def load_profile(name_or_path: str) -> Profile:
         file = resources.files(__name__) / f"{name_or_path}.toml"
     elif not file.is_file():
         raise ConfigError(f"profile {file}: no such file")
-    try:
+    with reading(f"profile {name_or_path}", "TOML"):
         return Profile.model_validate(tomllib.loads(small_text(file, SETTINGS_BYTES)))
-    except ValidationError as error:
-        raise ConfigError(f"profile {name_or_path}: {explain(error)}") from error
-    except OSError as error:
-        raise ConfigError(f"profile {name_or_path}: cannot be read ({error.strerror})") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"profile {name_or_path}: not valid TOML: {error}") from error
