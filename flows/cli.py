@@ -1,8 +1,8 @@
 """The `virnuc` command: finds what was asked for, runs it, and says in one line what went wrong.
 
 Only the asked-for command's module is imported, so that `virnuc --help` answers at once. Exit codes: 0 done, 1 failure,
-2 bad input or settings, 3 weights, 4 devices, 5 a validation finished but a criterion failed or its reviewer rejected
-it, 6 done but rows had to be set aside, 130 interrupted.
+2 bad input or settings, 3 weights, 4 devices, 5 finished but a criterion, band or limit was missed
+or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could not be judged here, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from virnuc_core.errors import ConfigError, VirnucError
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
-CRITERION_FAILED: Final = 5
+CRITERION_FAILED, NOT_JUDGED = 5, 7
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 
@@ -49,25 +49,33 @@ class MeasureSettings(RunSettings):
     out: Path = Field(description="directory of the runs and the report")
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
     history: Path | None = Field(None, description="file of past runs; else virnuc-history.jsonl beside the output")
+    fail_on_criteria: bool = Field(True, description="a criterion missed, or a reviewer's no, fails the flow run")
 
 
 class ValidateSettings(MeasureSettings):
     """Does this machine, with these weights, meet the profile?"""
 
-    fail_on_criteria: bool = Field(True, description="a criterion missed, or a reviewer's no, fails the flow run")
     approval: bool = Field(False, description="pause after the report until a reviewer has answered")
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
 
 
 @starts("flows.validate:validate", ValidateSettings)
 def validate(settings: ValidateSettings, state: State[Any]) -> Ending:
-    """Prove this machine, with these weights, against a profile; exit code 5 when a criterion was missed."""
-    from tasks.step import NOT_MET, REJECTED
+    """Prove this machine, with these weights, against a profile.
 
+    Exit code 5 when a criterion was missed, 7 when none was, but not each could be judged here.
+    """
     folder = settings.out / "report"
     facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
-    code = CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
+    code = _missed(state) or (NOT_JUDGED if state.result().outcome == "not judged" else 0)
     return Ending(facts, (folder / "report.txt").read_text(encoding="utf-8"), code)
+
+
+def _missed(state: State[Any]) -> int:
+    """The exit code by a state's name: whether what was asked was missed."""
+    from tasks.step import NOT_MET, REJECTED
+
+    return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
 
 
 def _in_the_ui(flow_run_id: UUID | None) -> str:
@@ -87,12 +95,13 @@ class ScaleSettings(MeasureSettings):
     """How does the time fall with the number of devices?"""
 
     profile: str = Field("phase6-scaling", min_length=1, description="sizes and bands: a name, or a .toml file")
+    repeats: int = Field(1, ge=1, le=20, description="runs on each number of devices; their median counts")
 
 
 @starts("flows.validate:scale", ScaleSettings)
-def scale(settings: ScaleSettings, _state: State[Any]) -> Ending:
-    """Run the same reads on one, two, four, … devices and measure how the time falls."""
-    return Ending({"Report": settings.out / "report" / "report.html"})
+def scale(settings: ScaleSettings, state: State[Any]) -> Ending:
+    """Run the same reads on one, two, four, … devices and measure how the time falls; exit code 5 when too little."""
+    return Ending({"Report": settings.out / "report" / "report.html"}, code=_missed(state))
 
 
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]

@@ -310,7 +310,7 @@ def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Shar
 
 
 def history(file: Path, /, *, profile: str | None = None, chart: Path | None = None) -> int:
-    """Past validations, oldest first, as kept in a history file.
+    """Past validations, oldest first, as kept in a history file; exit code 5 when the newest is a regression.
 
     Args:
         file: virnuc-history.jsonl, beside a validation's directory
@@ -342,15 +342,16 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
             }
         )
     show(next(iter(rows), ()), (map(cell, row.values()) for row in rows))
+    code = DISAGREE if kept and check(kept, kept[-1]).verdict == "fail" else 0
     if chart is None:
-        return 0
+        return code
     drawing = draw(points(kept, kept[-1])) if kept else None
     if drawing is None:
         sys.stderr.write("virnuc: fewer than two runs like the newest one: there is no trend to draw\n")
         return 1
     write_text_whole(chart, drawing)
     print(f"Chart: {chart}")
-    return 0
+    return code
 
 
 def devices(*, as_json: Json = False) -> int:

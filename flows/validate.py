@@ -1,4 +1,4 @@
-"""The proof: stage, baseline, one device, all devices, comparison, report, and if wanted a reviewer's word.
+"""The proof: stage, baseline, one device, two, all devices, comparison, report, and if wanted a reviewer's word.
 
 And the scaling curve: the same without a baseline, on one, two, four, … devices.
 """
@@ -26,7 +26,7 @@ from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
-from tasks.step import REJECTED, TimeLimitError, done, not_met, publish_markdown
+from tasks.step import NOT_MET, REJECTED, TimeLimitError, done, not_met, publish_markdown
 from tasks.tools import ceiling, overhead
 from tasks.validate import (
     TIMED_OUT,
@@ -35,7 +35,6 @@ from tasks.validate import (
     baseline,
     compare,
     emit_outcome,
-    met_sentence,
     publish,
     record_answer,
     report,
@@ -48,10 +47,11 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
-from virnuc_core.report.formatting import number, percent
+from virnuc_core.report.formatting import number, percent, runs_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, rerender
-from virnuc_core.rundir import RunDir
+from virnuc_core.report.views import met_sentence, skipped
+from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.validation import ApprovalRecord, record_validation
 
 HISTORY: Final = "virnuc-history.jsonl"
@@ -66,63 +66,65 @@ class Judged:
 
     folder: Path
     met: int
-    failed: tuple[str, ...]  # titles of the criteria that were missed
+    failed: tuple[str, ...]  # what was missed
+    outcome: str  # passed, failed or not judged
     approval: str | None = None  # the reviewer's verdict
 
 
 @flow(name="validate", flow_run_name=named("reads", "profile", "devices"))
 @with_parameters(ValidateSettings)
 def validate(settings: ValidateSettings) -> State[Judged]:
-    """Proves a machine: the same reads by the baseline, on one device and on all, compared and judged by a profile.
+    """Proves a machine: the same reads by the baseline, on one device, two and all, compared and judged by a profile.
 
     A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
     """
-    judged, message = measure(settings, lambda devices: sorted({1, devices}), with_baseline=True)
+    judged, message = measure(settings, lambda devices, _: sorted({1, min(2, devices), devices}), with_baseline=True)
     emit_outcome(judged, settings.out)
     approval = _approval(settings, judged) if settings.approval else None
-    result = in_short(settings.out, judged, approval)
-    message = f"{met_sentence(judged)}{message}"
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
-    if approval is not None and approval.verdict == "rejected":
-        return not_met(result, message, fails=settings.fail_on_criteria, name=REJECTED)
-    if judged.failed:
-        return not_met(result, message, fails=settings.fail_on_criteria)
-    return done(result, message)
+    return ended(settings, judged, f"{met_sentence(judged)}{message}", approval)
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
 @with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
-    judged, message = measure(settings, steps, with_baseline=False)
-    curve = [
-        f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)})" for row in judged.scaling
-    ]
-    told = "; ".join(curve) or "one device only: there is no curve"
-    return done(in_short(settings.out, judged), told + message)
+    judged, message = measure(settings, steps, with_baseline=False, repeats=settings.repeats)
+    told = [
+        f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)}), {runs_text(row)}"
+        for row in judged.scaling
+    ] or ["one device only: there is no curve"]
+    told += [f"{devices} devices: skipped, {why}" for devices, why in skipped(judged).items()]
+    told += [f"not met: {', '.join(judged.missed)}"] if judged.missed else []
+    return ended(settings, judged, "; ".join(told) + message)
 
 
-def steps(devices: int) -> list[int]:
-    """Numbers of devices to run on: doubled from one, and all of them.
-
-    >>> steps(1), steps(2), steps(6), steps(8)
-    ([1], [1, 2], [1, 2, 4, 6], [1, 2, 4, 8])
-    """
-    doubled = [1 << power for power in range(devices.bit_length()) if 1 << power <= devices]
-    return sorted({*doubled, devices})
+def steps(devices: int, profile: Profile) -> list[int]:
+    """Numbers of devices to run on: doubled from one, those the profile has a band for, and all of them."""
+    doubled = {1 << power for power in range(devices.bit_length())}
+    return sorted(count for count in doubled | set(map(int, profile.scaling_bands)) | {devices} if count <= devices)
 
 
-def in_short(out: Path, judged: Report, approval: ApprovalRecord | None = None) -> Judged:
-    failed = tuple(criterion.title for criterion in judged.failed)
-    return Judged(RunDir(out).report, judged.met, failed, None if approval is None else approval.verdict)
+def ended(
+    settings: MeasureSettings, judged: Report, message: str, approval: ApprovalRecord | None = None
+) -> State[Judged]:
+    """How a flow ends whose figures were judged, and perhaps answered by a reviewer."""
+    verdict = None if approval is None else approval.verdict
+    result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
+    if verdict == "rejected" or judged.outcome == "failed":
+        name = REJECTED if verdict == "rejected" else NOT_MET
+        return not_met(result, message, fails=settings.fail_on_criteria, name=name)
+    return done(result, message)
 
 
-def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, with_baseline: bool) -> tuple[Report, str]:
+def measure(
+    settings: MeasureSettings, steps: Callable[[int, Profile], list[int]], *, with_baseline: bool, repeats: int = 1
+) -> tuple[Report, str]:
     """Stage the reads once, run them on several numbers of devices, after the baseline if it is wanted, and judge.
 
-    `steps` tells from the number of devices on how many to run. Beside the report comes `; nothing had to be computed`
-    where that is so, that nobody takes old for new, and else nothing.
+    `steps` tells from the number of devices and the profile on how many to run, `repeats` how often. Beside the report
+    comes `; nothing had to be computed` where that is so, that nobody takes old for new, and else nothing.
     """
     profile = load_profile(settings.profile)
     label = sample_of(settings.reads)
@@ -145,7 +147,8 @@ def measure(settings: MeasureSettings, steps: Callable[[int], list[int]], *, wit
         beside, asked = RunDir(out / BASELINE), profile.baseline
         slow = baseline(beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force)
         subset = slow.result().subset is not None
-    names = _runs(out, staging, spec, profile, steps(len(devices.ids)), label)
+    counts = steps(len(devices.ids), profile) * repeats
+    names = _runs(out, staging, spec, profile, counts, label)
     if profile.targets.checkpoint_overhead is not None:
         overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
@@ -165,16 +168,23 @@ def _finished_runs(out: Path) -> dict[str, int]:
 def _runs(
     out: Path, staging: StageSummary, spec: ClassifySpec, profile: Profile, counts: Sequence[int], label: str
 ) -> tuple[str, ...]:
-    """Names of the runs that came to an end, one for each number of devices.
+    """Names of the first runs that came to an end, one for each number of devices.
 
-    The GPUs' ceilings are measured first, unless every run is there already and nothing is to be computed.
+    A number that stands in `counts` again is run again: of such a run only its measurements stay. The GPUs' ceilings
+    are measured first, unless every run is there already and nothing is to be computed.
     """
     flops, names = None, []
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
     if spec.devices.kind == "cuda" and (spec.force or not complete):
         flops = ceiling(out, models=spec.models, devices=spec.devices, engine=spec.engine).result()
-    for count in counts:
-        name = f"{RUN_PREFIX}{count}"
+    for folder in out.glob(f"{RUN_PREFIX}*.*") if spec.force else ():
+        discard(folder, *RUN_FILES)
+    for place, count in enumerate(counts):
+        name, again = f"{RUN_PREFIX}{count}", counts[:place].count(count)
+        if again:
+            name = f"{name}.{again + 1}"
+            if read_summary(RunDir(out / name)) is not None:
+                continue
         with suppress(TimeLimitError):  # the run's summary says so, and the report calls it a failure
             embed(
                 RunDir(out / name),
@@ -185,7 +195,10 @@ def _runs(
                 time_limit_s=profile.time_limit_s,
                 flops=flops,
             ).result()
-            names.append(name)
+            if again:
+                discard(out / name, *SHARDS, "embeddings.h5")
+            else:
+                names.append(name)
     return tuple(names)
 
 

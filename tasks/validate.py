@@ -37,7 +37,7 @@ from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, write_report
-from virnuc_core.report.views import accounts, agreements, criteria, scaling
+from virnuc_core.report.views import accounts, agreements, criteria, met_sentence, scaling
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import write
 from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison
@@ -48,6 +48,7 @@ VERDICT_MARKS: Final = {
     "fail": "✗ **FAIL**",
     "projected": "≈ projected",
     "not run": "– not run",
+    "not asked": "– not asked",
 }
 # the answer given when nobody answers in time
 TIMED_OUT: Final = {"verdict": "pending", "reviewer": "nobody (time-out)", "note": "no answer came before the time-out"}
@@ -105,6 +106,9 @@ def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[R
             "report": str(RunDir(out).report.absolute()),
         }
         emit(f"criterion.{key(criterion.verdict)}", f"criterion.{key(criterion.id)}", criterion.title, payload)
+    if (found := judged.regression) is not None:
+        payload = found.model_dump(mode="json") | {"report": str(RunDir(out).report.absolute())}
+        emit(f"regression.{key(found.verdict)}", f"regression.{key(profile.name)}", profile.title, payload)
     return done(judged, met_sentence(judged))
 
 
@@ -134,12 +138,11 @@ def emit_outcome(judged: Report, out: Path) -> None:
     """One event for the validation as a whole."""
     payload = {
         "met": judged.met,
-        "asked": len(judged.criteria),
-        "failed": [criterion.title for criterion in judged.failed],
+        "asked": len(judged.asked),
+        "failed": list(judged.missed),
         "report": str(RunDir(out).report.absolute()),
     }
-    outcome = "failed" if judged.failed else "passed"
-    emit(f"validation.{outcome}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
+    emit(f"validation.{key(judged.outcome)}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
 
 
 def rows_of(*tables: Table) -> Rows:
@@ -149,15 +152,6 @@ def rows_of(*tables: Table) -> Rows:
         return Markdown(VERDICT_MARKS[value.verdict]) if isinstance(value, Mark) else value
 
     return [{name: as_shown(value) for name, value in row.items()} for table in tables for row in table.rows]
-
-
-def met_sentence(report: Report) -> str:
-    """`6 of 7 criteria met`, and which were missed."""
-    missed = ", ".join(criterion.title for criterion in report.failed)
-    unjudged = sum(criterion.verdict in ("not run", "projected") for criterion in report.criteria)
-    said = f"; not met: {missed}" if missed else ""
-    left = f"; {unjudged} not judged here" if unjudged else ""
-    return f"{report.met} of {len(report.criteria)} criteria met{said}{left}"
 
 
 class Approval(RunInput):

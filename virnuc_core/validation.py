@@ -81,7 +81,8 @@ def record_validation(
     devices: tuple[Device, ...],
     force: bool,
 ) -> None:
-    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
+    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time, unless it
+    starts over by `force`.
 
     Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
     """
@@ -108,7 +109,8 @@ def record_validation(
         if others and not force:
             said = "; ".join(f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items())
             raise RunMismatchError(f"{out} holds another validation ({said}); choose another directory or --force")
-        if all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile")):
+        same = all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile"))
+        if same and not force:
             record = record.model_copy(update={"created": before.created})
     runfiles.write(path, record)
 

@@ -8,7 +8,7 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -73,7 +73,10 @@ class Profile(Spec):
     baseline: BaselineSpec = BaselineSpec()
     engine: EngineSpec = EngineSpec()
     targets: ProfileTargets = ProfileTargets()
-    scaling_bands: dict[str, tuple[float, float]] = Field({}, description="devices -> expected low, high")
+    scaling_bands: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")], tuple[float, float]] = Field(
+        {}, description="devices -> expected low, high"
+    )
+    regression_percent: float = Field(10.0, gt=0, description="a metric worse by more than the last like run's fails")
 
 
 def profile_names() -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -39,15 +40,18 @@ def build_report(out: Path, profile: Profile) -> Report:
     raw = RawFolder(out)
     record = raw.read(ValidationRecord, RECORD)
     cases, runs, unlike = _cases(raw, profile)
-    measured, judged = cases[-1], cases[-1].judged
-    many, single, name = (None if run is None else run.name for run in (measured.many, measured.single, judged))
-    between = unlike.get((single, many), "")
-    refused = {"scaling": between, "same_bytes": between, "speedup": unlike.get((BASELINE, name), "")}
-    refused["consensus"] = unlike.get((BASELINE, many)) or unlike.get((BASELINE, single), "")
-    asked = [row for row in CHECKS if getattr(profile.targets, row.id) is not None]
+    measured, judged, asked = cases[-1], cases[-1].judged, _scaled(cases, profile)
+
+    def refusal(a: str, *others: RunMetrics | None) -> str:
+        return next((unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike), "")
+
+    single = f"{RUN_PREFIX}1"
+    refused = {"scaling": refusal(single, asked.many), "same_bytes": refusal(single, *runs)}
+    refused |= {"speedup": refusal(BASELINE, judged), "consensus": refusal(BASELINE, *runs)}
+    further = [row for row in CHECKS if getattr(profile.targets, row.id) is not None]
     criteria, checks = (
-        tuple(judge(row, measured, refused.get(row.id, "")) for row in rows)
-        for rows in (CRITERIA, (*asked, *([SAME_BYTES] if many else [])))
+        tuple(judge(row, asked if row is SCALING else measured, refused.get(row.id, "")) for row in rows)
+        for rows in (CRITERIA, (*further, *([SAME_BYTES] if measured.many else [])))
     )
     found = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     series = charts(raw, judged, None if found is None else found[1], profile)
@@ -63,7 +67,11 @@ def build_report(out: Path, profile: Profile) -> Report:
         runs=runs,
         baseline=measured.baseline,
         scaling=tuple(case.scaling for case in cases if case.scaling is not None),
-        scaling_criteria=tuple(judge(SCALING, case) for case in cases if case.scaling is not None),
+        scaling_criteria=tuple(
+            judge(SCALING if case is asked else replace(SCALING, title=f"Scaling on {scaled.num_gpus} devices"), case)
+            for case in cases
+            if (scaled := case.scaling) is not None
+        ),
         comparisons=measured.comparisons,
         criteria=criteria,
         checks=checks,
@@ -102,8 +110,15 @@ def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], tuple[RunM
     for many in on_many:
         apart = single is not None and many is not None and unlike.get((single.name, many.name))
         scaled = None if apart else scaling_metrics(single, many)
-        cases.append(Measured(profile, single, many, baseline, scaled, like, overhead))
+        cases.append(Measured(profile, single, many, baseline, scaled, like, overhead, runs))
     return cases, runs, unlike
+
+
+def _scaled(cases: Sequence[Measured], profile: Profile) -> Measured:
+    """The case whose scaling is the criterion: two devices where the profile says so, else most with a band."""
+    wanted = {2} if profile.targets.scaling else set(map(int, profile.scaling_bands))
+    found = (case for case in reversed(cases) if case.many is not None and len(case.many.devices) in wanted)
+    return next(found, cases[-1])
 
 
 def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report.files import BASELINE, COMPARISON
+from virnuc_core.report.files import BASELINE, COMPARISON, RUN_PREFIX
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
 from virnuc_core.report.model import (
     BaselineMetrics,
@@ -38,6 +38,12 @@ class Measured:
     scaling: ScalingMetrics | None
     comparisons: tuple[Comparison, ...]
     overhead: OverheadMetrics | None = None
+    runs: tuple[RunMetrics, ...] = ()  # all of them, fewest devices first
+
+    @property
+    def pair(self) -> RunMetrics | None:
+        """The run on two devices."""
+        return next((run for run in self.runs if run.name == f"{RUN_PREFIX}2"), None)
 
     @property
     def judged(self) -> RunMetrics | None:
@@ -75,7 +81,7 @@ def two_device_time(measured: Measured) -> Finding:
 
 
 def _time(measured: Measured, devices: int) -> Finding:
-    run, profile = (measured.single, measured.many)[devices - 1], measured.profile
+    run, profile = (measured.single, measured.pair)[devices - 1], measured.profile
     target = (profile.targets.one_device_seconds, profile.targets.two_device_seconds)[devices - 1]
     if run is None:
         return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
@@ -108,7 +114,8 @@ def speedup(measured: Measured) -> Finding:
     run, baseline = measured.judged, measured.baseline
     if run is None or baseline is None:
         return Finding(absent="there was no run" if run is None else "the baseline was not run")
-    value = baseline.seconds / run.total_s if baseline.seconds and run.total_s else None
+    known = baseline.seconds and run.total_s and not run.stopped_at_limit
+    value = (baseline.seconds or 0.0) / (run.total_s or 1.0) if known else None
     problem = run.untimed
     # on fewer devices of that kind it may run: a handicap of its own algorithm
     same_kind = bool(run.devices) and set(baseline.models) == {short_name(device) for device in run.devices}
@@ -137,7 +144,7 @@ def consensus(measured: Measured) -> Finding:
     run, least = measured.judged, measured.profile.min_compared_chunks
     if run is None:
         return Finding(absent="there was no run")
-    names = [one.name for one in (measured.single, measured.many) if one is not None]
+    names = [one.name for one in measured.runs]
     against = [c for c in measured.comparisons if c.a == BASELINE]
     parts = {c.b: c.consensus for c in against if c.b in names and c.consensus is not None}
     values = [part.agreement for part in parts.values() if part.agreement is not None]
@@ -205,18 +212,19 @@ def device_time_spread(measured: Measured) -> Finding:
 
 
 def same_bytes(measured: Measured) -> Finding:
-    """result files and shards of the one-device run and the N-device run hold the same bytes (1 yes, 0 no)"""
-    runs = [run for run in (measured.many, measured.single) if run is not None]
-    names = {run.name for run in runs}
-    found = next((c.bitwise for c in measured.comparisons if {c.a, c.b} == names and c.bitwise is not None), None)
-    if found is None:
-        return Finding(absent="the two runs were not compared bit for bit")
-    samples, said = found.files_compared + found.shards_compared, "; ".join(found.differing)
-    if len({device.name for run in runs for device in run.devices}) > 1:
+    """result files and shards of the one-device run and of each N-device run hold the same bytes (1 yes, 0 no)"""
+    names = {run.name for run in measured.runs}
+    found = {c.b: c.bitwise for c in measured.comparisons if {c.a, c.b} <= names and c.bitwise is not None}
+    left = [run.name for run in measured.runs if run is not measured.single and run.name not in found]
+    if left or measured.single is None:
+        return Finding(absent=f"{', '.join(left)} not compared bit for bit with a run on one device")
+    samples = sum(one.files_compared + one.shards_compared for one in found.values())
+    said = "; ".join(f"{name}: {file}" for name, one in found.items() for file in one.differing)
+    if len({device.name for run in measured.runs for device in run.devices}) > 1:
         return Finding(None, samples, absent="devices of different models need not agree bit for bit")
     if not samples:
         return Finding(absent=said)
-    return Finding(1.0 if found.identical else 0.0, samples, note=said)
+    return Finding(1.0 if all(one.identical for one in found.values()) else 0.0, samples, note=said)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,7 +237,7 @@ class Row:
     unit: Literal["s", "x", "%", ""] = "%"
     target: str = ""  # the profile's, by name, where that is not the id
     samples_of: str = "reads"
-    run: Literal["single", "many", "judged"] = "judged"  # whose figures they are
+    run: Literal["single", "pair", "many", "judged"] = "judged"  # whose figures they are
     # what a run must be to say something: large enough (reads), and on the devices that are meant (speed)
     evidence: Literal["speed", "reads", ""] = "speed"
     raw: tuple[str, ...] = ("telemetry",)  # files; or "summary", "single" and "telemetry" of the run
@@ -244,7 +252,7 @@ SUMMARY: Final = ("summary",)
 SCALING: Final = Row(scaling, "PERF-03", "Scaling", "x", run="many", raw=("single", "summary"))
 CRITERIA: Final = (
     Row(one_device_time, "PERF-01", "Time on one device", "s", "one_device_seconds", run="single", raw=SUMMARY),
-    Row(two_device_time, "PERF-01", "Time on two devices", "s", "two_device_seconds", run="many", raw=SUMMARY),
+    Row(two_device_time, "PERF-01", "Time on two devices", "s", "two_device_seconds", run="pair", raw=SUMMARY),
     SCALING,
     Row(
         speedup,
@@ -292,7 +300,8 @@ def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
     value, reason = found.value, found.note
     verdict: Verdict = "not run"
     if target is None:
-        reason = found.note if found.failed else "the profile does not ask for it"
+        verdict = "not run" if value is None else "not asked"
+        reason = found.absent or found.problem or found.note if value is None else "the profile does not ask for it"
     elif found.failed:
         verdict = "fail"
     elif problem := found.absent or _no_evidence(row, run, case.profile) or found.problem:
@@ -336,7 +345,7 @@ def _target(row: Row, case: Measured) -> tuple[Target | None, str]:
     name = row.target or row.id
     asked: Target | None = getattr(case.profile.targets, name)
     devices = 2 if case.many is None else len(case.many.devices)
-    if row is not SCALING or (devices == 2 and asked is not None):
+    if row.find is not scaling or (devices == 2 and asked is not None):
         return asked, name
     band = case.profile.scaling_bands.get(str(devices))
     return (None if band is None else Target(op=">=", value=band[0])), f"scaling_bands.{devices}"

@@ -85,7 +85,7 @@ class RawFolder:
         return tuple(found)
 
 
-def run_names(out: Path) -> list[str]:
-    """The run directories of a validation, fewest devices first."""
-    folders = [folder.name.removeprefix(RUN_PREFIX) for folder in out.glob(f"{RUN_PREFIX}*") if folder.is_dir()]
-    return [f"{RUN_PREFIX}{number}" for number in sorted(filter(str.isdecimal, folders), key=int)]
+def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:
+    """The run directories of a validation, fewest devices first; with `devices-N.` those that repeat the run on N."""
+    folders = [folder.name.removeprefix(prefix) for folder in out.glob(f"{prefix}*") if folder.is_dir()]
+    return [f"{prefix}{number}" for number in sorted(filter(str.isdecimal, folders), key=int)]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from virnuc_core.profiles import Target
-from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, RunMetrics, Verdict
+from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, RunMetrics, ScalingMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
 from virnuc_core.telemetry.tables import OVERLAPPED
 
@@ -140,6 +140,13 @@ def overhead_text(found: OverheadMetrics | None) -> str:
     spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
     why = f"; {found.problem}" if found.problem else ""
     return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
+
+
+def runs_text(figure: ScalingMetrics) -> str:
+    """`one run`, or of how many the time is the median, and their spread: `median of 3 runs, 40.2 to 43.1 s`."""
+    times_s = figure.times_s
+    spread = f"{min(times_s):,.1f} to {max(times_s):,.1f} s"
+    return "one run" if len(times_s) == 1 else f"median of {len(times_s)} runs, {spread}"
 
 
 def answered_text(found: ApprovalState) -> str:

@@ -10,7 +10,7 @@ from typing import Final
 import pandas as pd
 
 from virnuc_core.profiles import Profile
-from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder
+from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import (
     BaselineMetrics,
     DeviceMetrics,
@@ -69,16 +69,19 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         return None
     summary, record = told or RunSummary(), made or RunRecord(fingerprints={})
     devices, flops = record.devices or summary.devices, summary.flops or ModelFlops()
-    total_s = None if summary.wall_s is None or summary.staging_s is None else summary.wall_s + summary.staging_s
-    resolved, measured = record.resolved.get("precision"), raw.telemetry(name, summary.telemetry)
+    repeats = (raw.read(RunSummary, repeat, SUMMARY) for repeat in run_names(raw.root, f"{name}."))
+    counts, *again = (_counts(one) for one in (summary, *repeats) if one is not None)
+    cut = summary.stopped_at_limit  # what lies there of its telemetry is of an earlier attempt
+    resolved, measured = record.resolved.get("precision"), None if cut else raw.telemetry(name, summary.telemetry)
     precision = resolved if isinstance(resolved, str) and resolved else None
     telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
-    counts = RunCounts(**{field: getattr(summary, field) for field in RunCounts.model_fields} | {"total_s": total_s})
     hours = device_hours = kwh = price = None
-    if counts.sequences_per_hour and counts.n_reads and total_s:  # speed and cost are of a run that did all its work
+    if (
+        counts.sequences_per_hour and counts.n_reads and counts.total_s
+    ):  # speed and cost are of a run that did all its work
         hours, millions = profile.projection_reads / counts.sequences_per_hour, counts.n_reads / 1e6
         if devices:
-            device_hours = len(devices) * total_s / 3600.0 / millions
+            device_hours = len(devices) * counts.total_s / 3600.0 / millions
             energy, asked = None if telemetry is None else telemetry.energy_kwh, profile.price_per_device_hour
             kwh = None if energy is None else energy / millions
             price = None if asked is None else device_hours * asked
@@ -87,6 +90,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         name=name,
         devices=devices,
         label=label(devices),
+        times_s=tuple(one.total_s for one in (counts, *again) if one.total_s and one.sequences_per_hour),
         stages={row: summary.stages[row] for row in ROWS if row in summary.stages},
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
@@ -98,6 +102,12 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         kwh_per_million=kwh,
         price_per_million=price,
     )
+
+
+def _counts(summary: RunSummary) -> RunCounts:
+    """What a run counted, and as its total the sum of its parts."""
+    total_s = None if summary.wall_s is None or summary.staging_s is None else summary.wall_s + summary.staging_s
+    return RunCounts(**{field: getattr(summary, field) for field in RunCounts.model_fields} | {"total_s": total_s})
 
 
 def telemetry_metrics(
@@ -238,14 +248,16 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
     if single is None or many is None or single.name == many.name or len(many.devices) < 2:
         return None
     same_work = (single.n_reads, single.n_rows) == (many.n_reads, many.n_rows)
-    if not same_work or single.resumed or many.resumed or not single.total_s or not many.total_s:
+    if not same_work or single.untimed or many.untimed:
         return None
-    speedup = single.total_s / many.total_s
+    time_s = median(many.times_s)
+    speedup = median(single.times_s) / time_s
     pairs = [(single.stages.get(stage), many.stages.get(stage)) for stage in ("ESM-2", "DNABERT-S")]
     esm2, dnabert_s = (one / other if one is not None and other else None for one, other in pairs)
     return ScalingMetrics(
         num_gpus=len(many.devices),
-        time_seconds=many.total_s,
+        time_seconds=time_s,
+        times_s=many.times_s,
         speedup=speedup,
         efficiency=speedup / len(many.devices),
         esm2_scaling=esm2,

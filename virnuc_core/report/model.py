@@ -15,7 +15,7 @@ from virnuc_core.validation import ApprovalRecord, Comparison
 
 SCHEMA_VERSION = 4
 
-Verdict = Literal["pass", "fail", "projected", "not run"]
+Verdict = Literal["pass", "fail", "projected", "not run", "not asked"]
 
 
 class Record(RunFile, extra="forbid"):
@@ -71,6 +71,7 @@ class RunMetrics(RunCounts):
     name: str
     devices: tuple[Device, ...]
     label: str  # "2x RTX 4090"
+    times_s: tuple[float, ...]  # total of this run and of each that repeats it, where it is whole
     stages: dict[str, float | None]  # seconds of the nine and the other parts; None: fused; absent: not measured
     shards_damaged: int  # found unreadable and computed again
     shards_on_less_memory: int  # computed with a part of the token budget
@@ -116,7 +117,8 @@ class ScalingMetrics(Record):
     """One device against N on the same work."""
 
     num_gpus: int
-    time_seconds: float
+    time_seconds: float  # the median of `times_s`
+    times_s: tuple[float, ...]
     speedup: float
     efficiency: float  # speedup / num_gpus
     esm2_scaling: float | None
@@ -319,16 +321,32 @@ class Report(Record):
         return self.losses[0]
 
     @property
-    def met(self) -> int:
-        """Criteria that passed."""
-        return sum(criterion.verdict == "pass" for criterion in self.criteria)
+    def asked(self) -> tuple[Criterion, ...]:
+        """The criteria and checks that the profile has a target for; the equality of bytes is asked by none."""
+        found = (*self.criteria, *self.checks)
+        return tuple(c for c in found if c.target is not None and c.id != "same_bytes")
 
     @property
-    def all_met(self) -> bool:
-        """Whether every criterion passed; never true of no criteria."""
-        return bool(self.criteria) and self.met == len(self.criteria)
+    def met(self) -> int:
+        """Criteria asked for that passed."""
+        return sum(criterion.verdict == "pass" for criterion in self.asked)
 
     @property
     def failed(self) -> tuple[Criterion, ...]:
-        """Criteria and checks that were measured and missed."""
-        return tuple(c for c in (*self.criteria, *self.checks) if c.verdict == "fail")
+        """Criteria, checks and bands that were measured and missed."""
+        found = (*self.criteria, *self.checks, *(c for c in self.scaling_criteria if c not in self.criteria))
+        return tuple(c for c in found if c.verdict == "fail")
+
+    @property
+    def missed(self) -> tuple[str, ...]:
+        """All that fails the validation: titles of criteria, the regression, and runs that were cut off."""
+        worse = self.regression is not None and self.regression.verdict == "fail" and self.regression.reason
+        cut = (f"time limit on {run.label}" for run in self.runs if run.stopped_at_limit)
+        return (*(c.title for c in self.failed), *cut, *([f"regression ({worse})"] if worse else []))
+
+    @property
+    def outcome(self) -> Literal["passed", "failed", "not judged"]:
+        """Passed: all that the profile asks for, and nothing that fails it; never true of nothing."""
+        if self.missed:
+            return "failed"
+        return "passed" if self.asked and self.met == len(self.asked) else "not judged"

@@ -1,8 +1,8 @@
 """Is this run worse than the last one like it? A history of runs, one JSON line each.
 
-Like is compared with like: same profile, devices, precision, reads and weights. Over 10 % worse in a metric's own
-direction fails. When the newest run of the profile on these devices was made with other reads or weights, the earlier
-figures are stale and say nothing.
+Like is compared with like: same profile, devices, precision, reads and weights. Worse in a metric's own direction by
+more than the profile allows (10 %) fails. When the newest run of the profile on these devices was made with other reads
+or weights, the earlier figures are stale and say nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from virnuc_core.rundir import storing, whole_file
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
-WORSE: Final = 0.10
 SERIES: Final = ("profile", "devices", "precision")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # whether more is better
@@ -43,6 +42,7 @@ class HistoryEntry(HistoryPoint):
     gpu_utilisation: float | None
     packing_efficiency: float | None
     criteria_met: int
+    regression_percent: float = 10.0  # the profile's limit
 
     def same(self, other: HistoryEntry, fields: Sequence[str]) -> bool:
         """Whether two runs have these fields in common."""
@@ -58,9 +58,9 @@ class RegressionFile(Record):
 
 
 def entry_of(report: Report) -> HistoryEntry | None:
-    """The history line of a report; `None` when there was no run, or one that was resumed."""
+    """The history line of a report; `None` when there was no run, or one that was resumed or cut off."""
     run, made = report.run, report.provenance
-    if run is None or run.resumed or run.n_reads is None:
+    if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None:
         return None
     names, values = sorted(device.name for device in run.devices), {one.id: one.value for one in report.criteria}
     return HistoryEntry(
@@ -77,6 +77,7 @@ def entry_of(report: Report) -> HistoryEntry | None:
         packing_efficiency=values.get("packing"),
         total_s=run.total_s,
         criteria_met=report.met,
+        regression_percent=report.profile.regression_percent,
     )
 
 
@@ -154,11 +155,11 @@ def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
         change = (now - was) / was if was is not None and now is not None and was > 0 else None
         verdict: Verdict = "not run"
         if change is not None:
-            verdict = "fail" if (-change if higher else change) > WORSE else "pass"
+            verdict = "fail" if 100 * (-change if higher else change) > entry.regression_percent else "pass"
         metrics.append(RegressionMetric(name=name, before=was, now=now, change=change, verdict=verdict))
     worse = [metric.name for metric in metrics if metric.verdict == "fail"]
     judged = any(metric.verdict != "not run" for metric in metrics)
-    reason = f"over {100 * WORSE:g} % worse in {', '.join(worse)}" if worse else ""
+    reason = f"over {entry.regression_percent:g} % worse in {', '.join(worse)}" if worse else ""
     return Regression(
         verdict="fail" if worse else "pass" if judged else "not run",
         reason=reason if judged else "no metric was measured in both runs",

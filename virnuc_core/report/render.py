@@ -52,11 +52,13 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
     With `history`, the run is first held against the earlier runs in that file, and added to it.
     """
     report = build_report(out, profile)
-    if history is not None and (entry := entry_of(report)) is not None:
-        append_history(history, entry)  # first: what is broken there is set aside, and told once
-        last = tuple(earlier(read_history(history), entry)[-100:])
-        compared = RegressionFile(entry=entry, history=last)
-        write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
+    if history is not None:
+        (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run
+        if (entry := entry_of(report)) is not None:
+            append_history(history, entry)  # first: what is broken there is set aside, and told once
+            last = tuple(earlier(read_history(history), entry)[-100:])
+            compared = RegressionFile(entry=entry, history=last)
+            write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
         report = build_report(out, profile)
     _write(out, render(report))
     return report
@@ -155,7 +157,7 @@ def stage_results(report: Report) -> list[dict[str, Any]]:
             "avg_time_per_sequence_ms": 1000.0 * seconds / sequences,
         }
         for stage, seconds in (run.stages if run else {}).items()
-        if seconds is not None and (sequences := counted[stage])
+        if seconds is not None and (sequences := counted.get(stage))
     ]
 
 

@@ -136,7 +136,8 @@ def verify_report(out: Path) -> Verification:
     if (out / REGRESSION).is_file() and (entry := entry_of(fresh)) is not None:
         with found.noting():
             found.same(f"{REGRESSION}: entry", read(out / REGRESSION, RegressionFile).entry, entry)
-    for name in run_names(out):
+    names = run_names(out)
+    for name in (*names, *(again for one in names for again in run_names(out, f"{one}."))):
         with found.noting():
             _run(found, raw, name)
     with found.noting():

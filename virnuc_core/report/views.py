@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any, Final
 
 from virnuc_core.profiles import Target
@@ -18,6 +19,7 @@ from virnuc_core.report.formatting import (
     number,
     overhead_text,
     percent,
+    runs_text,
     shown,
     stage_text,
     target_text,
@@ -76,6 +78,14 @@ def warnings(report: Report) -> tuple[str, ...]:
     return (*report.warnings, *([too_old] if report.approval and report.approval.of_earlier_run else []))
 
 
+def met_sentence(report: Report) -> str:
+    """`6 of 7 asked criteria met`, what was missed, and what could not be judged: that first where nothing failed."""
+    left = ", ".join(c.title for c in report.asked if c.verdict in ("not run", "projected"))
+    said = [f"{report.met} of {len(report.asked)} asked criteria met", f"not met: {', '.join(report.missed)}"]
+    said = [*said[: 2 if report.missed else 1], *([f"not judged here: {left}"] if left or not report.asked else [])]
+    return "; ".join(reversed(said) if report.outcome == "not judged" else said)
+
+
 def baseline_title(report: Report) -> str:
     """`v1.0` or `vanilla`."""
     name = report.baseline.name if report.baseline else report.profile.baseline.name
@@ -84,10 +94,25 @@ def baseline_title(report: Report) -> str:
 
 def curve(report: Report) -> tuple[ScalingMetrics, ...]:
     """The scaling, with one device first where that ran from beginning to end: what several are held against."""
-    alone_s = report.single.total_s if report.single and not report.single.resumed else None
+    times_s = report.single.times_s if report.single and not report.single.untimed else ()
     speed: dict[str, Any] = {"speedup": 1.0, "efficiency": 1.0, "esm2_scaling": None, "dnabert_scaling": None}
-    alone = [ScalingMetrics(num_gpus=1, time_seconds=alone_s, super_linear=False, **speed)] if alone_s else []
+    speed |= {"num_gpus": 1, "times_s": times_s, "super_linear": False}
+    alone = [ScalingMetrics(time_seconds=median(times_s), **speed)] if times_s else []
     return (*alone, *report.scaling)
+
+
+def scaling_of(report: Report, found: Criterion) -> ScalingMetrics | None:
+    """The figure that a criterion speaks of; `None` where there is none."""
+    figures = zip(report.scaling, report.scaling_criteria, strict=True)
+    return next((figure for figure, judged in figures if judged == found), None)
+
+
+def skipped(report: Report) -> dict[int, str]:
+    """Numbers of devices of which there is no figure: those that were not here for a band, and runs without a time."""
+    here = max((len(run.devices) for run in report.runs), default=0)
+    bands = sorted(map(int, report.profile.scaling_bands))
+    why = {len(run.devices): run.untimed for run in report.runs if run.untimed}
+    return why | {count: f"there were {here} devices" for count in bands if count > here > 0}
 
 
 def share_of(target: Target | None, devices: int) -> Target | None:
@@ -155,6 +180,7 @@ def scaling(report: Report) -> Table:
         return {
             "GPUs": n,
             "Time": number(figure.time_seconds, 1, " s"),
+            "Runs": runs_text(figure),
             "Speedup": number(figure.speedup, 2, "x", target=target),
             "Efficiency": number(figure.efficiency, 1, "%", 100, share_of(target, n)),
             "ESM-2": number(figure.esm2_scaling, 2, "x"),
@@ -164,7 +190,11 @@ def scaling(report: Report) -> Table:
             "Why": found.reason if found else "",
         }
 
-    return Table(map(row, curve(report)))
+    rows = [row(figure) for figure in curve(report)]
+    left = [
+        {"GPUs": count, "Verdict": Mark("not run"), "Why": f"skipped: {why}"} for count, why in skipped(report).items()
+    ]
+    return Table(dict.fromkeys(rows[0] if rows else ()) | one for one in (*rows, *left))
 
 
 def _telemetry(report: Report) -> tuple[Section, ...]:

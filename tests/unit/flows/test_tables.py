@@ -7,10 +7,11 @@ from typing import Any
 
 from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
-from tasks.validate import met_sentence, rows_of, shares_of_time
-from virnuc_core.profiles import Target
+from tasks.validate import rows_of, shares_of_time
+from virnuc_core.profiles import Target, load_profile
+from virnuc_core.report.formatting import runs_text
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.views import agreements, criteria, scaling
+from virnuc_core.report.views import agreements, criteria, met_sentence, scaling
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BitwiseEquality, Comparison, LabelAgreement
@@ -50,7 +51,7 @@ def criterion(**changes: Any) -> Criterion:
 def report(*criteria: Criterion, **parts: Any) -> Report:
     """A report of some criteria; what is not named is absent."""
     fields: dict[str, Any] = dict.fromkeys(Report.model_fields)
-    fields |= {"scaling": (), "comparisons": (), "checks": (), "criteria": criteria}
+    fields |= {"scaling": (), "comparisons": (), "checks": (), "criteria": criteria, "scaling_criteria": (), "runs": ()}
     return Report.model_construct(**(fields | parts))
 
 
@@ -94,16 +95,20 @@ def test_the_ui_rounds_no_figure_across_its_target() -> None:
 def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged() -> None:
     passed, missed = criterion(title="Scaling", verdict="pass"), criterion()
     skipped = criterion(title="Time", verdict="not run")
-    assert met_sentence(report(passed)) == "1 of 1 criteria met"
+    unasked = criterion(title="Speed", verdict="not asked", target=None)
+    assert met_sentence(report(passed, unasked)) == "1 of 1 asked criteria met"
     assert met_sentence(report(passed, missed, skipped)) == (
-        "1 of 3 criteria met; not met: Packing efficiency; 1 not judged here"
+        "1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time"
     )
+    assert met_sentence(report(passed, skipped)) == "not judged here: Time; 1 of 2 asked criteria met"
+    assert report().outcome == report(unasked).outcome == "not judged"
 
 
 def test_scaling_and_comparisons() -> None:
     figure = ScalingMetrics(
         num_gpus=2,
         time_seconds=2025.0,
+        times_s=(2025.0,),
         speedup=1.58,
         efficiency=0.79,
         esm2_scaling=1.87,
@@ -111,7 +116,9 @@ def test_scaling_and_comparisons() -> None:
         super_linear=False,
     )
     judged = criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9))
-    (row,) = rows_of(scaling(report(scaling=(figure,), scaling_criteria=(judged,))))
+    (row,) = rows_of(scaling(report(scaling=(figure,), scaling_criteria=(judged,), profile=load_profile("ci-smoke"))))
+    assert row["Runs"] == "one run", "which a figure of one run says"
+    assert runs_text(figure.model_copy(update={"times_s": (41.0, 40.2, 43.1)})) == "median of 3 runs, 40.2 to 43.1 s"
     assert [row[name] for name in ("Time", "Speedup", "Efficiency", "DNABERT-S")] == [
         "2,025.0 s",
         "1.58x",

@@ -14,6 +14,9 @@ from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import SCALING, Finding, Measured, judge
 from virnuc_core.report.model import Criterion, Report
+from virnuc_core.report.regression import entry_of
+from virnuc_core.report.render import fill
+from virnuc_core.report.views import curve, met_sentence
 
 from .validate_directory import Recipe, build, edit_json, write_json
 
@@ -53,7 +56,7 @@ def test_nothing_measured_passes_nothing(tmp_path: Path, name: str) -> None:
     report = build_report(tmp_path, load_profile(name))
     assert {c.verdict for c in report.criteria} == {"not run"}
     assert all(c.reason for c in report.criteria)
-    assert not report.all_met
+    assert report.outcome == "not judged"
     assert report.failed == ()
 
 
@@ -62,8 +65,10 @@ def test_the_smoke_profile_asks_for_correctness_only(tmp_path: Path) -> None:
     report = build_report(tmp_path, profile)
     verdicts = {c.id: c.verdict for c in report.criteria}
     assert verdicts.pop("consensus") == "pass"
-    assert set(verdicts.values()) == {"not run"}
+    assert verdicts.pop("gpu_utilisation") == "not run", "it could not be measured"
+    assert set(verdicts.values()) == {"not asked"}, "it was measured, and is shown"
     assert by_id(report)["same_bytes"].verdict == "pass"
+    assert (report.outcome, report.met, len(report.asked)) == ("passed", 1, 1)
     assert any("asks for no performance" in note for note in report.notes)
 
 
@@ -207,7 +212,83 @@ def test_a_run_ended_at_the_limit_fails(copied: tuple[Path, Profile]) -> None:
     verdicts = by_id(build_report(out, profile))
     assert verdicts["two_device_time"].verdict == "fail"
     assert "limit of 3600 s" in verdicts["two_device_time"].reason
-    assert verdicts["scaling"].verdict == "not run"
+    assert verdicts["scaling"].verdict == verdicts["speedup"].verdict == "not run"
+
+
+def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    for name in ("devices-1", "devices-2"):
+        edit_json(out / name / "summary.json", lambda b: b.update(stopped_at_limit=True, wall_s=0.4, total_s=5.4))
+    report = build_report(out, profile.model_copy(update={"price_per_device_hour": 1.0}))
+    assert {identity: by_id(report)[identity].value for identity in ("scaling", "speedup", "packing")} == {
+        "scaling": None,
+        "speedup": None,
+        "packing": None,
+    }
+    for run in report.runs:
+        derived = (
+            "sequences_per_hour",
+            "hours_projected",
+            "device_hours_per_million",
+            "kwh_per_million",
+            "price_per_million",
+        )
+        assert {getattr(run, name) for name in derived} == {None}
+    assert (report.scaling, curve(report)) == ((), ())
+    assert entry_of(report) is None, "it is no history either"
+    assert report.outcome == "failed"
+    no_times = profile.targets.model_copy(update={"one_device_seconds": None, "two_device_seconds": None})
+    unasked = build_report(out, profile.model_copy(update={"targets": no_times}))
+    assert unasked.missed == ("time limit on 1x RTX 4090", "time limit on 2x RTX 4090")
+
+
+def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path: Path) -> None:
+    profile = build(tmp_path, Recipe(devices=4, shards=16, between=(2,)))
+    report = build_report(tmp_path, profile)
+    found = by_id(report)
+    assert [run.name for run in report.runs] == ["devices-1", "devices-2", "devices-4"]
+    assert (found["two_device_time"].device, found["two_device_time"].verdict) == ("2x RTX 4090", "pass")
+    assert found["two_device_time"].raw == ("devices-2/summary.json",)
+    assert (found["scaling"].device, found["scaling"].profile_line) == ("2x RTX 4090", "scaling: >= 1.9")
+    assert [(c.title, c.device) for c in report.scaling_criteria] == [
+        ("Scaling", "2x RTX 4090"),
+        ("Scaling on 4 devices", "4x RTX 4090"),
+    ]
+    assert found["speedup"].device == "4x RTX 4090"
+    page = fill("report.txt.j2", report)
+    for said in ("2x RTX 4090:  ", "Scaling on 4 devices:"):
+        assert said in page, page
+    slow = profile.model_copy(update={"scaling_bands": {"4": (3.99, 4.0)}})
+    missed = build_report(tmp_path, slow)
+    assert by_id(missed)["scaling"].verdict == found["scaling"].verdict
+    assert "Scaling on 4 devices" in missed.missed, "a band that is missed fails, whatever the two-device run did"
+    path = tmp_path / "devices-2" / "prediction_results_highestscore.csv"
+    path.write_text(path.read_text(encoding="utf-8").replace("\tTrue\t", "\tFalse\t"), encoding="utf-8")
+    compare_runs(tmp_path, ("devices-1", "devices-2", "devices-4"), tolerance=0.01, subset=False)
+    assert by_id(build_report(tmp_path, profile))["same_bytes"].verdict == "fail", "the run between counts, too"
+
+
+def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Path) -> None:
+    profile = load_profile("production-6m").model_copy(update={"min_reads": 1, "min_compared_chunks": 1})
+    build(tmp_path, Recipe(), profile)
+    report = build_report(tmp_path, profile)
+    assert {c.id for c in report.asked} == {
+        name.replace("packing_efficiency", "packing").replace("seconds", "time").replace("_agreement", "")
+        for name in profile.targets.model_dump(exclude_none=True)
+    }
+    assert by_id(report)["one_device_time"].verdict == "not asked"
+    assert report.outcome == "failed", "scaling is 1.8 here"
+    assert met_sentence(report) == (
+        "6 of 9 asked criteria met; not met: Scaling; not judged here: Time on two devices, Checkpoint overhead"
+    )
+
+
+def test_on_other_hardware_no_performance_is_judged_and_that_is_no_success(tmp_path: Path) -> None:
+    profile = build(tmp_path, Recipe(gpu="NVIDIA H200"), load_profile("phase10-1m"))
+    report = build_report(tmp_path, profile.model_copy(update={"min_compared_chunks": 1}))
+    assert report.outcome == "not judged"
+    assert met_sentence(report).startswith("not judged here: Time on one device, ")
+    assert met_sentence(report).endswith("; 1 of 7 asked criteria met")
 
 
 def test_a_scaled_baseline_is_marked(tmp_path: Path) -> None:
@@ -307,8 +388,7 @@ def test_four_devices_are_judged_by_their_band(tmp_path: Path) -> None:
     two = by_id(build_report(tmp_path, load_profile("phase10-1m").model_copy(update={"min_reads": 1})))[
         "two_device_time"
     ]
-    assert two.verdict == "not run"
-    assert "4 devices" in two.reason
+    assert (two.verdict, two.reason) == ("not run", "there was no run on 2 devices")
 
 
 def test_one_device_alone_is_judged_on_what_it_shows(tmp_path: Path) -> None:
@@ -353,8 +433,8 @@ def test_all_criteria_can_be_met(tmp_path: Path) -> None:
     profile = build(tmp_path)
     edit_json(tmp_path / "devices-1" / "summary.json", lambda b: b.update(wall_s=80.0, total_s=85.0))
     report = build_report(tmp_path, profile)
-    assert report.all_met
-    assert report.met == len(report.criteria) == 7
+    assert report.outcome == "passed"
+    assert report.met == len(report.asked) == len(report.criteria) == 7
 
 
 def test_a_target_on_the_line_is_met_or_missed_by_its_sign() -> None:

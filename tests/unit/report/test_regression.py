@@ -64,6 +64,7 @@ def test_ten_percent_worse_fails_in_each_metrics_own_direction(changes: dict[str
     assert found.verdict == verdict
     if verdict == "fail":
         assert next(iter(changes)) in found.reason
+        assert check([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", "the limit is the profile's"
 
 
 @pytest.mark.parametrize("key", ["profile", "devices", "precision"])
@@ -159,6 +160,13 @@ def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp
     assert "total_s" in report.regression.reason
     assert [point.total_s for point in report.history] == [20.0, 44.0]
     assert len(read_history(history)) == 2
+    assert report.outcome == "failed"
+    assert any("regression (over 10 % worse in " in what for what in report.missed)
+    page = (out / "report" / "report.txt").read_text(encoding="utf-8")
+    assert "not met: regression (over 10 % worse in" in page
+    assert "[FAIL] over 10 % worse in" in page
+    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
+    assert write_report(out, profile, history).regression is None, "what was compared then is not this run"
 
 
 def test_a_resumed_run_is_no_history(copied: tuple[Path, Profile]) -> None:
@@ -184,11 +192,13 @@ def test_the_command_shows_each_run_against_the_one_before(
     history, chart = tmp_path / "history.jsonl", tmp_path / "trend.svg"
     for one in (OLD, entry("2026-03-03", total_s=90.0, tokens_per_s=0.5 * (OLD.tokens_per_s or 0))):
         append_history(history, one)
-    assert main(["history", str(history), "--chart", str(chart)]) == 0
+    assert main(["history", str(history), "--chart", str(chart)]) == main(["history", str(history)]) == 5
     said = capsys.readouterr().out
     assert "-50.0 %" in said
     assert "fail: over 10 % worse in tokens_per_s" in said
     assert chart.read_text(encoding="utf-8").startswith("<?xml")
+    append_history(history, entry("2026-03-04", total_s=90.0))
+    assert main(["history", str(history)]) == 0, "the newest is what counts"
     lonely = tmp_path / "one.jsonl"
     append_history(lonely, OLD)
     assert main(["history", str(lonely), "--chart", str(tmp_path / "none.svg")]) == 1

@@ -39,6 +39,7 @@ class Recipe:
 
     gpu: str | None = "NVIDIA GeForce RTX 4090"  # None: CPU cores
     devices: int = 2
+    between: tuple[int, ...] = ()  # further runs, on fewer devices than all
     reads: int = 300
     shards: int = 12
     utilisation: tuple[float, ...] = (92.0, 95.0)
@@ -60,7 +61,7 @@ def build(out: Path, recipe: Recipe | None = None, profile: Profile | None = Non
         asked = profile.baseline.model_copy(update={"reads": recipe.baseline_reads})
         profile = profile.model_copy(update={"baseline": asked})
     rows = result_rows(recipe)
-    names = ["devices-1"] if recipe.devices == 1 else ["devices-1", f"devices-{recipe.devices}"]
+    names = [f"devices-{count}" for count in sorted({1, *recipe.between, recipe.devices})]
     for name in names:
         build_run(out, name, recipe, rows, count=int(name.split("-")[1]), window_s=profile.window_s)
     build_baseline(out, recipe, rows)

@@ -1,0 +1,134 @@
+"""A verdict that was missed is seen wherever somebody looks: state, event, page, history and exit code."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tasks.validate
+from flows.cli import main
+from flows.validate import scale, validate
+from virnuc_core.engine import devices
+from virnuc_core.report.regression import read_history
+from virnuc_core.report.render import read_report
+from virnuc_core.report.verify import verify_report
+from virnuc_core.runfiles import Device
+
+pytestmark = pytest.mark.usefixtures("prefect_backend")
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
+    """What is sent about verdicts: payload by event."""
+    sent: dict[str, dict[str, Any]] = {}
+
+    def emit(event: str, _resource: str, _name: str, payload: dict[str, Any]) -> None:
+        sent[event] = payload
+
+    monkeypatch.setattr(tasks.validate, "emit", emit)
+    return sent
+
+
+def write_profile(path: Path, targets: str, *, bands: str = "", names: str = '""') -> str:
+    """A profile; its targets are meant for any device, CPU cores too, unless `names` says otherwise."""
+    baseline = '[baseline]\nname = "vanilla"\nreads = 10\n'
+    parts = f"{baseline}[targets]\n{targets}\n[scaling_bands]\n{bands}\n"
+    path.write_text(f'name = "{path.stem}"\ntitle = "Of a test"\ndevice_names = [{names}]\n{parts}')
+    return str(path)
+
+
+AGREEMENT = 'consensus_agreement = { op = ">=", value = 99.0 }\n'
+QUICK = 'one_device_seconds = { op = "<", value = 9e9 }\n'
+
+
+def test_nothing_judged_is_no_success(
+    tmp_path: Path, few_reads: Path, models: Path, events: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    foreign = write_profile(tmp_path / "foreign.toml", AGREEMENT + QUICK, names='"RTX 4090"')
+    given = ["--reads", few_reads, "--models", models, "--devices", "cpu:1", "--out", tmp_path / "out"]
+    assert main(["validate", "--profile", foreign, *map(str, given)]) == 7
+    said = capsys.readouterr().out
+    assert "OVERALL: 1 of 2 asked criteria met\n" in said
+    assert "\nnot judged here: Time on one device; 1 of 2 asked criteria met\n" in said
+    assert {event for event in events if event.startswith("validation")} == {"validation.not-judged"}
+    met = write_profile(tmp_path / "met.toml", AGREEMENT)
+    assert main(["validate", "--profile", met, *map(str, given)]) == 0  # the same runs, judged by another profile
+    assert "OVERALL: ALL CRITERIA MET: 1 of 1 asked criteria met\n" in capsys.readouterr().out
+    assert events["validation.passed"]["asked"] == 1
+
+
+@pytest.mark.slow
+def test_each_forced_run_is_a_line_of_history_and_a_regression_fails(
+    tmp_path: Path, few_reads: Path, models: Path, events: dict[str, Any]
+) -> None:
+    history = tmp_path / "virnuc-history.jsonl"
+    given = {"reads": [str(few_reads)], "out": tmp_path / "out", "models": models, "devices": "cpu:1"}
+    given |= {"profile": write_profile(tmp_path / "nightly.toml", AGREEMENT), "force": True, "fail_on_criteria": False}
+    for count in (1, 2):
+        validate(**given, return_state=True)
+        assert len(read_history(history)) == count
+    lines = [json.loads(line) for line in history.read_text(encoding="utf-8").splitlines()]
+    assert len({line["created"] for line in lines}) == 2
+    lines[-1] |= {"total_s": lines[-1]["total_s"] / 100}  # as if it had been much faster
+    history.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    state = validate(**given, return_state=True)
+    assert (state.type.value, state.name) == ("COMPLETED", "Criteria not met")
+    assert "not met: regression (over 10 % worse in total_s" in (state.message or "")
+    assert events["regression.fail"]["verdict"] == "fail"
+    assert "regression (over 10 % worse in total_s" in events["validation.failed"]["failed"][0]
+    report = read_report(tmp_path / "out" / "report" / "report.json")
+    assert report.regression is not None
+    assert report.regression.verdict == "fail"
+    assert verify_report(tmp_path / "out").ok
+    assert main(["history", str(history)]) == 5
+    assert len(read_history(history)) == 3
+
+
+@pytest.mark.slow
+def test_scale_fails_below_its_band_and_repeats_tell_their_spread(
+    tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"reads": [str(few_reads)], "out": tmp_path / "out", "models": models, "devices": "cpu:2"}
+    given |= {"profile": write_profile(tmp_path / "steep.toml", "", bands="2 = [1000, 2000]\n8 = [6, 8]")}
+    state = scale(**given, repeats=2, return_state=True)
+    assert (state.type.value, state.name) == ("FAILED", "Criteria not met")
+    assert "%), median of 2 runs, " in (state.message or "")
+    assert "8 devices: skipped, there were 2 devices; not met: Scaling" in (state.message or "")
+    assert not (tmp_path / "out" / "devices-2.2" / "embeddings.h5").exists()
+    assert verify_report(tmp_path / "out").ok
+    words = [str(word) for name, word in given.items() if name != "reads" for word in (f"--{name}", word)]
+    assert main(["scale", "--reads", str(few_reads), *words, "--repeats", "2"]) == 5
+    assert "nothing had to be computed" in capsys.readouterr().out
+    state = scale(**given, force=True, fail_on_criteria=False, return_state=True)
+    assert (state.type.value, state.name) == ("COMPLETED", "Criteria not met")
+    assert "%), one run; " in (state.message or ""), "repeats of an earlier scale are not of this one"
+
+
+@pytest.mark.slow
+def test_four_devices_are_run_as_one_two_and_all(
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cores = devices._cores(1)
+
+    def four(count: int) -> tuple[Device, ...]:
+        """As on a machine of four cores, whatever this one has."""
+        return tuple(cores[0].model_copy(update={"id": f"cpu-core-{number}"}) for number in range(count))
+
+    monkeypatch.setattr(devices, "_cores", four)
+    pair = 'two_device_seconds = { op = "<", value = 9e9 }\nscaling = { op = ">", value = 0 }\n'
+    given = {"reads": [str(few_reads)], "out": tmp_path / "out", "models": models, "devices": "cpu:4"}
+    state = validate(
+        **given, profile=write_profile(tmp_path / "four.toml", pair, bands="4 = [0, 4]"), return_state=True
+    )
+    assert (state.message or "").startswith("2 of 2 asked criteria met"), state.message
+    report = read_report(tmp_path / "out" / "report" / "report.json")
+    assert [run.name for run in report.runs] == ["devices-1", "devices-2", "devices-4"]
+    found = {criterion.id: criterion for criterion in report.criteria}
+    assert found["two_device_time"].raw == ("devices-2/summary.json",)
+    assert [figure.num_gpus for figure in report.scaling] == [2, 4]
+    page = (tmp_path / "out" / "report" / "report.txt").read_text(encoding="utf-8")
+    assert "Scaling on 4 devices:" in page
+    assert verify_report(tmp_path / "out").ok
