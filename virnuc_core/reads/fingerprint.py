@@ -28,6 +28,7 @@ from virnuc_core.reads.fast_parser import Part, ReadBatch, within
 Words = NDArray[np.uint64]
 
 BUCKET: Final = 1 << 21  # digests looked for repeats at a time, about
+_FEWEST: Final = 3  # rounded up to a power of two
 _READ_AT_ONCE: Final = 1 << 17  # digests
 LONGEST: Final = 1024  # bytes; longer strings are digested one by one
 _LEAF_READS: Final = np.uint64(64)  # on average
@@ -142,18 +143,13 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
         ends_leaf = part.last and bool(id_digests[0, 0] % _LEAF_READS == 0)
         head = (about[0], batch.bases.data, *about[1:])
         return Leaves(head, b"" if ends_leaf else None, (b"",) * 4, part)
-    ends = (np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1).tolist()
-    if not ends:
-        return Leaves(_content(batch, 0, len(batch)), None, ())
-    hashes = b"".join(_Leaf(_content(batch, low, high)).digest() for low, high in pairwise(ends))
-    return Leaves(_content(batch, 0, ends[0]), hashes, _content(batch, ends[-1], len(batch)))
-
-
-def _content(batch: ReadBatch, low: int, high: int) -> tuple[bytes, ...]:
-    """What is hashed of reads `low` to `high`: ids, bases, and their lengths."""
-    ids, bases = batch.ids.offsets[low : high + 1], batch.bases.offsets[low : high + 1]
-    lengths = (np.diff(offsets).astype("<i8").tobytes() for offsets in (ids, bases))
-    return (batch.ids.data[ids[0] : ids[-1]], batch.bases.data[bases[0] : bases[-1]], *lengths)
+    edges = np.concatenate([[0], np.flatnonzero(id_digests[:, 0] % _LEAF_READS == 0) + 1, [len(batch)]])
+    columns = [(strings.data, strings.offsets[edges]) for strings in (batch.ids, batch.bases)]
+    columns += [(strings.lengths.astype("<i8").tobytes(), 8 * edges) for strings in (batch.ids, batch.bases)]
+    head, *others = zip(*([data[a:b] for a, b in pairwise(at.tolist())] for data, at in columns), strict=True)
+    if not others:
+        return Leaves(head, None, ())
+    return Leaves(head, b"".join(_Leaf(content).digest() for content in others[:-1]), others[-1])
 
 
 class _Leaf:
@@ -236,8 +232,8 @@ class Bucket:
 
     @classmethod
     def all_of(cls, digests: Column) -> list[Bucket]:
-        """All buckets of a column; every digest is in one."""
-        buckets = 1 << max(0, -(-len(digests) // BUCKET) - 1).bit_length()
+        """All buckets of a column, a few at least, so that all workers have some; every digest is in one."""
+        buckets = 1 << max(_FEWEST, -(-len(digests) // BUCKET) - 1).bit_length()
         return [cls(digests, number, buckets) for number in range(buckets)]
 
     def records(self) -> Iterator[tuple[NDArray[np.uint64], bool]]:

@@ -371,5 +371,5 @@ def _kept(letters: NDArray[np.uint8], offsets: NDArray[np.int64], keep: NDArray[
     """The sequences that are kept, end to end; neighbours are copied in one piece."""
     if keep.all():
         return letters
-    at = offsets[np.flatnonzero(np.diff(keep, prepend=False, append=False))].tolist()
-    return np.concatenate([np.empty(0, np.uint8), *(letters[a:b] for a, b in zip(at[::2], at[1::2], strict=True))])
+    at, data = offsets[np.flatnonzero(np.diff(keep, prepend=False, append=False))].tolist(), letters.tobytes()
+    return np.frombuffer(b"".join([data[a:b] for a, b in zip(at[::2], at[1::2], strict=True)]), np.uint8)

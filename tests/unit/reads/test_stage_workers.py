@@ -291,7 +291,7 @@ def test_few_items_are_drawn_ahead(count: int, nbytes: int) -> None:
     with Workers(count) as workers:
         for done, _ in enumerate(workers.map(abs, items, lambda _: nbytes), 1):
             drawn = 40 - items.__length_hint__()
-            assert drawn <= done + (2 if nbytes else 6 * (count - 1) + 1)
+            assert drawn <= done + (2 if nbytes else 16 * (count - 1) + 1)
 
 
 @pytest.mark.parametrize("workers", [1, 2])
