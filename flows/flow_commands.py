@@ -13,6 +13,7 @@ from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSett
 from flows.start import Ending, prepare_prefect, say, starts
 from virnuc_core.config import Attention, Precision, Spec
 from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.profiles import Profile
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -55,8 +56,33 @@ class MeasureSettings(RunSettings):
 class ValidateSettings(MeasureSettings):
     """Does this machine, with these weights, meet the profile?"""
 
+    baseline_results: Path | None = Field(
+        None, description="the baseline's result files of an earlier run over these reads, or their directory"
+    )
+    baseline_seconds: float | None = Field(None, gt=0, description="that run's time, with --baseline-device")
+    baseline_device: str | None = Field(None, description="what that run was on: 2x RTX 4090", pattern=r"^[1-9]\d*x \S")
     approval: bool = Field(False, description="pause after the report until a reviewer has answered")
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
+
+    def check_own_files(self) -> None:
+        """Refuse a time without a device, and results that are none."""
+        from virnuc_core.report.compare import result_files
+
+        if (self.baseline_seconds is None) != (self.baseline_device is None):
+            raise ConfigError("baseline: a time needs the device it was measured on, and a device needs a time")
+        if self.baseline_results is not None:
+            result_files(self.baseline_results)
+
+    def with_baseline(self, profile: Profile, reads: int) -> Profile:
+        """The profile with the earlier baseline over these `reads` in place of its own, where one was given."""
+        given: dict[str, Any] = {"source": "recorded", "results": self.baseline_results}
+        if self.baseline_device is not None:
+            count, _, device = self.baseline_device.partition("x ")
+            given |= {"recorded_seconds": self.baseline_seconds, "recorded_device": device}
+            given |= {"recorded_devices": int(count), "recorded_reads": reads}
+        elif self.baseline_results is None:
+            return profile
+        return profile.model_copy(update={"baseline": profile.baseline.model_copy(update=given)})
 
 
 @starts("flows.validate:validate", ValidateSettings)

@@ -133,6 +133,8 @@ def measure(
     store, before = RunDir(out).store, _finished_runs(out)
     announce(label, profile.name, devices.kind)
     staging = stage_input(settings, label)
+    if isinstance(settings, ValidateSettings):
+        profile = settings.with_baseline(profile, staging.counts.n_reads)
     record_validation(
         out,
         spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},

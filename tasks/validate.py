@@ -32,8 +32,9 @@ from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec, Profile
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.build import APPROVAL
-from virnuc_core.report.compare import compare_runs
+from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, write_report
@@ -64,10 +65,13 @@ def baseline(
             discard(run.root, *RUN_FILES)  # an error stops here: what stays must not be taken for the new one's
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
     with device_slots(resolve(devices)), progress as show:
+        if spec.source == "recorded" and spec.results is not None:
+            take_results(spec.results, run, OrfStore.open(store))
         summary = run_baseline(run, store, models, devices, spec, on_progress=show)
         show(1.0)
     if summary.source == "recorded":
-        text = f"{summary.wall_s:,.1f} s, recorded in the profile"
+        taken = "" if spec.results is None else f"; results taken from {spec.results}"
+        text = f"{summary.wall_s or 0:,.1f} s, recorded{taken}"
     elif summary.subset is None:
         text = f"{summary.wall_s:,.1f} s measured on all reads"
     else:

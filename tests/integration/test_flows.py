@@ -20,10 +20,11 @@ from flows.predict_inbox import predict_inbox
 from flows.tools import train
 from flows.validate import validate
 from tasks.step import on_host
-from virnuc_core.errors import InputError, RunMismatchError
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.measure.inbox import Ledger
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.report.render import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import digest, read_record
@@ -142,6 +143,28 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
         "embed few on cpu:2",
     }
     assert verify_report(out).ok
+
+
+@pytest.mark.slow
+def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
+    tmp_path: Path, few_reads: Path, models: Path
+) -> None:
+    first, out = tmp_path / "first", tmp_path / "validation"
+    given: dict[str, Any] = {"reads": [str(few_reads)], "models": models, "devices": "cpu:1"}
+    predict(**given, out=first)
+    given |= {"out": out, "profile": "ci-smoke", "baseline_seconds": 900.0, "baseline_device": "2x RTX 4090"}
+    state = validate(**given, baseline_results=first, return_state=True)
+    assert state.is_completed(), state.message
+    assert (out / "baseline" / RESULTS[0]).read_bytes() == (first / RESULTS[0]).read_bytes()
+    report = read_report(out / "report" / "report.json")
+    criteria = {criterion.id: criterion for criterion in report.criteria}
+    assert (criteria["consensus"].verdict, criteria["consensus"].value) == ("pass", 100.0)
+    assert report.baseline is not None
+    assert (report.baseline.seconds, report.baseline.label) == (900.0, "2x RTX 4090")
+    assert "for reference only: the recorded time is of 2x RTX 4090" in (report.baseline.problem or "")
+    assert verify_report(out).ok
+    with pytest.raises(ConfigError, match="a time needs the device"):
+        validate(**given | {"out": tmp_path / "other", "baseline_device": None})
 
 
 def write_profile(path: Path, settings: str, limit_s: float) -> str:

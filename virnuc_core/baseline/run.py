@@ -71,7 +71,8 @@ def run_baseline(
     orfs = OrfStore.open(store)
     if spec.source == "recorded":
         summary = _recorded(orfs, spec)
-        run.record.unlink(missing_ok=True)  # it is not of these reads and weights
+        if spec.results is None:
+            run.record.unlink(missing_ok=True)  # it is not of these reads and weights
         write(run.summary, summary)
         return summary
     workers = LocalWorkers("virnuc_core.baseline.worker")
@@ -120,9 +121,9 @@ def _sound(run: RunDir, summary: BaselineSummary) -> bool:
 
 
 def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
-    if spec.recorded_seconds is None or spec.recorded_device is None:
-        raise ConfigError("baseline: a recorded one needs recorded_seconds and recorded_device")
-    count = spec.recorded_devices or 1
+    device, count = spec.recorded_device, spec.recorded_devices or 1
+    if spec.results is None and (spec.recorded_seconds is None or device is None):
+        raise ConfigError("baseline: a recorded one needs recorded_seconds and recorded_device, or results")
     return BaselineSummary(
         name=spec.name,
         source="recorded",
@@ -131,7 +132,7 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         n_rows=store.n_rows,
         measured_rows=0,
         file_rows=0,
-        devices=tuple(Device(id=f"recorded-{i}", kind="cuda", name=spec.recorded_device) for i in range(count)),
+        devices=tuple(Device(id=f"recorded-{i}", kind="cuda", name=device) for i in range(count) if device),
         fingerprint="recorded",
     )
 

@@ -38,6 +38,8 @@ class BaselineSpec(Spec):
     recorded_seconds: float | None = Field(None, gt=0)
     recorded_device: str | None = Field(None, description="device name the recorded time belongs to")
     recorded_devices: int | None = Field(None, ge=1)
+    recorded_reads: int | None = Field(None, ge=1, description="reads it was of; unset: the profile's target_reads")
+    results: Path | None = Field(None, description="result files of an earlier run of it, taken in place of a run")
 
 
 class ProfileTargets(Spec):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import filecmp
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -23,7 +24,7 @@ from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.report.files import BASELINE, COMPARISON
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.validation import (
     BitwiseEquality,
@@ -40,6 +41,7 @@ Part = Literal["frames", "consensus"]
 Places = NDArray[np.int64]
 
 CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
+FOREIGN: Final = 0.01  # share of ids that may be of one side only, of results of the same reads
 NEAR: Final = 0.1  # apart at most are the two scores of what is near the threshold
 EXAMPLES: Final = 5
 MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
@@ -110,7 +112,8 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
 def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
     """The runs `names` of a validation against its baseline, where that left results, and against the first of them;
     `comparison.json` keeps them. `subset`: the baseline covers a part of the reads only. Errors: those of `compare`."""
-    sides = [(BASELINE, name) for name in names] if RunDir(out / BASELINE).predictions.is_file() else []
+    slow = RunDir(out / BASELINE)
+    sides = [(BASELINE, name) for name in names] if slow.predictions.is_file() or slow.consensus.is_file() else []
     sides += [(names[0], name) for name in names[1:]]
     found = tuple(
         compare(out / a, out / b, tolerance=tolerance, subset_of_a=subset and a == BASELINE, bits=a != BASELINE)
@@ -138,7 +141,7 @@ def compare(
     Raises `InputError` for files that cannot be read or have nothing in common to compare, `RunMismatchError` for
     results that were made with another head, length or other reads, naming what differs.
     """
-    files_a, files_b = _files(a), _files(b)
+    files_a, files_b = result_files(a), result_files(b)
     run_a, run_b = (RunDir(path if path.is_dir() else path.parent) for path in (a, b))
     none = RunRecord(fingerprints={})
     record_a, record_b = (read(run.record, RunRecord) if run.record.is_file() else none for run in (run_a, run_b))
@@ -174,7 +177,7 @@ def compare(
     )
 
 
-def _files(path: Path) -> dict[Part, Path]:
+def result_files(path: Path) -> dict[Part, Path]:
     """The result files of `path` by what they hold; `InputError` when there is none."""
     if not path.is_dir():
         return {_kind(path)[0]: path}
@@ -184,6 +187,30 @@ def _files(path: Path) -> dict[Part, Path]:
     if not found:
         raise InputError(f"neither {run.predictions.name} nor {run.consensus.name} is in this folder", file=path)
     return found
+
+
+def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
+    """Copy the result files of an earlier run of a baseline, over the reads of `store`, into `run`; and its run.json.
+
+    Errors: `InputError` for results of other reads: more than one in a hundred ids of either side is none of the other.
+    """
+    frames, found = pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str"), result_files(path)
+    for part, file in found.items():
+        here = pd.Index(frames if part == "frames" else frames.str.slice(stop=-2)).unique()
+        there = pd.Index(load_results(file)["id"]).unique()
+        strange, absent = there.difference(here), here.difference(there)
+        if max(len(strange), len(absent)) > FOREIGN * len(here):
+            problem = f"results of other reads: {len(strange):,} of its {len(there):,} ids are not among these reads"
+            missing = f"{len(absent):,} of the {len(here):,} ids of these reads are missing"
+            raise InputError(f"{problem}, {missing}", file=file, hint="give results of the very reads")
+    record = (path if path.is_dir() else path.parent) / run.record.name
+    sources = {run.predictions: found.get("frames"), run.consensus: found.get("consensus")}
+    for target, source in (sources | {run.record: record if record.is_file() else None}).items():
+        if source is None:
+            target.unlink(missing_ok=True)
+            continue
+        with whole_file(target) as aside:
+            shutil.copyfile(source, aside)
 
 
 def _rows(files: dict[Part, Path], part: Part) -> pd.DataFrame | None:

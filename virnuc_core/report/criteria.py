@@ -130,7 +130,7 @@ def speedup(measured: Measured) -> Finding:
 def baseline_note(baseline: BaselineMetrics) -> str:
     """How the baseline's time is known, when it was not measured over all the reads."""
     if baseline.source == "recorded":
-        return f"the baseline's time is recorded in the profile, for {baseline.label}"
+        return f"the baseline's time was not measured here but recorded, on {baseline.label}"
     if baseline.source == "scaled":
         return (
             f"baseline measured on {baseline.subset_reads or 0:,} reads and scaled by tokens "

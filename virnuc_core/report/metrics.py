@@ -9,7 +9,7 @@ from typing import Final
 
 import pandas as pd
 
-from virnuc_core.profiles import Profile
+from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.model import (
     BaselineMetrics,
@@ -193,8 +193,14 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
     It holds no staging: the baseline reads the rows from the store, which is in its favour.
     """
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
-    if profile.baseline.source == "recorded":
-        return _recorded_baseline(profile, run)
+    spec = profile.baseline
+    if summary is not None and summary.source == "recorded" and spec.source == "measured":  # it was given at the start
+        names = [device.name for device in summary.devices]
+        told = {"recorded_device": names[0], "recorded_devices": len(names)} if names else {}
+        told |= {"recorded_seconds": summary.wall_s, "recorded_reads": summary.n_reads}
+        spec = spec.model_copy(update={"name": summary.name, "source": "recorded", **told})
+    if spec.source == "recorded":
+        return _recorded_baseline(spec, spec.recorded_reads or profile.target_reads, run)
     if summary is None:
         return None
     record = raw.read(RunRecord, BASELINE, RECORD)
@@ -220,19 +226,18 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
     )
 
 
-def _recorded_baseline(profile: Profile, run: RunMetrics | None) -> BaselineMetrics:
-    """The time a profile records, usable only where the devices are those it was recorded on."""
-    spec = profile.baseline
+def _recorded_baseline(spec: BaselineSpec, reads: int | None, run: RunMetrics | None) -> BaselineMetrics:
+    """A recorded time, which counts only where devices and `reads` are those it was recorded on."""
     recorded = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
     problem = None
     if spec.recorded_seconds is None or not spec.recorded_device or spec.recorded_devices is None:
-        problem = "the profile records no time, device name and number of devices"
+        problem = "no time, device name and number of devices was recorded"
     elif run is None or not run.devices:
         problem = "there is no run to compare with"
     elif len(run.devices) != spec.recorded_devices or any(spec.recorded_device not in d.name for d in run.devices):
-        problem = f"the recorded time is of {recorded}, this run was on {run.label}"
-    elif profile.target_reads is None or (run.n_reads or 0) < profile.target_reads:
-        problem = f"the recorded time is of {profile.target_reads or 'unknown'} reads, this run had {run.n_reads}"
+        problem = f"for reference only: the recorded time is of {recorded}, this run was on {run.label}"
+    elif reads is None or (run.n_reads or 0) < reads:
+        problem = f"for reference only: the recorded time is of {reads or 'unknown'} reads, this run had {run.n_reads}"
     return BaselineMetrics(
         name=spec.name,
         label=recorded,

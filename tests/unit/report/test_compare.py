@@ -12,7 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.report.compare import agreement, compare, derive_consensus, load_results, meets
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.compare import agreement, compare, derive_consensus, load_results, meets, take_results
+from virnuc_core.rundir import RunDir
 
 FRAMES_HEAD = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 Row = tuple[str, float]  # id and score of virus
@@ -251,6 +254,30 @@ def test_a_missing_file_and_an_empty_folder(tmp_path: Path) -> None:
         compare(tmp_path / "none.txt", tmp_path / "none.txt")
     with pytest.raises(InputError, match="neither prediction_results"):
         compare(tmp_path, tmp_path)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> OrfStore:
+    """Two reads with open frames."""
+    (tmp_path / "reads.fa").write_text(">r1\n" + "ATGAAACCC" * 12 + "\n>r2\n" + "GCACATGGG" * 12 + "\n")
+    return OrfStore.open(stage(StageSpec(reads=(str(tmp_path / "reads.fa"),)), tmp_path / "orfs.h5").store)
+
+
+def test_results_of_an_earlier_baseline_are_taken_and_those_of_other_reads_refused(
+    tmp_path: Path, store: OrfStore
+) -> None:
+    ids, run = store.row_ids(0, store.n_rows), RunDir(tmp_path / "baseline")
+    given = run_dir(tmp_path / "given", [(name, 0.9) for name in reversed(ids)], **RECORD)
+    for _ in range(2):  # the second time from the place it is in
+        take_results(given, run, store)
+        assert run.predictions.read_bytes() == (given / run.predictions.name).read_bytes()
+        given = run.root
+    take_results(consensus2(tmp_path / "v1.csv", [("r1_chunk_1", True), ("r2_chunk_1", False)]), run, store)
+    assert sorted(path.name for path in run.root.iterdir()) == [run.consensus.name], "of the one before nothing stays"
+    for rows, said in ((ROWS, "1 of its 4 ids are not among"), ([(ids[0], 0.9)], "0 of its 1 ids .* ids of these")):
+        with pytest.raises(InputError, match=f"results of other reads: {said}"):
+            take_results(frames(tmp_path / "other.txt", rows), run, store)
+    assert run.consensus.is_file()
 
 
 def test_nothing_in_common_is_said(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
 from virnuc_core.report.render import fill
 from virnuc_core.report.views import curve, met_sentence
+from virnuc_core.runfiles import Device, write
+from virnuc_core.validation import BaselineSummary
 
 from .validate_directory import Recipe, build, edit_json, write_json
 
@@ -328,6 +330,18 @@ def test_a_recorded_baseline_only_where_the_device_matches(
     speedup = by_id(build_report(out, recorded))["speedup"]
     assert speedup.verdict == verdict
     assert speedup.reason
+
+
+def test_a_recorded_time_that_was_given_counts_whatever_the_profile_measures(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    for name, verdict in (("RTX 4090", "pass"), ("RTX 3090", "not run")):
+        told = [Device(id=f"recorded-{n}", kind="cuda", name=name) for n in range(2)]
+        summary = BaselineSummary(name="v1", source="recorded", wall_s=900.0, n_reads=300, devices=tuple(told))
+        write(out / "baseline" / "summary.json", summary)
+        speedup = by_id(build_report(out, profile))["speedup"]
+        assert speedup.verdict == verdict
+        assert speedup.value is not None, "for reference"
+        assert ("for reference only" in speedup.reason) == (verdict == "not run")
 
 
 def test_a_baseline_on_other_devices_is_not_compared(copied: tuple[Path, Profile]) -> None:
