@@ -1,6 +1,6 @@
 """`virnuc doctor`: is this machine sound? Packages, room, locks, server, driver, weights, and whether it computes.
 
-Each check is a generator of `Finding`s; the error that one ends with is a finding, too.
+Each check is a generator of `Check`s; the error that one ends with is a finding, too.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import Context
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 import httpx
 import numpy as np
@@ -43,7 +43,7 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_all
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-from virnuc_core.encoders.verify import embed
+from virnuc_core.encoders.verify import Check, Verdict, embed
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
@@ -54,7 +54,6 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, device_holder, held_devices, run_lock, whole_file
 from virnuc_core.runfiles import Device
 
-Verdict = Literal["ok", "warn", "fail", "not run"]
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
 
 GIB: Final = 1 << 30
@@ -68,15 +67,6 @@ MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   
 ABSENT: Final = "is absent"  # of a package
 IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
 CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One line of the doctor's answer."""
-
-    check: str
-    verdict: Verdict
-    detail: str
 
 
 def doctor(
@@ -110,40 +100,41 @@ def doctor(
         "compute": computes(devices) if compute else iter(()),
     }
     started, found = time.perf_counter(), []
-    for finding in findings(asked):
-        found.append(finding)
+    for check in findings(asked):
+        found.append(check)
         if not as_json:
-            print(f"{MARKS[finding.verdict]}  {finding.check}: {finding.detail}", flush=True)
-    seconds, counts = time.perf_counter() - started, Counter(finding.verdict for finding in found)
+            print(f"{MARKS[check.verdict]}  {check.name}: {check.detail}", flush=True)
+    seconds, counts = time.perf_counter() - started, Counter(check.verdict for check in found)
     sound = not counts["fail"]
     if as_json:
-        body = {"sound": sound, "seconds": round(seconds, 2), "checks": [asdict(finding) for finding in found]}
+        told = [{"check": check.name, "verdict": check.verdict, "detail": check.detail} for check in found]
+        body = {"sound": sound, "seconds": round(seconds, 2), "checks": told}
         print(json.dumps(body, indent=2, ensure_ascii=False))
     else:
-        told = f"{counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s"
-        print(f"\nThis machine is {'sound' if sound else 'not sound'}: {told}")
+        said = f"{counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s"
+        print(f"\nThis machine is {'sound' if sound else 'not sound'}: {said}")
     return 0 if sound else 1
 
 
-def findings(checks: Mapping[str, Iterator[Finding]]) -> Iterator[Finding]:
+def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
     """What all checks find, one after the other; the error that ends one of them is told under its name."""
     for name, check in checks.items():
         try:
             yield from check
         except (VirnucError, OSError) as error:
-            yield Finding(name, "fail", str(error))
+            yield Check(name, "fail", str(error))
 
 
-def requirements() -> Iterator[Finding]:
+def requirements() -> Iterator[Check]:
     """Do the bounds of virnuc hold for this Python and the packages?"""
     try:
         told = metadata.metadata("virnuc")
     except metadata.PackageNotFoundError:
-        yield Finding("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
+        yield Check("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
         return
     bounds, python = told["Requires-Python"], platform.python_version()
     verdict: Verdict = "ok" if SpecifierSet(bounds).contains(python) else "fail"
-    yield Finding("Python", verdict, f"{python} ({sys.executable}); wanted {bounds}")
+    yield Check("Python", verdict, f"{python} ({sys.executable}); wanted {bounds}")
     wanted = [Requirement(text) for text in told.get_all("Requires-Dist") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     pairs = [(one, _version(one.name)) for one in wanted]
@@ -152,22 +143,22 @@ def requirements() -> Iterator[Finding]:
         for one, here in pairs
         if here == ABSENT or not one.specifier.contains(here, prereleases=True)
     ]
-    yield Finding("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
+    yield Check("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
 
 
-def tested_versions(constraints: Path) -> Iterator[Finding]:
+def tested_versions(constraints: Path) -> Iterator[Check]:
     """The packages that matter most, against the versions that were tested together."""
     here = {name: _version(name) for name in IMPORTANT}
     listed = ", ".join(f"{name} {version}" for name, version in here.items())
     if not constraints.is_file():
-        yield Finding("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
+        yield Check("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
     pairs = [(name, version, pins.get(name)) for name, version in here.items()]
     other = [
         f"{name} {version} (tested: {pin})" for name, version, pin in pairs if pin not in (None, version.split("+")[0])
     ]
-    yield Finding("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
+    yield Check("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
 
 
 def _version(package: str) -> str:
@@ -177,7 +168,7 @@ def _version(package: str) -> str:
         return ABSENT
 
 
-def prefect_server() -> Iterator[Finding]:
+def prefect_server() -> Iterator[Check]:
     """Which server runs would talk to, and whether it answers."""
     from prefect.settings import get_current_settings
 
@@ -185,7 +176,7 @@ def prefect_server() -> Iterator[Finding]:
     if (url := settings.api.url) is None:
         if not settings.server.ephemeral.enabled:
             raise ConfigError("none is named (PREFECT_API_URL) and the embedded one is forbidden")
-        yield Finding(check, "ok", f"none is named: the embedded one, with its data in {settings.home}")
+        yield Check(check, "ok", f"none is named: the embedded one, with its data in {settings.home}")
         return
     secret = settings.api.auth_string.get_secret_value() if settings.api.auth_string else ""
     user, _, password = secret.partition(":")
@@ -200,11 +191,11 @@ def prefect_server() -> Iterator[Finding]:
         raise ConfigError(f"{url} does not answer ({type(error).__name__}); start it, or unset it") from error
     ours = metadata.version("prefect")
     other = "" if theirs == ours else f"; this side is {ours}"
-    yield Finding(check, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+    yield Check(check, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
     yield from doors(httpx.URL(url), answers_anybody=answers_anybody)
 
 
-def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Finding]:
+def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
     """Who may have workers do what: a server that answers anybody lets anybody run commands as their account."""
     port, here, said = url.port or (443 if url.scheme == "https" else 80), _is_loopback(url.host), []
     abroad = [url.host]
@@ -224,7 +215,7 @@ def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Finding]:
     if not os.environ.get(ROOTS):
         said.append(f"runs may name any path this account can open: set {ROOTS}")
     fine = f"{'open to this machine only' if here else 'TLS'}, {'no password' if answers_anybody else 'a password'}"
-    yield Finding("Prefect doors", "warn" if said else "ok", "; ".join(said) or fine)
+    yield Check("Prefect doors", "warn" if said else "ok", "; ".join(said) or fine)
 
 
 def _is_loopback(host: str) -> bool:
@@ -234,7 +225,7 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def driver_and_gpus() -> Iterator[Finding]:
+def driver_and_gpus() -> Iterator[Check]:
     """NVML, the driver and the CUDA that torch was built for; then each visible GPU."""
     built = torch.version.cuda
     try:
@@ -244,7 +235,7 @@ def driver_and_gpus() -> Iterator[Finding]:
         pynvml.nvmlShutdown()
     except pynvml.NVMLError as error:
         said = f"no NVIDIA driver is visible ({error}); virnuc computes on CPU cores"
-        yield Finding("driver", "warn" if built else "ok", said)
+        yield Check("driver", "warn" if built else "ok", said)
         return
     text, problem = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs", ""
     if built is None:
@@ -253,12 +244,12 @@ def driver_and_gpus() -> Iterator[Finding]:
         problem = f": the driver is too old for CUDA {built}"
     elif not torch.cuda.is_available():
         problem = ": torch cannot start CUDA here"
-    yield Finding("driver", "fail" if problem else "ok", f"{text}; torch is for {built}{problem}")
+    yield Check("driver", "fail" if problem else "ok", f"{text}; torch is for {built}{problem}")
     if count and not problem:
         yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
 
 
-def gpu_finding(name: str, gpu: Any) -> Finding:
+def gpu_finding(name: str, gpu: Any) -> Check:
     """One GPU, as nvitop tells of it."""
     total, free = int(gpu.memory_total()), int(gpu.memory_free())
     others = [str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()]
@@ -267,27 +258,27 @@ def gpu_finding(name: str, gpu: Any) -> Finding:
         problem = f"; {len(others)} other processes compute here ({', '.join(others[:5])})"
     elif free < MEMORY_NEEDED:
         problem = f"; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB"
-    return Finding(name, "warn" if problem else "ok", f"{text}, utilisation {gpu.gpu_utilization()} %{problem}")
+    return Check(name, "warn" if problem else "ok", f"{text}, utilisation {gpu.gpu_utilization()} %{problem}")
 
 
-def locks() -> Iterator[Finding]:
+def locks() -> Iterator[Check]:
     """Devices that virnuc runs hold on this machine."""
     held = [f"{name} ({holder})" for name in held_devices() if (holder := device_holder(name))]
-    yield Finding("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
+    yield Check("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
 
 
-def room(folder: Path) -> Iterator[Finding]:
+def room(folder: Path) -> Iterator[Check]:
     """Room where results would go, and in the shared memory that loader processes hand their batches over through."""
     free, shared = shutil.disk_usage(_nearest(folder)).free, Path("/dev/shm")
     verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
     more = "" if verdict == "ok" else "; a million reads of 150 bases leave some 13 GiB"
-    yield Finding("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
+    yield Check("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
     free = shutil.disk_usage(shared).free if shared.is_dir() else 0
     more = "" if free >= GIB else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
-    yield Finding("shared memory", "warn" if more else "ok", f"{free / GIB:.1f} GiB free in {shared}{more}")
+    yield Check("shared memory", "warn" if more else "ok", f"{free / GIB:.1f} GiB free in {shared}{more}")
 
 
-def file_system(folder: Path) -> Iterator[Finding]:
+def file_system(folder: Path) -> Iterator[Check]:
     """Do locks exclude, and do renames and flushes work, where results would go?
 
     The lock is that of a run directory, asked for twice; the file is written aside, flushed and renamed like a shard.
@@ -298,13 +289,13 @@ def file_system(folder: Path) -> Iterator[Finding]:
             Context().run(again.enter_context, run_lock(place))  # as another thread would hold it
             excludes = False
         said = "locks exclude in" if excludes else "use a local folder: locks do not exclude in"
-        yield Finding("file locks", "ok" if excludes else "fail", f"{said} {place.parent}")
+        yield Check("file locks", "ok" if excludes else "fail", f"{said} {place.parent}")
         started = time.perf_counter()
         with whole_file(place / "shard") as aside:
             aside.write_bytes(bytes(1 << 20))
         seconds = time.perf_counter() - started
         verdict: Verdict = "warn" if seconds > FSYNC_WARN_S else "ok"
-        yield Finding("commits", verdict, f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
+        yield Check("commits", verdict, f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
 
 
 def _nearest(folder: Path) -> Path:
@@ -312,22 +303,22 @@ def _nearest(folder: Path) -> Path:
     return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
 
 
-def weights(models: Path | None, *, hashed: bool) -> Iterator[Finding]:
+def weights(models: Path | None, *, hashed: bool) -> Iterator[Check]:
     """Is the models directory whole, and what are the digests of its parts?"""
     if models is None:
-        yield Finding("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
+        yield Check("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
         return
     check_models(models)
     size = sum(path.stat().st_size for path in models.glob("*/*.safetensors"))
-    yield Finding("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit ({size / GIB:.2f} GiB)")
+    yield Check("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit ({size / GIB:.2f} GiB)")
     if size > HASHED_BYTES and not hashed:
-        yield Finding("weights sha256", "not run", f"{size / GIB:.1f} GiB take a while; --hash does it")
+        yield Check("weights sha256", "not run", f"{size / GIB:.1f} GiB take a while; --hash does it")
         return
     prints = fingerprint(models).items()
-    yield Finding("weights sha256", "ok", ", ".join(f"{part} {digest[:16]}" for part, digest in prints))
+    yield Check("weights sha256", "ok", ", ".join(f"{part} {digest[:16]}" for part, digest in prints))
 
 
-def computes(devices: str) -> Iterator[Finding]:
+def computes(devices: str) -> Iterator[Check]:
     """Does each device (`cuda:0,cuda:1`, `cpu:2`, `auto`) compute what the reference computes, and the same bytes?
 
     A tiny model with random weights goes the whole way, reads to scores, through a worker process on every device at
@@ -358,34 +349,34 @@ def computes(devices: str) -> Iterator[Finding]:
             answers.append((device, future.result()))
         except VirnucError as error:
             taken = isinstance(error, DeviceError)  # another run's device is no fault of the machine
-            yield Finding(f"compute {device.id}", "warn" if taken else "fail", str(error))
+            yield Check(f"compute {device.id}", "warn" if taken else "fail", str(error))
         else:
             yield judge(device, reference, answers[-1][1])
     yield from together(answers)
 
 
-def judge(device: Device, reference: Scores, answer: Scores) -> Finding:
+def judge(device: Device, reference: Scores, answer: Scores) -> Check:
     """One device's scores beside the reference's."""
     # of P(virus): float32 sums in another order; half precision has a thousandth of the digits
     tolerance = 5e-3 if device.kind == "cuda" else 1e-5
     if reference.shape != answer.shape or np.isnan(answer).any():
-        return Finding(f"compute {device.id}", "fail", "scores are missing")
+        return Check(f"compute {device.id}", "fail", "scores are missing")
     apart = float(np.abs(reference.astype(np.float64) - answer).max(initial=0.0))
     same = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
     fine = apart <= tolerance
     word = "equals" if fine else "DIFFERS from"
     text = f"{device.name}: {len(answer)} sequences, end to end, {word} the float32 reference {same}"
-    return Finding(f"compute {device.id}", "ok" if fine else "fail", text)
+    return Check(f"compute {device.id}", "ok" if fine else "fail", text)
 
 
-def together(found: Sequence[tuple[Device, Scores]]) -> Iterator[Finding]:
+def together(found: Sequence[tuple[Device, Scores]]) -> Iterator[Check]:
     """Do devices of one name give the same bytes? Nothing is said of a name that stands alone."""
     for name in dict.fromkeys(device.name for device, _ in found):
         (first, scores), *others = [(device, answer) for device, answer in found if device.name == name]
         if others:
             odd = [device.id for device, answer in others if answer.tobytes() != scores.tobytes()]
             text = f"{', '.join(odd)} not equal to {first.id}" if odd else f"{len(others) + 1} agree bit for bit"
-            yield Finding(f"devices agree: {name}", "fail" if odd else "ok", text)
+            yield Check(f"devices agree: {name}", "fail" if odd else "ok", text)
 
 
 def _reference(models: Path, orfs: OrfStore) -> Scores:

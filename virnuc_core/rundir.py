@@ -36,48 +36,19 @@ MARK: Final = ".virnuc"
 SHARDS: Final = ("shards/plan.json", "shards/[0-9][0-9][0-9][0-9][0-9]*.h5", "shards/damaged/[0-9]*.h5")
 FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
 TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
-RUN_FILES: Final = (  # of one run, patterns: what starting over removes
-    "run.json",
-    "summary.json",
-    "summary.json.former",
-    "run.json.damaged",
-    "summary.json.damaged",
-    "failed.tsv",
-    "reads.tsv",
-    "prediction_results.txt",
-    "prediction_results_highestscore.csv",
-    "embeddings.h5",
-    "viral.fasta.gz",
-    "viral.fastq.gz",
-    *SHARDS,
-    "telemetry/telemetry_*.json",
-    "telemetry/telemetry_*.h5",
-    "logs/worker-*.log",
-    "logs/baseline-*.log",
-    "logs/ceiling-*.log",
-    *(f"telemetry/traces/{name}" for name in TRACES),
-)
-OUR_FILES: Final = (  # all that any command writes into its output directory
-    *RUN_FILES,
-    "orfs.h5",
-    "orfs.made.json",
-    "skipped.tsv",
-    FILES,
-    "comparison.json",
-    "checkpoint_overhead.json",
-    "regression.json",
-    "report/report.*",
-    "report/benchmark_*.md",
-    "report/benchmark_*.json",
-    "report/approval.json",
-    "head/config.json",
-    "head/model.safetensors",
-    "rescore.json",
-    "trial.json",
-    "trials/*.npy",
-    "tune.json",
-    "settings.toml",
-)
+RECORDS: Final = ("run.json", "run.json.damaged", "summary.json", "summary.json.former", "summary.json.damaged")
+RESULTS: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
+EMBEDDED: Final = ("embeddings.h5", "viral.fasta.gz", "viral.fastq.gz", *SHARDS)
+MEASURED: Final = ("telemetry/telemetry_*.json", "telemetry/telemetry_*.h5", *(f"telemetry/traces/{n}" for n in TRACES))
+LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
+RUN_FILES: Final = (*RECORDS, *RESULTS, *EMBEDDED, *MEASURED, *LOGS)  # of one run: what starting over removes
+STAGED: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
+JUDGED: Final = ("comparison.json", "checkpoint_overhead.json", "regression.json")
+REPORTS: Final = ("report/report.*", "report/benchmark_*.md", "report/benchmark_*.json", "report/approval.json")
+HEADS: Final = ("head/config.json", "head/model.safetensors", "rescore.json")
+SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
+# all that any command writes into its output directory
+OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *HEADS, *SWEEPS)
 RUNS_WITHIN: Final = ("baseline", "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, OUR_FILES))

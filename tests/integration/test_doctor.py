@@ -79,7 +79,7 @@ def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest
         "virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-"
     )  # others may hold some
     handle = lock_device("GPU-doctor", 0)
-    assert list(command.locks()) == [command.Finding("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
+    assert list(command.locks()) == [command.Check("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
     os.close(handle)
     assert next(command.locks()).verdict == "ok"
 
@@ -162,7 +162,7 @@ def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(monkeypatch: pytest.M
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=command.GIB // 2))
     assert next(command.room(tmp_path)).verdict == "fail"
     [found] = command.findings({"file locks": command.file_system(Path("/proc/nowhere"))})
-    assert (found.check, found.verdict) == ("file locks", "fail")
+    assert (found.name, found.verdict) == ("file locks", "fail")
     assert "/proc" in found.detail
 
 

@@ -20,31 +20,10 @@ import torch
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
-from virnuc_core.encoders.checkpoint import (
-    PARTS,
-    WEIGHTS,
-    Checkpoint,
-    fit,
-    open_safetensors,
-    our_name,
-    size_text,
-    tensor_files,
-)
+from virnuc_core.encoders import checkpoint, model_config
+from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, Checkpoint, fit
 from virnuc_core.encoders.layers import DTYPES, Read, inv_freq
-from virnuc_core.encoders.model_config import (
-    DNABERT_SIZES,
-    ESM2_SIZES,
-    RANDOM_ORIGIN,
-    DnabertShape,
-    DnabertSize,
-    Esm2Shape,
-    Esm2Size,
-    HeadShape,
-    Shape,
-    Storage,
-    read_shape,
-    write_shape,
-)
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape, Storage, read_shape
 from virnuc_core.encoders.pickles import first_line, read_head, read_state
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
@@ -104,7 +83,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if length is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
     safe = source.suffix == ".safetensors"
-    opened = open_safetensors([source]) if safe else Checkpoint(str(source), read_head(source))
+    opened = checkpoint.open_safetensors([source]) if safe else Checkpoint(str(source), read_head(source))
     if "hidden_layer.weight" not in opened.tensors:
         raise WeightsError(f"{source}: no tensor hidden_layer.weight; not a head of VirNucPro")
     hidden, width = (*opened.tensors["hidden_layer.weight"].shape, 0)[:2]
@@ -147,18 +126,19 @@ def _download(repository: str, revision: str) -> Path:
 
 def open_public(source: Path) -> Checkpoint:
     """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin or .pt file."""
-    files = [source] if source.is_file() else tensor_files(source) or tensor_files(source, PICKLED)
+    find = checkpoint.tensor_files
+    files = [source] if source.is_file() else find(source) or find(source, PICKLED)
     if not files:
         problem = f"no {WEIGHTS} and no {PICKLED} in it" if source.is_dir() else "no such file or directory"
         raise WeightsError(f"{source}: {problem}")
     if files[0].suffix == ".safetensors":
-        return open_safetensors(files)
+        return checkpoint.open_safetensors(files)
     return Checkpoint(str(source), {name: tensor for file in files for name, tensor in read_state(file).items()})
 
 
 def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
-    sizes = {our_name(name): tensor.shape for name, tensor in source.tensors.items()}
+    sizes = {checkpoint.our_name(name): tensor.shape for name, tensor in source.tensors.items()}
     layers = {int(match[1]) for name in sizes if (match := re.match(r"layers\.(\d+)\.", name))}
     try:
         vocab, width = sizes["embed.weight"]
@@ -199,7 +179,8 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torc
         for name, shape in shapes.items():
             tensor = read(name)
             if tuple(tensor.shape) != tuple(shape):
-                raise WeightsError(f"{path}: tensor {name} is {size_text(tensor.shape)}, wanted {size_text(shape)}")
+                found, wanted = map(checkpoint.size_text, (tensor.shape, shape))
+                raise WeightsError(f"{path}: tensor {name} is {found}, wanted {wanted}")
             raw = tensor.to("cpu", kinds[name]).contiguous()
             file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
 
@@ -224,7 +205,7 @@ def write_part(
     partial.mkdir(parents=True)
     try:
         write_tensors(partial / WEIGHTS, shape.tensors(), stored, read)
-        write_shape(shape.model_copy(update={"origin": origin}), partial / "config.json")
+        model_config.write_shape(shape.model_copy(update={"origin": origin}), partial / "config.json")
         if write_tokenizer is not None:
             write_tokenizer(partial / "tokenizer.json")
         partial.rename(target)
@@ -237,8 +218,8 @@ def write_part(
 
 def init_random(
     out: Path,
-    esm2: Esm2Size = "tiny",
-    dnabert_s: DnabertSize = "tiny",
+    esm2: model_config.Esm2Size = "tiny",
+    dnabert_s: model_config.DnabertSize = "tiny",
     model_length: int = DEFAULT_MODEL_LENGTH,
     seed: int = 0,
     dtype: Storage = "fp32",
@@ -251,14 +232,14 @@ def init_random(
     taken = [part for part in PARTS if (out / part).exists()]
     if taken:
         raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
-    protein, dna = ESM2_SIZES[esm2], DNABERT_SIZES[dnabert_s]
+    protein, dna = model_config.ESM2_SIZES[esm2], model_config.DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
     vocabulary = functools.partial(train_tokenizer, vocab=dna.vocab, seed=seed)
     parts: tuple[tuple[Shape, Storage, Callable[[Path], object] | None], ...]
     parts = ((protein, dtype, None), (dna, dtype, vocabulary), (head, "fp32", None))
     for shape, stored, write_tokenizer in parts:
         read = functools.partial(random_tensor, shape, seed=seed)
-        write_part(out, shape, read, f"{RANDOM_ORIGIN}, seed {seed}", stored, write_tokenizer)
+        write_part(out, shape, read, f"{model_config.RANDOM_ORIGIN}, seed {seed}", stored, write_tokenizer)
 
 
 def train_tokenizer(path: Path, vocab: int, seed: int) -> None:

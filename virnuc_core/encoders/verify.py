@@ -11,21 +11,14 @@ from Bio.Seq import Seq
 from torch import Tensor
 
 from virnuc_core.config import EngineSpec
+from virnuc_core.encoders import model_config
 from virnuc_core.encoders.checkpoint import fingerprint, load_all, open_part
 from virnuc_core.encoders.layers import Encoder
-from virnuc_core.encoders.model_config import (
-    DNABERT_SIZES,
-    ESM2_SIZES,
-    RANDOM_ORIGIN,
-    DnabertShape,
-    Esm2Shape,
-    HeadShape,
-    Shape,
-)
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.errors import WeightsError
 
-Verdict = Literal["pass", "fail", "not run"]
+Verdict = Literal["ok", "warn", "fail", "not run"]
 
 ANCHOR_LENGTH: Final = 500
 TOLERANCE: Final = 2e-4  # of scores and entries, float32 on another machine; half precision is off by ten times as much
@@ -34,7 +27,7 @@ NORM_TOLERANCE: Final = 1e-4  # relative
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One question put to a models directory."""
+    """One question put to a models directory or a machine, and its answer in one line."""
 
     name: str
     verdict: Verdict
@@ -87,7 +80,7 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
     checks = [_part(models, kind) for kind in kinds]
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
-    checks += [Check(f"{part} sha256", "pass", digest) for part, digest in fingerprint(models).items()]
+    checks += [Check(f"{part} sha256", "ok", digest) for part, digest in fingerprint(models).items()]
     return (*checks, *_anchors(models, device))
 
 
@@ -104,16 +97,16 @@ def _part(models: Path, kind: type[Shape]) -> Check:
             count += values.numel()
     except WeightsError as error:
         return Check(name, "fail", str(error))
-    return Check(name, "pass", f"{count:,} numbers, {shape.origin or 'of unknown origin'}")
+    return Check(name, "ok", f"{count:,} numbers, {shape.origin or 'of unknown origin'}")
 
 
 def _anchors(models: Path, device: torch.device) -> list[Check]:
     """The original's published numbers, where the weights are the original's."""
     shape, dna_shape = open_part(models, Esm2Shape)[0], open_part(models, DnabertShape)[0]
     head_shape = open_part(models, HeadShape)[0]
-    big, base = ESM2_SIZES["t36_3B"], DNABERT_SIZES["base"]
+    big, base = model_config.ESM2_SIZES["t36_3B"], model_config.DNABERT_SIZES["base"]
     reason = None  # why the anchors say nothing about these weights
-    if any(one.origin.startswith(RANDOM_ORIGIN) for one in (shape, dna_shape, head_shape)):
+    if any(one.origin.startswith(model_config.RANDOM_ORIGIN) for one in (shape, dna_shape, head_shape)):
         reason = "random weights"
     elif any((a.width, a.layers) != (b.width, b.layers) for a, b in ((shape, big), (dna_shape, base))):
         reason = "not ESM-2 3B and DNABERT-S"
@@ -145,4 +138,4 @@ def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check
         f"virus {here.virus:.7f} (original {there.virus}), DNABERT-S norm {here.dna_norm:.6f} ({there.dna_norm}), "
         f"ESM-2 norm {here.protein_norm:.6f} ({there.protein_norm})"
     )
-    return Check(f"anchor {anchor.name}", "pass" if fine else "fail", detail)
+    return Check(f"anchor {anchor.name}", "ok" if fine else "fail", detail)

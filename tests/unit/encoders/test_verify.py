@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from virnuc_core.encoders import convert as converting
-from virnuc_core.encoders import verify as verifying
+from virnuc_core.encoders import model_config
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
@@ -33,7 +33,7 @@ def test_sound_random_weights_pass_and_anchors_do_not_run(models: Path) -> None:
     prints = fingerprint(models)
     assert checks["esm2 sha256"].detail == prints["esm2"]
     assert checks["head sha256"].detail == prints["head"]
-    assert [checks[part].verdict for part in ("esm2", "dnabert_s", "head")] == ["pass"] * 3
+    assert [checks[part].verdict for part in ("esm2", "dnabert_s", "head")] == ["ok"] * 3
     assert checks["esm2"].detail.endswith("random, seed 7")
     assert (checks["anchors"].verdict, checks["anchors"].detail) == ("not run", "random weights")
 
@@ -46,13 +46,13 @@ def test_not_a_number_is_a_fail_that_names_the_tensor(copied: Path) -> None:
     checks = {check.name: check for check in verify(copied, CPU)}
     assert checks["dnabert_s"].verdict == "fail"
     assert "layers.1.wo.bias holds NaN or infinity" in checks["dnabert_s"].detail
-    assert checks["esm2"].verdict == "pass"
+    assert checks["esm2"].verdict == "ok"
     assert checks["anchors"].verdict == "not run"
 
 
 def test_a_missing_part_is_a_fail(copied: Path) -> None:
     shutil.rmtree(copied / "head")
-    assert [check.verdict for check in verify(copied, CPU)] == ["pass", "pass", "fail", "not run"]
+    assert [check.verdict for check in verify(copied, CPU)] == ["ok", "ok", "fail", "not run"]
 
 
 def test_other_weights_than_the_public_ones_leave_the_anchors_out(copied: Path) -> None:
@@ -69,8 +69,8 @@ def test_anchors_run_where_the_sizes_fit_and_fail_for_other_numbers(
     for part in ("esm2", "dnabert_s", "head"):
         path = copied / part / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"origin": "elsewhere"}))
-    monkeypatch.setattr(verifying, "ESM2_SIZES", {"t36_3B": ESM2_SIZES["tiny"]})
-    monkeypatch.setattr(verifying, "DNABERT_SIZES", {"base": DNABERT_SIZES["tiny"]})
+    monkeypatch.setattr(model_config, "ESM2_SIZES", {"t36_3B": ESM2_SIZES["tiny"]})
+    monkeypatch.setattr(model_config, "DNABERT_SIZES", {"base": DNABERT_SIZES["tiny"]})
     anchors = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
     assert [check.name for check in anchors] == [f"anchor {anchor.name}" for anchor in ANCHORS]
     assert {check.verdict for check in anchors} == {"fail"}
@@ -87,7 +87,7 @@ def test_an_anchor_passes_for_its_own_numbers_only() -> None:
         embedding(anchor.original.protein_norm, anchor.original.protein_first),
     )
     scores = torch.tensor([1 - anchor.original.virus, anchor.original.virus])
-    assert judge(anchor, dna, protein, scores).verdict == "pass"
+    assert judge(anchor, dna, protein, scores).verdict == "ok"
     assert judge(anchor, dna * 1.001, protein, scores).verdict == "fail"
     assert judge(anchor, dna, protein.flip(0), scores).verdict == "fail"
     assert judge(anchor, dna, protein, scores.flip(0)).verdict == "fail"
