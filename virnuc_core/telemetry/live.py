@@ -18,7 +18,7 @@ from typing import Any, Final, Self
 import pandas as pd
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageTime
@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 CHILDREN_EVERY: Final = 10  # samples between two looks for new child processes: the look reads every process
 PLAIN_EVERY_S: Final = 10.0
 CALLBACK_EVERY_S: Final = 5.0
+WIDE: Final = 100  # columns of a terminal that has room for the packing, too
+GPU_UUIDS: Final = ("GPU-", "MIG-")
 TITLE: Final = "Embedding"
 UNIT: Final = "sequences"
 RULE: Final = "=" * 80
@@ -40,7 +42,7 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
 
     `None` when there is none; and, with a word in the log, where NVML cannot be used.
     """
-    uuids = [device for device in devices if device.startswith(("GPU-", "MIG-"))]
+    uuids = [device for device in devices if device.startswith(GPU_UUIDS)]
     if not uuids:
         return None
     import nvitop
@@ -197,19 +199,14 @@ class InferenceProgressReporter:
 
     def __enter__(self) -> Self:
         if self._console.is_interactive:
-            self._bars = Progress(
-                TextColumn("[bold blue]{task.description}"),
-                BarColumn(bar_width=None),  # what the numbers leave
-                TaskProgressColumn(show_speed=False),
-                TextColumn("{task.fields[count]:>}"),
-                TextColumn("[yellow]{task.fields[tokens]:>12}"),
-                TextColumn("[green]{task.fields[gpu]:>5} GPU"),
-                TextColumn("[cyan]{task.fields[pack]:>6} pack"),
-                TimeRemainingColumn(),
-                console=self._console,
-                expand=True,
-            )
-            for device in self._monitor.devices if len(self._monitor.devices) > 1 else ():
+            devices = self._monitor.devices
+            on_gpu = any(device.startswith(GPU_UUIDS) for device in devices)
+            words = ["count", "tokens", *["gpu"] * on_gpu, *["pack"] * (self._console.width >= WIDE), "eta"]
+            columns = [TextColumn(f"{{task.fields[{word}]}}", justify="right") for word in words]
+            bar = (BarColumn(bar_width=None), TaskProgressColumn(show_speed=False))  # as wide as the words leave it
+            name = TextColumn("[bold blue]{task.description}")
+            self._bars = Progress(name, *bar, *columns, console=self._console, expand=True)
+            for device in devices if len(devices) > 1 else ():
                 self._tasks[self._bars.add_task(device[:12], total=None, **self._shown(device))] = (device,)
             self._tasks[self._bars.add_task(TITLE, total=self._total, **self._shown())] = ()
             self._bars.start()
@@ -273,17 +270,19 @@ class InferenceProgressReporter:
     def _shown(self, *devices: str) -> dict[str, Any]:
         """What a bar shows of one device, or of all."""
         rows, words = self.progress(*devices)
-        if devices:
-            return {"completed": rows, "count": f"{rows:,}", **words}
-        return {"completed": self._done, "count": f"{self._done:,}/{self._total:,} {UNIT}", **words}
+        count, eta = (f"{rows:,}", "") if devices else (f"{self._done:,}/{self._total:,}", f"ETA {self._eta()}")
+        told = {"gpu": f"{words['gpu']} GPU", "pack": f"{words['pack']} pack", "tokens": words["tokens"]}
+        return {"completed": rows if devices else self._done, "count": count, "eta": eta, **told}
+
+    def _eta(self) -> str:
+        return "--:--" if (eta_s := self.eta_s) is None else clock_text(eta_s)
 
     def _line(self) -> str:
-        (_, words), eta_s = self.progress(), self.eta_s
-        elapsed, eta = clock_text(self._now() - self._started_s), "--:--" if eta_s is None else clock_text(eta_s)
+        _, words = self.progress()
         return (
             f"{TITLE}: {self._done:,} of {self._total:,} {UNIT} ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
-            f"elapsed {elapsed} | ETA {eta}"
+            f"elapsed {clock_text(self._now() - self._started_s)} | ETA {self._eta()}"
         )
 
 

@@ -19,6 +19,7 @@ from virnuc_core.telemetry.live import (
 from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageClock
 
 from .measurements import batch, shard
+from .screen import screen
 
 DEVICES = ("GPU-a", "GPU-b")
 
@@ -98,20 +99,37 @@ def test_without_a_gpu_the_line_says_so(clock: Clock, caplog: pytest.LogCaptureF
     assert "gpu util n/a" in line
 
 
-def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(sampler: Sampler, clock: Clock) -> None:
-    console = Console(file=io.StringIO(), force_terminal=True, width=160, legacy_windows=False)
-    with reporter(100, sampler, clock, console=console, already_done=40) as progress:
+@pytest.mark.parametrize(("width", "pack"), [(80, False), (120, True)])
+def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(
+    sampler: Sampler, clock: Clock, width: int, pack: bool
+) -> None:
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=True, width=width, legacy_windows=False)
+    with reporter(6_000_000, sampler, clock, console=console, already_done=1_000_000) as progress:
+        clock.now = 100.0
+        progress.update(done(250_000))
+        console.print("12:00:00  cpu-core-0 ready after 3.8 s")  # as a log line, which shares the console
+        progress.update(done(250_000, "GPU-b"))
+    line, one, other, total = screen(text.getvalue(), width)
+    assert line == "12:00:00  cpu-core-0 ready after 3.8 s"
+    assert (one.split()[0], other.split()[0], total.split()[0]) == ("GPU-a", "GPU-b", "Embedding")
+    for words in ("25%", "1,500,000/6,000,000", "80 % GPU", "ETA 15:00"):
+        assert words in total
+    assert "90 % GPU" in one
+    assert "70 % GPU" in other
+    assert ("90.0 % pack" in total) is pack
+
+
+def test_cores_have_no_gpu_column(clock: Clock) -> None:
+    text, cores = io.StringIO(), Sampler(("cpu-core-0", "cpu-core-1"))
+    console = Console(file=text, force_terminal=True, width=80, legacy_windows=False)
+    with reporter(100, cores, clock, console=console) as progress:
         clock.now = 5.0
-        progress.update(done(10))
-    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())  # type: ignore[attr-defined]
-    last = text.strip().splitlines()[-3:]
-    assert [line.split()[0] for line in last] == ["GPU-a", "GPU-b", "Embedding"]
-    assert "50%" in last[2]
-    assert "50/100 sequences" in last[2]
-    assert "180 tok/s" in last[0]
-    assert "90 % GPU" in last[0]
-    assert "70 % GPU" in last[1]
-    assert "90.0 % pack" in last[0]
+        progress.update(done(10, "cpu-core-0"))
+    bars = screen(text.getvalue(), 80)
+    assert [bar.split()[0] for bar in bars] == ["cpu-core-0", "cpu-core-1", "Embedding"]
+    assert "GPU" not in "".join(bars)
+    assert "ETA 00:45" in bars[2]
 
 
 def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clock) -> None:
