@@ -5,7 +5,6 @@ Each check is a generator of `Check`s; the error that one ends with is a finding
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
@@ -21,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import Context
 from dataclasses import replace
-from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -38,7 +36,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from flows.parameters import ROOTS, Json
-from flows.start import prepare_prefect
+from flows.start import nearest, prepare_prefect
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_all
 from virnuc_core.encoders.convert import init_random
@@ -162,10 +160,9 @@ def tested_versions(constraints: Path) -> Iterator[Check]:
 
 
 def _version(package: str) -> str:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ABSENT
+    return ABSENT
 
 
 def prefect_server() -> Iterator[Check]:
@@ -179,20 +176,38 @@ def prefect_server() -> Iterator[Check]:
         yield Check(check, "ok", f"none is named: the embedded one, with its data in {settings.home}")
         return
     secret = settings.api.auth_string.get_secret_value() if settings.api.auth_string else ""
-    user, _, password = secret.partition(":")
-    ask = partial(httpx.get, f"{url}/admin/version", timeout=3.0)
-    try:
-        answers_anybody = ask().status_code != httpx.codes.UNAUTHORIZED
-        answer = ask(auth=(user, password) if secret else None)
-        if answer.status_code == httpx.codes.UNAUTHORIZED:
-            raise ConfigError(f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
-        theirs = answer.raise_for_status().json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise ConfigError(f"{url} does not answer ({type(error).__name__}); start it, or unset it") from error
-    ours = metadata.version("prefect")
-    other = "" if theirs == ours else f"; this side is {ours}"
-    yield Check(check, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+    with httpx.Client(base_url=url, timeout=3.0) as server:
+        try:
+            answers_anybody = server.get("/admin/version").status_code != httpx.codes.UNAUTHORIZED
+            server.auth = httpx.BasicAuth(*secret.partition(":")[::2])
+            answer = server.get("/admin/version")
+            if answer.status_code == httpx.codes.UNAUTHORIZED:
+                raise ConfigError(f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
+            theirs, ours = answer.raise_for_status().json(), metadata.version("prefect")
+            other = "" if theirs == ours else f"; this side is {ours}"
+            yield Check(check, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+            yield schedules(server)
+        except (httpx.HTTPError, ValueError) as error:
+            raise ConfigError(f"{url} does not answer ({type(error).__name__}); start it, or unset it") from error
     yield from doors(httpx.URL(url), answers_anybody=answers_anybody)
+
+
+def schedules(server: httpx.Client) -> Check:
+    """Does the server's scheduler plan the runs of active schedules, and do workers take those that are due?"""
+
+    def count(**of: object) -> int:
+        return int(server.post("/flow_runs/count", json={"flow_runs": of}).raise_for_status().json())
+
+    deployed, planned = server.post("/deployments/filter", json={}).raise_for_status().json(), {"any_": ["SCHEDULED"]}
+    active = [one for one in deployed if not one["paused"] and any(each["active"] for each in one["schedules"])]
+    idle = [one["name"] for one in active if not count(deployment_id={"any_": [one["id"]]}, state={"type": planned})]
+    if idle:
+        said = f"no run of {', '.join(idle)} is planned; look for errors of its scheduler in the server's log"
+    elif late := count(state={"name": {"any_": ["Late"]}}):
+        said = f"{late} runs are late; is a worker of their pool at work?"
+    else:
+        return Check("Prefect scheduler", "ok", f"{len(active)} active schedules are planned, no run is late")
+    return Check("Prefect scheduler", "fail" if idle else "warn", said)
 
 
 def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
@@ -219,10 +234,7 @@ def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
 
 
 def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
 def driver_and_gpus() -> Iterator[Check]:
@@ -269,7 +281,7 @@ def locks() -> Iterator[Check]:
 
 def room(folder: Path) -> Iterator[Check]:
     """Room where results would go, and in the shared memory that loader processes hand their batches over through."""
-    free, shared = shutil.disk_usage(_nearest(folder)).free, Path("/dev/shm")
+    free, shared = shutil.disk_usage(nearest(folder)).free, Path("/dev/shm")
     verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
     more = "" if verdict == "ok" else "; a million reads of 150 bases leave some 13 GiB"
     yield Check("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
@@ -283,7 +295,7 @@ def file_system(folder: Path) -> Iterator[Check]:
 
     The lock is that of a run directory, asked for twice; the file is written aside, flushed and renamed like a shard.
     """
-    with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=_nearest(folder)) as name:
+    with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=nearest(folder)) as name:
         excludes, place = True, Path(name)
         with suppress(ConfigError), run_lock(place), ExitStack() as again:
             Context().run(again.enter_context, run_lock(place))  # as another thread would hold it
@@ -296,11 +308,6 @@ def file_system(folder: Path) -> Iterator[Check]:
         seconds = time.perf_counter() - started
         verdict: Verdict = "warn" if seconds > FSYNC_WARN_S else "ok"
         yield Check("commits", verdict, f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
-    return next(place for place in (folder.absolute(), *folder.absolute().parents) if place.is_dir())
 
 
 def weights(models: Path | None, *, hashed: bool) -> Iterator[Check]:

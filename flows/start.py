@@ -54,6 +54,7 @@ del sys.argv[:2]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 """
 PREFECT_DEFAULTS: Final = {
+    "DO_NOT_TRACK": "1",  # and no notice that use is counted
     # the statistics client contends for an embedded server's database and logs a traceback where there is no network
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # the first start migrates the database: 12 to 18 s on two cores, too close to the stock limit of 20 s
@@ -295,19 +296,24 @@ def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -
         raise InputError("holds no reads", file=empty[0], hint="was it written to the end? name a file with reads")
 
 
+def nearest(out: Path) -> Path:
+    """`out`, or what is there nearest above it."""
+    return next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+
+
 def writable(out: Path) -> None:
     """Check that `out` is or can become a directory to write in; leaves nothing behind.
 
     A file is really made, and gone at once: permission bits know nothing of full, frozen or read-only disks.
     """
-    nearest = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
-    if not nearest.is_dir():
-        raise ConfigError(f"{out}: {nearest} is a file; choose another directory")
+    place = nearest(out)
+    if not place.is_dir():
+        raise ConfigError(f"{out}: {place} is a file; choose another directory")
     try:
-        with tempfile.TemporaryFile(dir=nearest) as file:
+        with tempfile.TemporaryFile(dir=place) as file:
             file.write(b"virnuc")
             file.flush()
     except OSError as error:
         raise storage_error(error, out) or ConfigError(
-            f"{out}: cannot write in {nearest}: {error.strerror or error}; make room or choose another directory"
+            f"{out}: cannot write in {place}: {error.strerror or error}; make room or choose another directory"
         ) from error

@@ -1,48 +1,82 @@
-"""Do the pinned versions fit together? `make sound` makes Prefect's server and lets its scheduler plan runs.
+"""Do the pinned versions fit together? `make sound` starts Prefect's server, whose scheduler then has to plan a run.
 
 `pip check` passes with a server that cannot start, and with one whose scheduler fails every minute.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
+import re
+import socket
+import subprocess
+import sys
 import tempfile
+import time
 from datetime import timedelta
+from pathlib import Path
+
+import httpx
+
+PATIENCE_S = 120
+FAILED = re.compile(r"^.*(?:\bERROR\b|Error: |Traceback).*$", re.MULTILINE)
 
 
-async def planned_runs() -> int:
-    """Number of runs that the scheduler plans for a deployment, in an empty database."""
+def wait_for(what: str, log: Path) -> None:
+    """Until `PREFECT_API_URL` answers."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            if httpx.get(f"{os.environ['PREFECT_API_URL']}/health", timeout=5).is_success:
+                return
+        except httpx.HTTPError:
+            pass
+        assert time.monotonic() < deadline_s, f"{what}: not in {PATIENCE_S} s\n{log.read_text()}"
+        time.sleep(0.2)
+
+
+def planned_runs() -> int:
+    """Number of runs that the server's scheduler, left to itself, plans for a deployment of every hour; 0: in vain."""
     from prefect import flow
-    from prefect.client.orchestration import PrefectClient
+    from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import DeploymentScheduleCreate
     from prefect.client.schemas.schedules import IntervalSchedule
-    from prefect.server.api.server import create_app
-    from prefect.server.services.scheduler import schedule_deployments, schedule_recent_deployments
 
     @flow
     def nothing() -> None:
         """Never runs."""
 
-    async with PrefectClient(create_app(ephemeral=True)) as client:
-        hourly = DeploymentScheduleCreate(schedule=IntervalSchedule(interval=timedelta(hours=1)))
-        await client.create_deployment(await client.create_flow(nothing), "hourly", schedules=[hourly])
-        await schedule_deployments()
-        await schedule_recent_deployments()
-        return len(await client.read_flow_runs())
+    hourly = DeploymentScheduleCreate(schedule=IntervalSchedule(interval=timedelta(hours=1)))
+    with get_client(sync_client=True) as client:
+        client.create_deployment(client.create_flow(nothing), "hourly", schedules=[hourly])
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (runs := client.read_flow_runs()) and time.monotonic() < deadline_s:
+            time.sleep(0.5)
+    return len(runs)
 
 
 def main() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     with tempfile.TemporaryDirectory() as home:
         os.environ |= {
+            "PREFECT_API_URL": f"http://127.0.0.1:{port}/api",
             "PREFECT_HOME": home,
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-            "PREFECT_LOGGING_LEVEL": "ERROR",
+            "DO_NOT_TRACK": "1",
         }
-        os.environ.pop("PREFECT_API_URL", None)
-        planned = asyncio.run(planned_runs())
-    assert planned > 0, "Prefect's scheduler planned no run for an hourly deployment"
-    print(f"Prefect's server starts, and its scheduler plans: {planned} runs of an hourly deployment")
+        log = Path(home, "server.log")
+        words = [sys.executable, "-m", "prefect", "server", "start", "--port", port, "--no-ui"]
+        with log.open("wb") as told, subprocess.Popen(words, stdout=told, stderr=told) as server:
+            try:
+                wait_for("the server", log)
+                planned = planned_runs()
+            finally:
+                server.terminate()
+        errors = "\n".join(FAILED.findall(log.read_text()))
+    assert planned > 0, f"Prefect's scheduler planned no run for an hourly deployment\n{errors}"
+    assert not errors, errors
+    print(f"Prefect's server and its services start, and its scheduler plans: {planned} runs of an hourly deployment")
 
 
 if __name__ == "__main__":

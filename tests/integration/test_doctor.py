@@ -6,11 +6,13 @@ import base64
 import json
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import metadata
 from pathlib import Path
 from threading import Thread
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import httpx
 import numpy as np
@@ -95,8 +97,48 @@ class Server(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(json.dumps(metadata.version("prefect")).encode())
 
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.answer(self.runs if "flow_runs" in asked else self.deployed)
+
+    def answer(self, told: Any) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(told).encode())
+
+    deployed: ClassVar[list[dict[str, Any]]] = []
+    runs = 0  # planned, and late
+
     def log_message(self, *_: object) -> None:
         """Say nothing."""
+
+
+@contextmanager
+def a_server(bound: str = "127.0.0.1", **kind: Any) -> Iterator[str]:
+    """The address of a server that answers so."""
+    with HTTPServer((bound, 0), type("Kind", (Server,), kind)) as server:
+        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/api"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("active", "runs", "verdict", "said"),
+    [
+        (True, 0, "fail", "no run of nightly is planned"),
+        (True, 3, "warn", "3 runs are late"),
+        (False, 0, "ok", "0 active schedules"),
+    ],
+)
+def test_a_scheduler_that_plans_nothing_fails_and_late_runs_are_a_warning(
+    active: bool, runs: int, verdict: str, said: str
+) -> None:
+    nightly = {"id": "1", "name": "nightly", "paused": False, "schedules": [{"active": active}]}
+    with a_server(deployed=[nightly], runs=runs) as address, httpx.Client(base_url=address) as client:
+        found = command.schedules(client)
+    assert (found.verdict, said in found.detail) == (verdict, True)
 
 
 @pytest.mark.parametrize(
@@ -114,14 +156,11 @@ def test_an_open_door_is_a_warning(
 ) -> None:
     monkeypatch.setenv("VIRNUC_ROOTS", roots)
     monkeypatch.setattr("os.geteuid", lambda: 1000)
-    with HTTPServer((bound, 0), type("Kind", (Server,), {"secret": secret})) as server:
-        thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-        thread.start()
-        address = f"http://127.0.0.1:{server.server_port}/api"
-        with temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own}):
-            *_, found = command.findings({"Prefect server": command.prefect_server()})
-        server.shutdown()
-        thread.join()
+    with (
+        a_server(bound, secret=secret) as address,
+        temporary_settings(updates={PREFECT_API_URL: address, PREFECT_API_AUTH_STRING: own}),
+    ):
+        *_, found = command.findings({"Prefect server": command.prefect_server()})
     assert said in found.detail
     assert found.verdict == {"run": "warn", "any": "warn", "ope": "ok"}.get(found.detail[:3], "fail")
     if own == secret:
