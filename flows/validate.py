@@ -27,7 +27,7 @@ from flows.flow_run import named, sample_of, stage_input, with_parameters
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
 from tasks.step import NOT_MET, REJECTED, TimeLimitError, done, not_met, publish_markdown
-from tasks.tools import ceiling, overhead
+from tasks.tools import ceiling, overhead, precision
 from tasks.validate import (
     TIMED_OUT,
     Approval,
@@ -151,6 +151,8 @@ def measure(
         subset = slow.result().subset is not None
     counts = steps(len(devices.ids), profile) * repeats
     names = _runs(out, staging, spec, profile, counts, label)
+    if devices.kind == "cuda":  # cores compute in fp32
+        precision(out, Bench(store, spec.models, devices), spec.engine, label=label).result()
     if profile.targets.checkpoint_overhead is not None:
         overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()

@@ -12,7 +12,7 @@ from tasks.server import device_slots
 from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, median, spread
+from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median, spread
 from virnuc_core.measure.head import TrainSpec, TrainSummary, train_head
 from virnuc_core.measure.trace import WAIT, Traces, TraceTable
 from virnuc_core.measure.trace import trace as record
@@ -52,6 +52,14 @@ def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: 
     shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
     cost = f"commits cost {percent(median(shares))} of the tokens/s, over {len(shares)} pairs of runs"
     return done(found, cost if shares else "commits were not timed")
+
+
+@step("precision", "fp32 sequences of {label}")
+def precision(out: Path, bench: Bench, engine: EngineSpec, *, label: str) -> State[bool]:
+    """Some hundred sequences in fp32 in `out/fp32`, unless the runs compute in fp32 themselves."""
+    with device_slots(resolve(bench.devices)[:1]):
+        made = measure_precision(out, bench, engine)
+    return done(made, f"a part of {label} was embedded in fp32" if made else "the runs are in fp32 themselves")
 
 
 @step("ceiling", "ceiling of {devices}")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 MARK: Final = ".virnuc"
 SHARDS: Final = ("shards/plan.json", "shards/[0-9][0-9][0-9][0-9][0-9]*.h5", "shards/damaged/[0-9]*.h5")
+EXACT: Final = "fp32"  # directory of the sequences that a validation embeds in fp32, beside its runs
 FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
 TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
 RECORDS: Final = ("run.json", "run.json.damaged", "summary.json", "summary.json.former", "summary.json.damaged")
@@ -49,7 +50,7 @@ HEADS: Final = ("head/config.json", "head/model.safetensors", "rescore.json")
 SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 # all that any command writes into its output directory
 OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *HEADS, *SWEEPS)
-RUNS_WITHIN: Final = ("baseline", "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
+RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, OUR_FILES))
 MARK_BYTES: Final = 128  # always as many: writing it anew never leaves half of one

@@ -16,6 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
+import h5py
+import numpy as np
 import torch
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
@@ -24,12 +26,14 @@ from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers, Message, Parent, WorkerSpec
+from virnuc_core.engine.shards import read_shard
 from virnuc_core.engine.worker import Runner
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.pipeline import model_flops, prepare
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import SHARDS, RunDir, discard, run_lock
+from virnuc_core.results import write_covered
+from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
 from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
 from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
@@ -38,6 +42,8 @@ from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPa
 log = logging.getLogger(__name__)
 
 SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
+EXACT_TOKENS: Final = 4_096  # of a batch and of a shard in fp32, whose activations are large
+EXACT_UNIQUES: Final = 300
 AHEAD: Final = 4  # passes launched before the oldest is waited for
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
@@ -202,6 +208,49 @@ def measure_again(
     engine = EngineSpec.model_validate(record.profile.engine.model_dump() | dict(settings.get("engine", {})))
     measure_overhead(out, bench, engine, pairs=pairs, shards_a_device=shards_a_device, force=force)
     return record.profile
+
+
+def measure_precision(out: Path, bench: Bench, engine: EngineSpec) -> bool:
+    """Embed some hundred sequences of a validation in fp32 by plain torch, on one device: `out/fp32` has what the runs
+    are held against, result files of the reads that are covered whole and `embeddings.h5` with its `uniques`.
+
+    False where the runs compute in fp32 themselves. What was computed before is used. Errors: those of the pool.
+    """
+    run, orfs, kind = RunDir(out / EXACT), OrfStore.open(bench.store), resolve(bench.devices)[0].kind
+    if resolve_engine(engine, kind).precision == "fp32" or not orfs.n_uniques:
+        run.embeddings.unlink(missing_ok=True)  # of another precision
+        return False
+    alone = replace(bench, devices=bench.devices.model_copy(update={"ids": bench.devices.ids[:1]}))
+    budgets = dict.fromkeys(("token_budget", "dna_token_budget", "shard_tokens"), EXACT_TOKENS)
+    exact = engine.model_copy(update={"precision": "fp32", "attention": "reference", **budgets})
+    identity = alone.fingerprint(exact)
+    with run_lock(run.root):
+        if run.embeddings.is_file():
+            with h5py.File(run.embeddings, "r") as file:
+                if file.attrs["fingerprint"] == identity:
+                    return True
+        embed_sample(run, alone.job(run, exact), identity)
+    return True
+
+
+def embed_sample(run: RunDir, job: Job, identity: str) -> None:
+    """Compute shards that lie evenly over the plan, of `EXACT_UNIQUES` sequences or more, and keep what they gave."""
+    plan, orfs = job.plan, job.store
+    wanted = min(len(plan), max(2, -(-EXACT_UNIQUES * len(plan) // orfs.n_uniques)))
+    chosen = tuple(dict.fromkeys(np.linspace(0, len(plan) - 1, wanted).astype(int).tolist()))
+    Embedding(replace(job, todo=chosen), Watch(), time.monotonic()).run()
+    results = [read_shard(run, plan, shard) for shard in chosen]
+    uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen])
+    scores = np.full((orfs.n_uniques, 2), np.nan, dtype=np.float32)
+    scores[uniques] = np.concatenate([result.scores for result in results])
+    of_rows = scores[np.asarray(orfs.row_unique)]
+    scored = np.bincount(orfs.row_read, ~np.isnan(of_rows[:, 0]), orfs.n_reads)
+    covered = (scored == orfs.read_rows) & (scored > 0)
+    write_covered(run, orfs, covered, of_rows[covered[np.asarray(orfs.row_read)]])
+    with whole_hdf5(run.embeddings) as file:
+        file["embeddings"] = np.concatenate([result.embeddings for result in results])
+        file["uniques"], file.attrs["fingerprint"] = uniques, identity
+    discard(run.root, *SHARDS)
 
 
 def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from virnuc_core.report.criteria import Measured, baseline_note
+from virnuc_core.report.formatting import cell, percent
 from virnuc_core.report.model import Accounting, Bottleneck, Charts, LossKind, Regression, RunMetrics, StageFinding
+from virnuc_core.rundir import EXACT
 from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, STAGES, START_UP
 
 NOT_OF_SPEED: Final = {"consensus_agreement", "starved_share", "checkpoint_overhead", "device_time_spread"}
@@ -68,6 +70,11 @@ def notes(measured: Measured, charts: Charts, model_length: int | None) -> Itera
                 "and are embedded once; the baseline embeds all. "
                 f"That alone is {run.n_rows / run.n_uniques:.2f}x of the speed-up."
             )
+    for one in (c for c in measured.comparisons if c.a == EXACT and c.cosines):
+        frames, chunks = (percent(part.agreement) if part else None for part in (one.frames, one.consensus))
+        least = f"least cosine {one.cosines[0].minimum:.5f} over {one.cosines[0].n:,} sequences"
+        labels = f"labels agree to {cell(frames)} per frame, {cell(chunks)} of the consensus"
+        yield f"Precision: {one.b} against fp32 by plain torch: {least}; {labels}."
     if run is not None:
         yield from _lengths(run, charts, model_length)
 

@@ -24,7 +24,7 @@ from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_reads_table
 from virnuc_core.report.files import BASELINE, COMPARISON
-from virnuc_core.rundir import RunDir, whole_file
+from virnuc_core.rundir import EXACT, RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.validation import (
     BitwiseEquality,
@@ -111,12 +111,23 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
 
 def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
     """The runs `names` of a validation against its baseline, where that left results, and against the first of them;
-    `comparison.json` keeps them. `subset`: the baseline covers a part of the reads only. Errors: those of `compare`."""
+    the last against what was embedded in fp32. `comparison.json` keeps them. `subset`: the baseline covers a part of
+    the reads only. Errors: those of `compare`."""
     slow = RunDir(out / BASELINE)
     sides = [(BASELINE, name) for name in names] if slow.predictions.is_file() or slow.consensus.is_file() else []
     sides += [(names[0], name) for name in names[1:]]
+    if names and RunDir(out / EXACT).embeddings.is_file():
+        sides.append((EXACT, names[-1]))
+    parts = {EXACT, BASELINE} if subset else {EXACT}  # cover some of the reads
     found = tuple(
-        compare(out / a, out / b, tolerance=tolerance, subset_of_a=subset and a == BASELINE, bits=a != BASELINE)
+        compare(
+            out / a,
+            out / b,
+            tolerance=tolerance,
+            subset_of_a=a in parts,
+            bits=a not in (BASELINE, EXACT),
+            embeddings=a == EXACT,
+        )
         for a, b in sides
     )
     write(out / COMPARISON, ComparisonFile(comparisons=found))

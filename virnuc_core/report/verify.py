@@ -36,7 +36,7 @@ from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawF
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, entry_of
 from virnuc_core.report.render import REPORT_JSON, read_report, render
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import EXACT, RunDir
 from virnuc_core.runfiles import RunFile, RunRecord, RunSummary, made_from, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
@@ -148,7 +148,14 @@ def verify_report(out: Path) -> Verification:
         where = f"{COMPARISON}: {said.a} and {said.b}"
         subset, bits = said.subset_reads is not None, said.bitwise is not None
         with found.noting(f"{where} cannot be compared again: "):
-            again = compare(out / said.a, out / said.b, tolerance=said.tolerance, subset_of_a=subset, bits=bits)
+            again = compare(
+                out / said.a,
+                out / said.b,
+                tolerance=said.tolerance,
+                subset_of_a=subset,
+                bits=bits,
+                embeddings=said.a == EXACT,
+            )
             found.same(where, said, again)
     records = {name: raw.read(RunRecord, name, RECORD) for name in (*run_names(out), BASELINE)}
     made = {name: made_from(record) for name, record in records.items() if record is not None}

@@ -6,11 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import EngineSpec
+from virnuc_core.config import ClassifySpec, EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.measure.bench import Bench, measure_again, measure_overhead
+from virnuc_core.measure.bench import Bench, embed_sample, measure_again, measure_overhead, measure_precision
+from virnuc_core.pipeline import classify
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.verify import Verification, verify_overhead
+from virnuc_core.rundir import RunDir
 
 
 @pytest.mark.slow
@@ -28,6 +33,30 @@ def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench,
     written = (tmp_path / "checkpoint_overhead.json").stat().st_mtime_ns
     assert measure_overhead(tmp_path, bench, engine, pairs=1) == found
     assert (tmp_path / "checkpoint_overhead.json").stat().st_mtime_ns == written, "nothing was measured again"
+
+
+@pytest.mark.slow
+def test_a_part_in_fp32_is_what_a_run_is_held_against(
+    tmp_path: Path, bench: Bench, engine: EngineSpec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = StageSpec(reads=(str(bench.store.with_name("reads.fasta")),), model_length=300)
+    spec = ClassifySpec(models=bench.models, devices=bench.devices, engine=engine)
+    classify(RunDir(tmp_path / "devices-1"), stage(reads, bench.store), spec)
+    monkeypatch.setattr("virnuc_core.measure.bench.EXACT_UNIQUES", 150)
+    part = RunDir(tmp_path / "fp32")
+    embed_sample(part, bench.job(part, engine.model_copy(update={"attention": "reference"})), "of this test")
+    assert not list(part.shards.glob("*.h5"))
+    (found,) = compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False)
+    assert (found.a, found.b, found.bitwise) == ("fp32", "devices-1", None)
+    joined = found.cosines[0]
+    assert 150 <= joined.n < OrfStore.open(bench.store).n_uniques
+    assert joined.minimum > 0.9999
+    for compared in (found.frames, found.consensus):
+        assert compared is not None
+        assert (compared.agreement, compared.only_in_a, compared.only_in_b) == (1.0, 0, 0)
+        assert compared.in_both > 20
+    assert not measure_precision(tmp_path, bench, engine), "cores compute in fp32"
+    assert compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False) == ()
 
 
 def test_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
