@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from uuid import UUID
@@ -10,7 +11,7 @@ from uuid import UUID
 from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSettings, command
-from flows.start import Ending, prepare_prefect, say, starts
+from flows.start import Ending, prepare_prefect, say, starts, writable
 from virnuc_core.config import Attention, Precision, Spec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile
@@ -51,6 +52,18 @@ class MeasureSettings(RunSettings):
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
     history: Path | None = Field(None, description="file of past runs; else virnuc-history.jsonl beside the output")
     fail_on_criteria: bool = Field(True, description="a criterion missed, or a reviewer's no, fails the flow run")
+
+    @property
+    def history_file(self) -> Path:
+        """Where the run's line goes."""
+        return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
+
+    def check_own_files(self) -> None:
+        """Refuse a history to which no line can be added; the runs before it may take hours."""
+        path = self.history_file
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise ConfigError(f"history {path}: no file that can be written; choose another with --history")
+        writable(path.parent)
 
 
 class ValidateSettings(MeasureSettings):

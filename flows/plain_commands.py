@@ -241,10 +241,13 @@ def report(out: Directory, /, *, profile: str | None = None) -> int:
     Args:
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
     """
+    from virnuc_core.report.files import run_names
     from virnuc_core.report.render import rerender, write_report
 
     if profile is None:
         rerender(out)
+    elif not run_names(out):
+        raise InputError("holds no runs of a validation", file=out, hint="name the directory that one was written to")
     else:
         write_report(out, load_profile(profile))
     print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
