@@ -14,6 +14,7 @@ from cyclopts.types import NonNegativeFloat, PositiveInt
 from cyclopts.validators import Number
 from pydantic import Field
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from flows.parameters import Flag, Json, command
@@ -254,11 +255,17 @@ def report(out: Directory, /, *, profile: str | None = None) -> int:
     return 0
 
 
-def verify(out: Directory, /) -> int:
-    """Recompute every number of a report from raw files, and name what differs; 1 when any does."""
+def verify(out: Directory, /, *, profile: str | None = None) -> int:
+    """Recompute every number of a report from raw files, and name what differs; 1 when any does.
+
+    Args:
+        profile: what virnuc report judged by, where that was a file of your own
+    """
     from virnuc_core.report.verify import verify_report
 
-    found = verify_report(out)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("Computing again", total=1.0)
+        found = verify_report(out, profile, lambda share: bar.update(task, completed=share))
     summed = f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
     if found.ok:
         summed = f"{found.figures:,} figures computed again, all as reported"
