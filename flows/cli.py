@@ -68,6 +68,8 @@ for _name, (_module, _help) in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, this process's own where none is given; returns the exit code."""
+    if arguments is None:  # before anything is started that would have to be ended
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None and (server := sys.modules.get("tasks.server")) is not None:
         server.connection.leave(code)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import getpass
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 from uuid import UUID
 
 from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSettings, command
-from flows.start import Ending, prepare_prefect, say, starts, writable
+from flows.start import Ending, prepare_prefect, say, starts
 from virnuc_core.config import Attention, Precision, Spec
 from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.measure.nights import DATED, LATEST, keep_newest
 from virnuc_core.profiles import Profile
 
 if TYPE_CHECKING:
@@ -52,18 +55,26 @@ class MeasureSettings(RunSettings):
     profile: str = Field("phase10-1m", min_length=1, description=PROFILE_HELP)
     history: Path | None = Field(None, description="file of past runs; else virnuc-history.jsonl beside the output")
     fail_on_criteria: bool = Field(True, description="a criterion missed, or a reviewer's no, fails the flow run")
+    keep: int | None = Field(
+        None, ge=1, description="each run in a dated directory in OUT, the newest also as OUT/latest; so many are kept"
+    )
 
     @property
-    def history_file(self) -> Path:
-        """Where the run's line goes."""
-        return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
+    def newest(self) -> Path:
+        """Where the newest run lies."""
+        return self.out if self.keep is None else self.out / LATEST
 
-    def check_own_files(self) -> None:
-        """Refuse a history to which no line can be added; the runs before it may take hours."""
-        path = self.history_file
-        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
-            raise ConfigError(f"history {path}: no file that can be written; choose another with --history")
-        writable(path.parent)
+    def placed(self, moment: datetime) -> Self:
+        """The settings of a run that starts at this moment: in a directory of that date, if runs are kept apart."""
+        return self if self.keep is None else self.model_copy(update={"out": self.out / f"{moment:{DATED}}"})
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Hold the output directory; of dated ones the oldest go once this one has a verdict."""
+        with super().hold():
+            yield
+        if self.keep is not None:
+            keep_newest(self.out, self.keep)
 
 
 class ValidateSettings(MeasureSettings):
@@ -104,7 +115,7 @@ def validate(settings: ValidateSettings, state: State[Any]) -> Ending:
 
     Exit code 5 when a criterion was missed, 7 when none was, but not each could be judged here.
     """
-    folder = settings.out / "report"
+    folder = settings.newest / "report"
     facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
     code = _missed(state) or (NOT_JUDGED if state.result().outcome == "not judged" else 0)
     return Ending(facts, (folder / "report.txt").read_text(encoding="utf-8"), code)
@@ -140,7 +151,7 @@ class ScaleSettings(MeasureSettings):
 @starts("flows.validate:scale", ScaleSettings)
 def scale(settings: ScaleSettings, state: State[Any]) -> Ending:
     """Run the same reads on one, two, four, … devices and measure how the time falls; exit code 5 when too little."""
-    return Ending({"Report": settings.out / "report" / "report.html"}, code=_missed(state))
+    return Ending({"Report": settings.newest / "report" / "report.html"}, code=_missed(state))
 
 
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextvars
 import logging
 import os
+import platform
 import re
 import signal
 import socket
@@ -16,6 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
@@ -71,6 +73,8 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
         def body(settings: Settings) -> State[T]:
             if (client := SyncClientContext.get()) is not None:
                 limit(client.client)
+            planned = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
+            settings = settings.placed(planned.astimezone(UTC))
             with (
                 _ended_in_time(),
                 connection.hearing(),
@@ -126,8 +130,14 @@ def sample_of(reads: Sequence[str]) -> str:
 
 
 def named(*keys: str) -> Callable[[], str]:
-    """What names a flow's run by these of its parameters: `lung_R1 · ci-smoke · cpu:2`."""
-    return lambda: run_name(runtime.flow_run.parameters or {}, *keys)
+    """Names a flow's run by these of its parameters, `lung · ci-smoke · cpu:2`; when deployed by date and host."""
+
+    def name() -> str:
+        told = run_name(runtime.flow_run.parameters or {}, *keys)
+        planned = runtime.flow_run.scheduled_start_time
+        return told if runtime.deployment.id is None else f"{told} · {planned:%Y-%m-%d %H:%M} · {platform.node()}"
+
+    return name
 
 
 def run_name(parameters: Mapping[str, Any], *keys: str) -> str:

@@ -16,8 +16,9 @@ import tomllib
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
@@ -261,6 +262,10 @@ class FlowSettings(ComputeSettings, ReadingSettings):
         """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""
         return ()
 
+    def placed(self, moment: datetime) -> Self:
+        """The settings of a run that starts at this moment."""
+        return self
+
     def is_done(self) -> bool:
         """Whether, at a glance at the output directory, there is nothing left to compute."""
         return False
@@ -313,6 +318,10 @@ class VerdictSettings(Spec):
 
 class PredictSettings(VerdictSettings, RunSettings):
     """Which reads are viral."""
+
+    def placed(self, moment: datetime) -> Self:
+        """The settings of a run that starts at this moment."""
+        return self
 
     def is_done(self) -> bool:
         """Whether the directory holds a complete run, which is not to be made anew."""

@@ -6,6 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -14,7 +16,6 @@ from cyclopts.types import NonNegativeFloat, PositiveInt
 from cyclopts.validators import Number
 from pydantic import Field
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from flows.parameters import Flag, Json, command
@@ -236,36 +237,40 @@ def compare(
     return 0 if meets(found, minimum) else DISAGREE
 
 
-def report(out: Directory, /, *, profile: str | None = None) -> int:
+def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False) -> int:
     """Render a validation's report again from its report.json, and print it.
 
     Args:
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
+        serve: show report.html to a browser on this machine until Ctrl-C
     """
-    from virnuc_core.report.files import run_names
     from virnuc_core.report.render import rerender, write_report
 
     if profile is None:
         rerender(out)
-    elif not run_names(out):
-        raise InputError("holds no runs of a validation", file=out, hint="name the directory that one was written to")
     else:
         write_report(out, load_profile(profile))
     print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
+    if serve:
+        show_to_browser(RunDir(out).report)
     return 0
 
 
-def verify(out: Directory, /, *, profile: str | None = None) -> int:
-    """Recompute every number of a report from raw files, and name what differs; 1 when any does.
+def show_to_browser(folder: Path) -> None:
+    """Serve a report's directory on this machine's loopback address, to nobody else, until Ctrl-C."""
+    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    Args:
-        profile: what virnuc report judged by, where that was a file of your own
-    """
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder))) as server:
+        print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
+
+
+def verify(out: Directory, /) -> int:
+    """Recompute every number of a report from raw files, and name what differs; 1 when any does."""
     from virnuc_core.report.verify import verify_report
 
-    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
-        task = bar.add_task("Computing again", total=1.0)
-        found = verify_report(out, profile, lambda share: bar.update(task, completed=share))
+    found = verify_report(out)
     summed = f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
     if found.ok:
         summed = f"{found.figures:,} figures computed again, all as reported"
@@ -328,29 +333,13 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         chart: also draw the newest series of like runs, as SVG
     """
     from virnuc_core.report.charts import history as draw
-    from virnuc_core.report.formatting import cell, number, percent
-    from virnuc_core.report.regression import check, points, read_history
+    from virnuc_core.report.formatting import cell
+    from virnuc_core.report.regression import check, points, read_history, trend
 
     if not file.is_file():
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
-    rows: list[dict[str, object]] = []
-    for entry in kept:  # each against the one before that is like it
-        found = check(kept, entry)
-        rows.append(
-            {
-                "when": entry.created,
-                "commit": entry.commit[:12],
-                "profile": entry.profile,
-                "devices": f"{entry.devices} {entry.precision}",
-                "reads": entry.n_reads,
-                "total s": number(entry.total_s),
-                "tokens/s": number(entry.tokens_per_s, 0),
-                "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
-                "met": entry.criteria_met,
-                "regression": ": ".join(filter(None, (found.verdict, found.reason))),
-            }
-        )
+    rows = trend(kept)
     show(next(iter(rows), ()), (map(cell, row.values()) for row in rows))
     code = DISAGREE if kept and check(kept, kept[-1]).verdict == "fail" else 0
     if chart is None:

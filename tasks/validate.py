@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from base64 import b64encode
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from prefect.artifacts import create_link_artifact
 from prefect.client.schemas.objects import State
 from prefect.input import RunInput
 from pydantic import Field, create_model
 
-from tasks.server import connection, device_slots
+from tasks.server import device_slots
 from tasks.step import (
     Markdown,
     Rows,
@@ -19,7 +19,6 @@ from tasks.step import (
     done,
     emit,
     first_attempt,
-    inside_a_run,
     key,
     markdown_table,
     on_host,
@@ -33,14 +32,16 @@ from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.build import APPROVAL
+from virnuc_core.report.build import APPROVAL, REGRESSION
+from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
 from virnuc_core.report.model import Report
+from virnuc_core.report.regression import RegressionFile, trend
 from virnuc_core.report.render import fill, write_report
 from virnuc_core.report.views import accounts, agreements, criteria, met_sentence, scaling
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
-from virnuc_core.runfiles import write
+from virnuc_core.runfiles import read, write
 from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison
 
 Answer = Literal["yes", "no", "not answered"]
@@ -51,6 +52,8 @@ VERDICT_MARKS: Final = {
     "not run": "– not run",
     "not asked": "– not asked",
 }
+SHOWN: Final = ("Stages over time", "Utilisation", "Throughput", "History")  # an artifact is below 100 KiB
+NIGHTS: Final = 20
 # the answer given when nobody answers in time
 TIMED_OUT: Final = {"verdict": "pending", "reviewer": "nobody (time-out)", "note": "no answer came before the time-out"}
 
@@ -126,16 +129,22 @@ def publish(judged: Report, out: Path, label: str) -> None:
     publish_table(on_host(f"criteria-{name}"), rows_of(*criteria(judged)), told)
     if judged.accounting is not None:
         publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
-    if len(judged.scaling) > 1:
+    if judged.scaling:
         publish_table(on_host(f"scaling-{name}"), rows_of(scaling(judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")
-    if inside_a_run():
-        page, what = folder / "report.html", "The report with its charts"
-        with connection.telling(f"link report-html-{name}"):
-            create_link_artifact(
-                page.absolute().as_uri(), page.name, key=on_host(f"report-html-{name}"), description=what
-            )
+    drawn = [one for one in all_charts(judged) if one[0] in SHOWN]
+    pictures = "".join(
+        f"### {title}\n![{what}](data:image/svg+xml;base64,{b64encode(svg.encode()).decode()})\n\n"
+        for title, what, svg in drawn
+    )
+    publish_markdown(on_host(f"charts-{name}"), pictures, f"Charts of {label}", folder / "report.html")
+    if (kept := RunDir(out).root / REGRESSION).is_file():
+        compared = read(kept, RegressionFile)
+        nights = trend((*compared.history, compared.entry))[-NIGHTS:]
+        publish_table(
+            on_host(f"trend-{name}"), nights[::-1], f"The last {len(nights)} runs like this one, newest first"
+        )
 
 
 def emit_outcome(judged: Report, out: Path) -> None:
@@ -190,7 +199,6 @@ def approval_form(judged: Report, out: Path) -> type[Approval]:
     wanted = ("Verdict", "Criterion", "Measured", "Required")
     table = markdown_table([{name: row[name] for name in wanted} for row in rows_of(*criteria(judged))])
     missed = [cell(f"{c.title} {shown(c)} ({target_text(c.target, c.unit)})") for c in judged.failed]
-    link = (RunDir(out).report / "report.html").absolute().as_uri()
     figures = {
         "all_criteria_met": f"**{met_sentence(judged)}**",
         "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
@@ -200,7 +208,7 @@ def approval_form(judged: Report, out: Path) -> type[Approval]:
     fields: dict[str, Any] = {
         name: (Answer, Field("not answered", description=f"{QUESTIONS[name]} {text}")) for name, text in figures.items()
     }
-    advice = f"Bottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} [The whole report]({link})"
+    advice = f"Bottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} More: the run's artifacts."
     made = create_model("Approval", __base__=Approval, **fields)
     return made.with_initial_data(description=f"{table}\n{advice}\n")
 

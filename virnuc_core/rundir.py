@@ -188,7 +188,7 @@ def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
     return (path for pattern in patterns for path in root.glob(pattern))
 
 
-def _is_ours(root: Path) -> bool:
+def is_ours(root: Path) -> bool:
     """Whether a directory's mark says so, or, made by a version without marks, its run.json; or it lies in one held."""
     if _json(root / MARK).get("product") == "virnuc" or "fingerprints" in _json(root / "run.json"):
         return True
@@ -197,8 +197,8 @@ def _is_ours(root: Path) -> bool:
 
 def check_ours(root: Path) -> None:
     """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
-    found = () if _is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, ALL_FILES)})
-    if found and not _is_ours(root):  # asked again: who makes the first file has made the mark before
+    found = () if is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, ALL_FILES)})
+    if found and not is_ours(root):  # asked again: who makes the first file has made the mark before
         names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
         raise ConfigError(f"{root} was not made by virnuc, and {names} would be overwritten; choose another directory")
 
@@ -299,7 +299,8 @@ def discard(root: Path, *patterns: str) -> None:
     for path in [*_found(root, patterns)]:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
-    folders = {root / folder for pattern in patterns for folder in list(Path(pattern).parents)[:-1]} | {root}
+    within = {str(folder) for pattern in patterns for folder in list(Path(pattern).parents)[:-1]}
+    folders = {*_found(root, within), root}
     left = []
     for folder in sorted(folders, key=lambda one: len(one.parts), reverse=True):
         if folder.is_dir():

@@ -131,7 +131,7 @@ def test_validate_judges_and_shows(tmp_path: Path, reads: Path, models: Path) ->
     assert "PASS" in rows["Consensus label agreement"]["Verdict"]
     assert rows["Consensus label agreement"]["Required"] == "≥99%"
     assert "not asked" in rows["Scaling"]["Verdict"]
-    for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "report-html-ci-smoke"):
+    for key in ("report-ci-smoke", "scaling-ci-smoke", "comparison-few", "charts-ci-smoke", "trend-ci-smoke"):
         assert Artifact.get(key if key == "comparison-few" else on_host(key)) is not None, key
 
     again = validate(**given, return_state=True)

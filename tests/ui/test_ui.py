@@ -6,6 +6,7 @@ Screenshots are kept in `screenshots/`; look at them when something about the UI
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import socket
 import subprocess
@@ -29,6 +30,10 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 SHOTS = ROOT / "screenshots"
+BLOCK = (
+    "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; "
+    "Block(name='oncall', url='http://127.0.0.1:9/nobody').save('oncall')"
+)
 BROWSER = shutil.which("chromium")
 pytestmark = [pytest.mark.ui, pytest.mark.skipif(BROWSER is None, reason="no chromium here; see make test-ui")]
 
@@ -173,6 +178,28 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
     shot(page, "0-form-of-tune")
 
 
+def look_at_artifacts(server: Server, page: Any) -> None:
+    """What a validation leaves in the UI, from the page of its run on."""
+    page.get_by_text("Artifacts", exact=True).last.click()
+    page.get_by_text(on_host("criteria-ci-smoke")).last.wait_for()
+    shot(page, "5-artifacts")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('criteria-ci-smoke'))}")
+    page.get_by_text("PASS").first.wait_for()
+    shot(page, "6-criteria")
+    assert page.get_by_text("≥99%").first.is_visible()
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('report-ci-smoke'))}")
+    page.get_by_text("Consensus label agreement").first.wait_for()
+    shot(page, "7-report")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('charts-ci-smoke'))}")
+    picture = page.get_by_alt_text("When each stage ran").first
+    picture.wait_for()
+    assert picture.evaluate("image => image.complete && image.naturalWidth > 100")
+    shot(page, "7-charts")
+    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('trend-ci-smoke'))}")
+    page.get_by_text("no earlier run of this profile").first.wait_for()
+    shot(page, "7-trend")
+
+
 def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     server: Server, page: Any, models: Path, tmp_path: Path
 ) -> None:
@@ -196,7 +223,8 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     shot(page, "2-running")
 
     run = server.wait(deployment, "Paused")
-    assert run["name"] == "lung · ci-smoke · cpu:2"
+    assert run["name"].startswith("lung · ci-smoke · cpu:2 · ")
+    assert run["name"].endswith(platform.node())
     page.reload()
     page.get_by_role("button", name="Resume").first.click()
     shot(page, "3-approval-form")
@@ -215,31 +243,17 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.get_by_text("1 of 1 asked criteria met").first.wait_for()
     shot(page, "4-completed")
 
-    page.get_by_text("Artifacts", exact=True).last.click()
-    page.get_by_text(on_host("criteria-ci-smoke")).last.wait_for()
-    shot(page, "5-artifacts")
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('criteria-ci-smoke'))}")
-    page.get_by_text("PASS").first.wait_for()
-    shot(page, "6-criteria")
-    assert page.get_by_text("≥99%").first.is_visible()
-    page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('report-ci-smoke'))}")
-    page.get_by_text("Consensus label agreement").first.wait_for()
-    shot(page, "7-report")
+    look_at_artifacts(server, page)
     page.goto(f"{server.url}/runs")
     page.get_by_text("lung · ci-smoke · cpu:2").first.wait_for()
     shot(page, "8-runs")
 
 
-def test_the_example_automation_answers_a_failed_criterion(
+def test_a_criterion_that_is_missed_pauses_the_deployment_where_that_is_asked_for(
     server: Server, page: Any, models: Path, tmp_path: Path
 ) -> None:
-    subprocess.run(
-        [*PREFECT, "automation", "create", "--from-file", "deployments/alert-on-failed-criterion.yaml"],
-        env=server.environment,
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-    )
+    for words in (("-c", BLOCK), ("-m", "deployments.alerts", "custom-webhook/oncall", "--pause")):
+        subprocess.run([sys.executable, *words], env=server.environment, cwd=ROOT, check=True, capture_output=True)
     profile = tmp_path / "impossible.toml"
     profile.write_text(
         'name = "impossible"\ntitle = "Nobody meets this"\ndevice_names = [""]\n'
@@ -247,7 +261,7 @@ def test_the_example_automation_answers_a_failed_criterion(
         '[targets]\none_device_seconds = { op = "<", value = 0.001 }\n'
     )
     reads = simulate(SimulateSpec(reads=100, seed=3), tmp_path / "lung.fasta").reads_file
-    deployment = server.deployment("flows/validate.py:validate", "nightly")
+    deployment = server.deployment("nightly-gpu")
     given = {"reads": [str(reads)], "out": str(tmp_path / "out"), "models": str(models), "devices": "cpu:1"}
     server.ask(f"deployments/{deployment}/create_flow_run", parameters={**given, "profile": str(profile)})
     run = server.wait(deployment, "Criteria not met")

@@ -17,13 +17,13 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from virnuc_core.report.formatting import number, percent
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 from virnuc_core.rundir import storing, whole_file
 
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
-HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
 SERIES: Final = ("profile", "devices", "precision")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # whether more is better
@@ -174,3 +174,25 @@ def check(history: Iterable[HistoryEntry], entry: HistoryEntry) -> Regression:
 def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[HistoryEntry, ...]:
     """The trend that `entry` belongs to, itself included, oldest first."""
     return (*(old for old in earlier(history, entry) if old.same(entry, LIKE)), entry)
+
+
+def trend(history: Sequence[HistoryEntry]) -> list[dict[str, object]]:
+    """A row for each run, as given: oldest first, each against the one before that is like it."""
+    rows: list[dict[str, object]] = []
+    for entry in history:
+        found = check(history, entry)
+        rows.append(
+            {
+                "when": entry.created,
+                "commit": entry.commit[:12],
+                "profile": entry.profile,
+                "devices": f"{entry.devices} {entry.precision}",
+                "reads": entry.n_reads,
+                "total s": number(entry.total_s),
+                "tokens/s": number(entry.tokens_per_s, 0),
+                "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
+                "met": entry.criteria_met,
+                "regression": ": ".join(filter(None, (found.verdict, found.reason))),
+            }
+        )
+    return rows
