@@ -35,7 +35,7 @@ from virnuc_core.config import (
     reading,
     small_text,
 )
-from virnuc_core.errors import ConfigError
+from virnuc_core.errors import ConfigError, few
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -57,7 +57,7 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
     """The model made of `values`; `ConfigError` says in one line what is wrong with which; `quoted`: and its value."""
     for name, text in _texts(values.items()):
         if "\0" in text or text.encode("utf-8", "replace").decode() != text:
-            raise ConfigError(f"{name}: {text!r} is no text (UTF-8); rename the file")
+            raise ConfigError(f"{name}: {repr(text) if quoted else 'this'} is no text (UTF-8); rename the file")
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -229,7 +229,7 @@ def read_settings(path: Path) -> dict[str, Any]:
         found = tomllib.loads(small_text(path, SETTINGS_BYTES))
     unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
     if unknown:
-        raise ConfigError(f"settings {path}: {', '.join(unknown)} is no engine setting; see docs/operations.md")
+        raise ConfigError(f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md")
     return found
 
 

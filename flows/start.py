@@ -17,6 +17,7 @@ import sqlite3
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, MutableMapping
 from contextlib import closing
@@ -28,8 +29,9 @@ from pydantic import Field, create_model
 from pydantic_core import to_jsonable_python
 
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, Settings, command
-from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.errors import ConfigError, InputError, VirnucError, printable, storage_error
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, Devices, EngineSpec
+from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
+from virnuc_core.rundir import RunDir, check_room
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -37,7 +39,10 @@ if TYPE_CHECKING:
     from virnuc_core.reads.fast_parser import OnError
 
 PARTIAL: Final = 6  # done, but some rows had to be set aside
+HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
+ANSWERS_S: Final = 10.0  # a disk that is there
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
+BASES_IN_FILE: Final = 6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
 SERVER: Final = ("uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level", "error")
 # A module as a program that ends when another process has adopted it: nobody is left who would want an orderly end. The
@@ -119,6 +124,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
 
         base = load_profile(profile).engine
     prepare_prefect()
+    answers(Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser())
     devices = check(settings, base)
     module, _, name = flow.partition(":")
     if not settings.quiet:
@@ -149,6 +155,15 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
         environment.setdefault(name, value)
 
 
+def answers(home: Path) -> None:
+    """Refuse a home on a disk that does not answer: whoever imports Prefect reads a file there, and would wait."""
+    asking = threading.Thread(target=home.exists, daemon=True)
+    asking.start()
+    asking.join(ANSWERS_S)
+    if asking.is_alive():
+        raise ConfigError(f"Prefect's home {home}: its disk does not answer; mend it, or set another PREFECT_HOME")
+
+
 def is_server_named() -> bool:
     """Whether runs are told to a server that is there anyway."""
     from prefect.settings import PREFECT_API_URL
@@ -165,11 +180,11 @@ def usable_home() -> None:
     home = PREFECT_HOME.value()
     database, way_out = home / "prefect.db", f"set another PREFECT_HOME, or use {WITHOUT}"
     try:
-        writable(home)
+        writable(home, HOME_BYTES, "a server's records")
         if database.exists():
             with closing(sqlite3.connect(database, timeout=1.0)) as there:
                 there.execute("PRAGMA schema_version")
-    except ConfigError as error:
+    except (ConfigError, StorageError) as error:
         raise ConfigError(f"Prefect's home {error}; {way_out}") from error
     except sqlite3.DatabaseError as error:
         raise ConfigError(f"Prefect's database {database}: {error}; {way_out}") from error
@@ -258,26 +273,29 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     from virnuc_core.engine.devices import resolve, resolve_engine
     from virnuc_core.reads.sources import is_remote
 
+    head, rows = check_models(settings.models), 0
     if isinstance(settings, RunSettings):
         local = tuple(name for name in settings.reads if not is_remote(name))
         if local:
-            readable(local, settings.on_error, alone=len(local) == len(settings.reads))
+            rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.reads))
         if local and isinstance(settings, PredictSettings) and settings.write_viral:
             from virnuc_core.reads.subsets import readable_twice  # few runs need it
 
             readable_twice(local)
     settings.check_place()
     settings.check_own_files()
-    check_models(settings.models)
     found = resolve(Devices.parse(settings.devices))
     resolve_engine(settings.engine(base), found[0].kind)
-    writable(settings.out)
+    begun = RunDir(settings.out).plan.exists()
+    writable(settings.out, 0 if begun else 4 * head.width * rows, "the embeddings of these reads, by their first,")
     names = tuple(device.id if device.kind == "cuda" else str(core) for core, device in enumerate(found))
     return Devices(kind=found[0].kind, ids=names)
 
 
-def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -> None:
-    """Parse the beginning of every file; `alone`: there are no other reads than these.
+def readable(
+    reads: tuple[str, ...], on_error: OnError, model_length: int = DEFAULT_MODEL_LENGTH, *, alone: bool = True
+) -> int:
+    """Parse the beginning of every file; `alone`: there are no other reads than these. The rows they surely have.
 
     Pipes and standard input are left for staging, which alone may draw from them. An empty file among others is
     counted by staging; `InputError` when all of them are empty.
@@ -285,15 +303,22 @@ def readable(reads: tuple[str, ...], on_error: OnError, *, alone: bool = True) -
     from virnuc_core.reads.fast_parser import ParseLog
     from virnuc_core.reads.parse import parse
     from virnuc_core.reads.sources import find_inputs
+    from virnuc_core.reads.translate import chunk, translate
 
-    files, empty = find_inputs(reads).files, []
+    files, empty, least = find_inputs(reads).files, [], 0
     for name in files:
         if Path(name).is_file():
-            log = ParseLog(on_error)
-            found = sum(len(batch) for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT))
+            log, bases, rows, found = ParseLog(on_error), 1, 0, 0
+            for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
+                chunks, found = chunk(batch.bases.lengths, model_length), found + len(batch)
+                begin = batch.bases.offsets[chunks.read]
+                rows += len(translate(batch.bases.data, begin + chunks.start, begin + chunks.end))
+                bases += len(batch.bases.data)
+            least += Path(name).stat().st_size * rows // (BASES_IN_FILE * bases)
             empty += [name] * (not found and not log.skipped_by_file)
     if alone and empty and len(empty) == len(files):
         raise InputError("holds no reads", file=empty[0], hint="was it written to the end? name a file with reads")
+    return least
 
 
 def nearest(out: Path) -> Path:
@@ -301,8 +326,8 @@ def nearest(out: Path) -> Path:
     return next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
 
 
-def writable(out: Path) -> None:
-    """Check that `out` is or can become a directory to write in; leaves nothing behind.
+def writable(out: Path, nbytes: int = 0, what: str = "") -> None:
+    """Check that `out` is or can become a directory to write `nbytes` in; leaves nothing behind.
 
     A file is really made, and gone at once: permission bits know nothing of full, frozen or read-only disks.
     """
@@ -317,3 +342,4 @@ def writable(out: Path) -> None:
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot write in {place}: {error.strerror or error}; make room or choose another directory"
         ) from error
+    check_room(place, nbytes, what)

@@ -12,14 +12,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
-from virnuc_core.errors import ConfigError, VirnucError
+from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 
 DEFAULT_MODEL_LENGTH = 500
-MOST_SHOWN = 100  # characters of a value that is wrong
 SETTINGS_BYTES = 1 << 16  # a file of settings at most
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
@@ -134,21 +133,23 @@ class RunSpec(ClassifySpec):
     out: Path = Field(description="run directory")
 
 
-def explain(error: ValidationError, most: int | None = None, *, quoted: bool = False) -> str:
+def explain(error: ValidationError, most: int = 5, *, quoted: bool = False) -> str:
     """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`.
 
     `quoted`: say what was given. What stands in a file is not told: who reads the message may not be whom it is for.
+    Names of its keys are, so that a wrong one is found: a few, short and on one line.
     """
     parts = []
     for item in error.errors()[:most]:
-        place = ".".join(str(step) for step in item["loc"]) or "settings"
+        place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MOST_SHOWN] or "settings"
         if item["type"] == "json_invalid":  # what was given is a whole file
             return f"{item['msg'][0].lower()}{item['msg'][1:]}"
         given = repr(item.get("input"))
         given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}…"
-        said = f"{place[:MOST_SHOWN]}: {item['msg'][0].lower()}{item['msg'][1:]}"
+        said = f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}"
         parts.append(f"{said} (given {given})" if quoted else said)
-    return "; ".join(parts)
+    more = error.error_count() - len(parts)
+    return "; ".join(parts) + f"; and {more} more" * (more > 0 and most > 1)
 
 
 @contextmanager
@@ -161,7 +162,7 @@ def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> I
     except ValidationError as error:
         raise kind(f"{what}: {explain(error)}") from error
     except (ValueError, RecursionError) as error:
-        raise kind(f"{what}: not valid {form}: {error}") from error
+        raise kind(f"{what}: not valid {form}: {few([error])}") from error
 
 
 def small_text(path: Path | Traversable, most: int) -> str:

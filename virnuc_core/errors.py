@@ -6,9 +6,11 @@ import errno
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+MOST_SHOWN: Final = 100  # characters of a value or a name that is wrong
 # what moves a terminal's cursor or turns the order of letters round, and bytes of a file name that are no letters
 _UNPRINTABLE: Final = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -20,6 +22,12 @@ def printable(text: str) -> str:
     'reads\\x1b[2J.fa'
     """
     return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def few(names: Iterable[object]) -> str:
+    """The first three of some names, short and on one line, and how many more there are."""
+    found = [re.sub(r"\s", " ", str(name))[:MOST_SHOWN] for name in names]
+    return ", ".join(found[:3]) + f" and {len(found) - 3} more" * (len(found) > 3)
 
 
 class VirnucError(Exception):
@@ -106,7 +114,11 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     if not isinstance(error, OSError) or error.errno not in _STORAGE:
         return None
     path = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
-    free = next((shutil.disk_usage(folder).free for folder in path.parents if folder.is_dir()), 0) if path else None
+    free = (
+        next((shutil.disk_usage(folder).free for folder in (path, *path.parents) if folder.is_dir()), 0)
+        if path
+        else None
+    )
     left = "" if free is None else f"; {size(free)} free there"
     place = "" if path is None else f"{path}: "
     way_out = _STORAGE[error.errno]

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import virnuc_core
-from virnuc_core.errors import ConfigError, DeviceError, StorageError, size, storage_error
+from virnuc_core.errors import ConfigError, DeviceError, StorageError, few, size, storage_error
 
 if TYPE_CHECKING:
     import h5py
@@ -52,6 +52,8 @@ SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *HEADS, *SWEEPS)
 RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
+GUARDED: Final = (*ALL_FILES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
+INBOX_LOCK: Final = "claims/inbox.tsv.lock"
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, OUR_FILES))
 MARK_BYTES: Final = 128  # always as many: writing it anew never leaves half of one
 MOST_BYTES: Final = 1 << 24  # of a record that is asked whose it is
@@ -189,18 +191,20 @@ def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def is_ours(root: Path) -> bool:
-    """Whether a directory's mark says so, or, made by a version without marks, its run.json; or it lies in one held."""
-    if _json(root / MARK).get("product") == "virnuc" or "fingerprints" in _json(root / "run.json"):
+    """Whether a directory's mark says so, or, where there is none, its record; or it lies in one that is held."""
+    marked = _json(root / MARK).get("product") == "virnuc" or (root / INBOX_LOCK).exists()
+    if marked or "fingerprints" in _json(root / "run.json") or "candidates" in _json(root / "tune.json"):
         return True
     return any(root.resolve().is_relative_to(held) for held in _held.get())
 
 
 def check_ours(root: Path) -> None:
     """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
-    found = () if is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, ALL_FILES)})
+    found = () if is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED)})
     if found and not is_ours(root):  # asked again: who makes the first file has made the mark before
-        names = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
-        raise ConfigError(f"{root} was not made by virnuc, and {names} would be overwritten; choose another directory")
+        raise ConfigError(
+            f"{root} was not made by virnuc, and {few(found)} would be overwritten; choose another directory"
+        )
 
 
 def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False) -> None:
@@ -255,7 +259,7 @@ def run_lock(root: Path) -> Iterator[None]:
         yield
     finally:
         _held.set(_held.get() - {place})
-        if fresh and next(_found(root, ALL_FILES), None) is None:
+        if fresh and next(_found(root, GUARDED), None) is None:
             (root / MARK).unlink(missing_ok=True)
             with suppress(OSError):  # something else is in it
                 if made:
@@ -309,8 +313,7 @@ def discard(root: Path, *patterns: str) -> None:
             left += [] if folder == root or not folder.exists() else [*folder.iterdir()]
     names = sorted(str(path.relative_to(root)) for path in left if path not in folders)
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        log.warning("%s: not made by virnuc and left as it is: %s%s", root, ", ".join(names[:3]), more)
+        log.warning("%s: not made by virnuc and left as it is: %s", root, few(names))
 
 
 # A device is held by a socket of its name, which has no place in any folder: the same for every user of the machine,

@@ -23,7 +23,7 @@ from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk,
 
 ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
 STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
-NO_SERVER: Final = "Prefect's own server does not start"
+NO_SERVER: Final = ("Prefect's own server does not start", "no Prefect server answers at")
 OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
 
 
@@ -162,7 +162,7 @@ class Play:
         else:
             at_s, struck_s = self._strike(first, how, whom)
         self.round.at_s, self.round.hit = at_s, at_s is not None
-        mine = whom == "all" or (whom.startswith("main") and how == "kill")
+        mine = whom == "all" or (whom.startswith(("main", "after ")) and how == "kill")
         fatal = mine or how in ("terminate", "interrupt")
         allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
         if whom in ("server", "tracker", "worker", "loader") or (how, whom) == ("stop", "main"):
@@ -170,7 +170,9 @@ class Play:
         if mine:
             allowed = (0, -9)
         if whom == "server" and first.ends() is not None:
-            allowed = (1,) if NO_SERVER in first.complained() else (0,)  # the first before there was a run
+            allowed = (
+                (1,) if any(said in first.complained() for said in NO_SERVER) else (0,)
+            )  # the first before there was a run
         if at_s is not None and fatal and at_s < 2.0:
             allowed = (*allowed, -15, -2, -9)  # before it could hear
         code = self.ends(first, allowed, "struck")

@@ -35,7 +35,7 @@ def plans() -> tuple[Plan, ...]:
     found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging", "tracker")]
     found += [Plan("kill", f"main while {kind}") for kind in ("staging", "worker")]
     found += [Plan("kill", "main while baseline", "validate"), Plan("terminate", "main while staging")]
-    found += [Plan("kill", "loader"), Plan("stop", "loader")]
+    found += [Plan("kill", "loader"), Plan("stop", "loader"), Plan("kill", "after tracker stopped")]
     found += [Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")]
     found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
     found += [Plan("stop", whom) for whom in ("main", "worker", "staging", "tracker")]

@@ -17,6 +17,7 @@ from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.rundir import (
     MARK,
     RUN_FILES,
+    check_ours,
     check_output,
     device_holder,
     discard,
@@ -101,7 +102,17 @@ def test_nothing_stays_where_nothing_was_made(tmp_path: Path) -> None:
     assert contents(theirs) == before
 
 
-@pytest.mark.parametrize("name", ["summary.json", "viral.fasta.gz", "shards/00000.h5", "devices-2/run.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "summary.json",
+        "viral.fasta.gz",
+        "shards/00000.h5",
+        "devices-2/run.json",
+        "inbox.tsv",
+        "downloads/0123456789ab-a.fq",
+    ],
+)
 def test_a_file_of_our_name_in_a_directory_of_others_is_named_and_left(tmp_path: Path, name: str) -> None:
     before = put(tmp_path, name, "letter.txt", "shards/mine.txt")
     with pytest.raises(ConfigError, match=f"not made by virnuc, and {name} would be overwritten"), run_lock(tmp_path):
@@ -121,6 +132,19 @@ def test_a_run_of_a_version_without_marks_is_ours(tmp_path: Path) -> None:
     put(tmp_path, "summary.json", "baseline/summary.json")
     with run_lock(tmp_path), run_lock(tmp_path / "baseline"):
         assert (tmp_path / "baseline" / MARK).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("tune.json", '{"candidates": []}'), ("claims/inbox.tsv.lock", ""), ("tune.json", "{}")]
+)
+def test_a_sweep_or_an_inbox_of_a_version_without_marks_is_ours(tmp_path: Path, name: str, text: str) -> None:
+    put(tmp_path, name, "settings.toml", "inbox.tsv")
+    (tmp_path / name).write_text(text)
+    if text == "{}":  # somebody else's
+        with pytest.raises(ConfigError, match="not made by virnuc"):
+            check_ours(tmp_path)
+    else:
+        check_ours(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])

@@ -52,8 +52,9 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     return shape, fit(open_safetensors(_weights(folder)), shape)
 
 
-def check_models(models: Path) -> None:
-    """Everything that can be told of a models directory without reading its weights: in milliseconds, of any size.
+def check_models(models: Path) -> HeadShape:
+    """The sizes of the head of a models directory of which all is right that can be told without reading its weights:
+    in milliseconds, of any size.
 
     The parts are there and whole (a safetensors file is as long as its header says), every tensor has the shape and a
     type its config asks for, the tokenizer is one and its tokens fit the model, the head's inputs are what the encoders
@@ -61,7 +62,7 @@ def check_models(models: Path) -> None:
     """
     open_part(models, Esm2Shape)
     _open_tokenizer(models, open_part(models, DnabertShape)[0])
-    open_part(models, HeadShape)
+    return open_part(models, HeadShape)[0]
 
 
 def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:

@@ -35,7 +35,7 @@ from virnuc_core.errors import (
     VirnucError,
     WeightsError,
 )
-from virnuc_core.rundir import write_text_whole
+from virnuc_core.rundir import INBOX_LOCK, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
@@ -223,7 +223,7 @@ class Ledger:
 
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
-        with _locked(self.out / "claims" / "inbox.tsv.lock", wait=True):
+        with _locked(self.out / INBOX_LOCK, wait=True):
             _sweep(self.table)
             here = {row.file for row in rows}
             gone = [row.but(fate="gone") for row in self.read_table() if row.file not in here]

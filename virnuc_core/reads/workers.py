@@ -9,13 +9,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
+from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import psutil
@@ -25,6 +26,7 @@ from virnuc_core.rundir import die_with_parent
 
 SILENCE_S: Final = 120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
 GRACE_S: Final = 5.0  # for a process to end by itself
+TRACKER_WAKES: Final = "import ctypes; ctypes.CDLL(None).prctl(1, 18); "  # PR_SET_PDEATHSIG, SIGCONT
 _POLL_S: Final = 0.5
 _AHEAD: Final = 2  # items of each other process: one under way, one to come
 _WINDOW: Final = 16  # items for each other process whose turn has not come: so long nobody waits for one that is slow
@@ -168,14 +170,26 @@ def _keep_freed_memory() -> None:
 
 @contextmanager
 def _start_of_processes() -> Iterator[None]:
-    """Processes started here import neither the caller's script nor files of its folder, and hear no Ctrl-C."""
+    """Processes started here import neither the caller's script nor files of its folder, and hear no Ctrl-C.
+
+    multiprocessing's own removes what killed ones leave in memory and then ends, also when it was stopped.
+    """
     main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH")
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a terminal sends it to all
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["PYTHONSAFEPATH"] = "1"
+    launch = util.spawnv_passfds
+
+    def launch_waking(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
+        if "resource_tracker" in str(words[-1]):
+            words = [*words[:-1], TRACKER_WAKES + words[-1]]
+        return launch(path, words, handles)
+
+    vars(util)["spawnv_passfds"] = launch_waking
     try:
         yield
     finally:
+        vars(util)["spawnv_passfds"] = launch
         sys.modules["__main__"] = main
         os.environ.pop("PYTHONSAFEPATH")
         if safe is not None:

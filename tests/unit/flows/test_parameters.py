@@ -279,3 +279,24 @@ def test_a_wrong_command_line_is_one_line(words: list[str], capsys: pytest.Captu
     assert main(["predict", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("virnuc: ")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '"a\\nvirnuc: done {0}" = 1\n' + "".join(f'"k{i}" = 1\n' for i in range(500)),
+        '"{0}" = 1\n"{0}" = 2\n',
+        "[{0}]\n[{0}]\n",
+        'precision = "{0}\\u0000"\n',
+        'token_budget = {{"{0}" = "{0}"}}\n',
+    ],
+)
+def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "s.toml"
+    path.write_text(text.format("secret" * 1000))
+    with pytest.raises(ConfigError) as caught:
+        ComputeSettings(settings=path).engine(EngineSpec())
+    said = str(caught.value).removeprefix(f"settings {path}")
+    assert len(said) < 400
+    assert "\n" not in said
+    assert said.count("secret") < 20

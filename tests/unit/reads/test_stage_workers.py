@@ -308,3 +308,25 @@ def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path,
     assert "bad" in listed
     store = OrfStore.open(made.store)
     assert store.read_ids(0, 3) == ["first", "r0", "r1"]
+
+
+STAGING = """
+import time
+from multiprocessing import resource_tracker
+from virnuc_core.reads.workers import Workers
+with Workers(2) as workers:
+    found = workers.map(abs, range(3))
+    next(found)
+    next(found)
+    print(resource_tracker._resource_tracker._pid, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_a_tracker_that_is_stopped_does_not_outlive_its_run() -> None:
+    with subprocess.Popen([sys.executable, "-c", STAGING], stdout=-1, text=True) as run:
+        assert run.stdout is not None
+        tracker = psutil.Process(int(run.stdout.readline()))
+        tracker.suspend()
+        run.kill()
+    tracker.wait(60)
