@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -13,7 +14,7 @@ from uuid import UUID
 from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSettings, command
-from flows.start import Ending, prepare_prefect, say, starts
+from flows.start import Ending, prepare_prefect, say, starts, writable
 from virnuc_core.config import Attention, Precision, Spec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.nights import DATED, LATEST, keep_newest
@@ -75,6 +76,18 @@ class MeasureSettings(RunSettings):
             yield
         if self.keep is not None:
             keep_newest(self.out, self.keep)
+
+    @property
+    def history_file(self) -> Path:
+        """Where the run's line goes."""
+        return self.history or self.out.absolute().parent / "virnuc-history.jsonl"
+
+    def check_own_files(self) -> None:
+        """Refuse a history to which no line can be added; the runs before it may take hours."""
+        path = self.history_file
+        if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
+            raise ConfigError(f"history {path}: no file that can be written; choose another with --history")
+        writable(path.parent)
 
 
 class ValidateSettings(MeasureSettings):

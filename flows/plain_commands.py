@@ -16,6 +16,7 @@ from cyclopts.types import NonNegativeFloat, PositiveInt
 from cyclopts.validators import Number
 from pydantic import Field
 from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 from flows.parameters import Flag, Json, command
@@ -244,10 +245,13 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
         serve: show report.html to a browser on this machine until Ctrl-C
     """
+    from virnuc_core.report.files import run_names
     from virnuc_core.report.render import rerender, write_report
 
     if profile is None:
         rerender(out)
+    elif not run_names(out):
+        raise InputError("holds no runs of a validation", file=out, hint="name the directory that one was written to")
     else:
         write_report(out, load_profile(profile))
     print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
@@ -266,11 +270,17 @@ def show_to_browser(folder: Path) -> None:
             server.serve_forever()
 
 
-def verify(out: Directory, /) -> int:
-    """Recompute every number of a report from raw files, and name what differs; 1 when any does."""
+def verify(out: Directory, /, *, profile: str | None = None) -> int:
+    """Recompute every number of a report from raw files, and name what differs; 1 when any does.
+
+    Args:
+        profile: what virnuc report judged by, where that was a file of your own
+    """
     from virnuc_core.report.verify import verify_report
 
-    found = verify_report(out)
+    with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
+        task = bar.add_task("Computing again", total=1.0)
+        found = verify_report(out, profile, lambda share: bar.update(task, completed=share))
     summed = f"{len(found.differences):,} of {found.figures:,} figures are not what the raw files give"
     if found.ok:
         summed = f"{found.figures:,} figures computed again, all as reported"

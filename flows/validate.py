@@ -54,7 +54,6 @@ from virnuc_core.report.views import met_sentence, skipped
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.validation import ApprovalRecord, record_validation
 
-HISTORY: Final = "virnuc-history.jsonl"
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
 POLL_S: Final = 5
 logger = logging.getLogger(__name__)
@@ -93,7 +92,7 @@ def scale(settings: ScaleSettings) -> State[Judged]:
     judged, message = measure(settings, steps, with_baseline=False, repeats=settings.repeats)
     told = [
         f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)}), {runs_text(row)}"
-        for row in judged.scaling
+        for row in judged.scaling[1:]
     ] or ["one device only: there is no curve"]
     told += [f"{devices} devices: skipped, {why}" for devices, why in skipped(judged).items()]
     told += [f"not met: {', '.join(judged.missed)}"] if judged.missed else []
@@ -156,8 +155,7 @@ def measure(
     if profile.targets.checkpoint_overhead is not None:
         overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
     compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
-    history = settings.history or out.absolute().parent / HISTORY
-    judged = report(out, profile, history=history, label=label).result()
+    judged = report(out, profile, history=settings.history_file, label=label).result()
     publish(judged, out, label)
     nothing = before and _finished_runs(out) == before
     return judged, "; nothing had to be computed" if nothing else ""

@@ -129,7 +129,7 @@ def publish(judged: Report, out: Path, label: str) -> None:
     publish_table(on_host(f"criteria-{name}"), rows_of(*criteria(judged)), told)
     if judged.accounting is not None:
         publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
-    if judged.scaling:
+    if len(judged.scaling) > 1:
         publish_table(on_host(f"scaling-{name}"), rows_of(scaling(judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")

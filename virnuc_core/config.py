@@ -29,7 +29,7 @@ FORMER = {"compile": (False, None), "dedup": (True,)}
 class Spec(BaseModel):
     """Base of all settings: frozen, and an unknown key is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class EngineSpec(Spec):

@@ -4,8 +4,7 @@
     python tests/benchmarks/bench_prefect_overhead.py --pairs 1 --reads 200                     # smoke
 
 Three ways, each a process of its own, in turn: `bare` calls the steps as functions; `server` is `virnuc validate` with
-a server that runs already; `embedded` is `virnuc validate` with none, so that it starts its own and stops it. Bare
-too must import Prefect, since the steps stand in its tasks; the seconds of that import are taken off its time.
+a server that runs already; `embedded` is `virnuc validate` with none, so that it starts its own and stops it.
 """
 
 from __future__ import annotations
@@ -35,55 +34,14 @@ PROFILE: Final = "ci-smoke"
 WAYS: Final = ("bare", "server", "embedded")
 
 
-def bare(reads: Path, models: Path, out: Path, devices_text: str) -> None:
-    """Every step of a validation, called as a function; prints the seconds that importing Prefect took."""
-    from virnuc_core.baseline.run import run_baseline
-    from virnuc_core.config import ClassifySpec, Devices
-    from virnuc_core.engine.devices import resolve
-    from virnuc_core.pipeline import classify, model_length, stage_reads
-    from virnuc_core.profiles import load_profile
-    from virnuc_core.reads.stage import StageSpec
-    from virnuc_core.report.compare import compare_runs
-    from virnuc_core.report.render import write_report
-    from virnuc_core.rundir import RunDir
-
-    started = time.perf_counter()
-    from virnuc_core.validation import record_validation
-
-    imported_s = time.perf_counter() - started
-    profile, devices, length = load_profile(PROFILE), Devices.parse(devices_text), model_length(models)
-    store = RunDir(out).store
-    staging = stage_reads(StageSpec(reads=(str(reads),), model_length=length), store)
-    record_validation(
-        out,
-        spec={},
-        profile=profile,
-        models=models,
-        staging=staging,
-        devices=resolve(devices),
-        force=False,
-    )
-    base = RunDir(out / "baseline")
-    summary = run_baseline(base, store, models, devices, profile.baseline)
-    names = tuple(f"devices-{count}" for count in sorted({1, len(devices.ids)}))
-    for name in names:
-        few = Devices(kind=devices.kind, ids=devices.ids[: int(name.rpartition("-")[2])])
-        run = RunDir(out / name)
-        classify(run, staging, ClassifySpec(models=models, devices=few, engine=profile.engine))
-    subset = summary.subset is not None
-    compare_runs(out, names, tolerance=profile.score_tolerance, subset=subset)
-    write_report(out, profile, out.parent / f"{out.name}-history.jsonl")
-    print(json.dumps({"prefect_import_s": imported_s}))
-
-
-def timed(words: list[str], environment: dict[str, str]) -> tuple[float, str]:
-    """Wall seconds of a process, and what it printed. Errors: `CalledProcessError`."""
+def timed(words: list[str], environment: dict[str, str]) -> float:
+    """Wall seconds of a process; ends this one with what it printed when it fails."""
     started = time.perf_counter()
     done = subprocess.run(words, env=environment, cwd=ROOT, check=False, capture_output=True, text=True)
     seconds = time.perf_counter() - started
     if done.returncode:
         raise SystemExit(f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}")
-    return seconds, done.stdout
+    return seconds
 
 
 def clean_environment(home: Path) -> dict[str, str]:
@@ -124,10 +82,9 @@ def once(way: str, given: argparse.Namespace, out: Path, environments: dict[str,
     """Seconds of one validation."""
     inputs = [str(given.scratch / "reads.fastq.gz"), str(given.scratch / "models"), str(out), given.devices]
     if way == "bare":
-        seconds, said = timed([sys.executable, str(Path(__file__)), "--bare", *inputs], environments["bare"])
-        return seconds - float(json.loads(said.splitlines()[-1])["prefect_import_s"])
+        return timed([sys.executable, "-m", "tests.bare", *inputs], environments["bare"])
     words = ["--profile", PROFILE, "--reads", inputs[0], "--models", inputs[1], "-o", inputs[2], "--devices", inputs[3]]
-    return timed([sys.executable, "-m", "flows.cli", "validate", *words], environments[way])[0]
+    return timed([sys.executable, "-m", "flows.cli", "validate", *words], environments[way])
 
 
 def measure(given: argparse.Namespace) -> dict[str, list[float]]:
@@ -177,10 +134,6 @@ def summary_of(given: argparse.Namespace, seconds: dict[str, list[float]]) -> di
 
 def main() -> int:
     """Measure, print, write; 1 when the median overhead is above the limit."""
-    if sys.argv[1:2] == ["--bare"]:
-        reads, models, out, devices = sys.argv[2:]
-        bare(Path(reads), Path(models), Path(out), devices)
-        return 0
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--reads", type=int, default=1000)

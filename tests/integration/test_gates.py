@@ -128,7 +128,25 @@ def test_four_devices_are_run_as_one_two_and_all(
     assert [run.name for run in report.runs] == ["devices-1", "devices-2", "devices-4"]
     found = {criterion.id: criterion for criterion in report.criteria}
     assert found["two_device_time"].raw == ("devices-2/summary.json",)
-    assert [figure.num_gpus for figure in report.scaling] == [2, 4]
+    assert [figure.num_gpus for figure in report.scaling] == [1, 2, 4]
     page = (tmp_path / "out" / "report" / "report.txt").read_text(encoding="utf-8")
     assert "Scaling on 4 devices:" in page
     assert verify_report(tmp_path / "out").ok
+
+
+def test_what_cannot_be_judged_or_kept_is_refused_before_anything_is_written(
+    tmp_path: Path, few_reads: Path, models: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, locked = tmp_path / "out", tmp_path / "locked.jsonl"
+    given = ["--reads", str(few_reads), "--models", str(models), "--devices", "cpu:1", "--out", str(out)]
+    (tmp_path / "odd.toml").write_text('name = "odd"\ntitle = "Odd"\nmin_reads = "many"\n', encoding="utf-8")
+    locked.mkdir()
+    for command, words in (
+        (["validate", "--profile", str(tmp_path / "odd.toml"), *given], "min_reads: input should be a valid integer"),
+        (["scale", "--history", str(locked), *given], f"history {locked}: no file that can be written"),
+        (["report", str(tmp_path), "--profile", "ci-smoke"], "holds no runs of a validation"),
+    ):
+        assert main(command) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert words in line
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["locked.jsonl", "odd.toml"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -15,7 +15,7 @@ from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics
+from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics, ScalingMetrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.results import FATES
 from virnuc_core.rundir import RunDir
@@ -66,12 +66,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         single=measured.single,
         runs=runs,
         baseline=measured.baseline,
-        scaling=tuple(case.scaling for case in cases if case.scaling is not None),
-        scaling_criteria=tuple(
-            judge(SCALING if case is asked else replace(SCALING, title=f"Scaling on {scaled.num_gpus} devices"), case)
-            for case in cases
-            if (scaled := case.scaling) is not None
-        ),
+        scaling=tuple(_scaling(cases, asked)),
         comparisons=measured.comparisons,
         criteria=criteria,
         checks=checks,
@@ -112,6 +107,16 @@ def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], tuple[RunM
         scaled = None if apart else scaling_metrics(single, many)
         cases.append(Measured(profile, single, many, baseline, scaled, like, overhead, runs))
     return cases, runs, unlike
+
+
+def _scaling(cases: Sequence[Measured], asked: Measured) -> Iterator[ScalingMetrics]:
+    """One device, then several; the figure of `asked` has the criterion's verdict."""
+    if alone := scaling_metrics(cases[0].single, cases[0].single):
+        yield alone
+    for case in cases:
+        if (found := case.scaling) is not None:
+            row = SCALING if case is asked else replace(SCALING, title=f"Scaling on {found.num_gpus} devices")
+            yield found.model_copy(update={"judged": judge(row, case)})
 
 
 def _scaled(cases: Sequence[Measured], profile: Profile) -> Measured:

@@ -107,9 +107,9 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     series, telemetry = report.charts, report.run.telemetry if report.run else None
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
     tokens = series.throughput and ((series.throughput,), "tokens/s")
-    most = max((found.num_gpus for found in report.scaling), default=0)
-    bands = ((int(n), *band) for n, band in report.profile.scaling_bands.items() if n.isdigit())
-    scaled = report.scaling and (report.scaling, tuple(sorted(band for band in bands if band[0] <= most)))
+    several = report.scaling[1:]
+    bands = ((int(n), *band) for n, band in report.profile.scaling_bands.items())
+    scaled = several and (several, tuple(sorted(band for band in bands if band[0] <= several[-1].num_gpus)))
     lengths = series.read_lengths and (series.read_lengths, "read length (bases)", "reads")
     scores = series.scores and (series.scores, "score of virus", "rows")
     found = (

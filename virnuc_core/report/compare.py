@@ -8,9 +8,9 @@ different heads, model lengths or reads are refused when the run records say so.
 from __future__ import annotations
 
 import csv
-import filecmp
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -23,11 +23,10 @@ from virnuc_core.engine.shards import open_embeddings
 from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_reads_table
-from virnuc_core.report.files import BASELINE, COMPARISON
+from virnuc_core.report.files import BASELINE, COMPARISON, bitwise
 from virnuc_core.rundir import EXACT, RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.validation import (
-    BitwiseEquality,
     ClassAgreement,
     Comparison,
     ComparisonFile,
@@ -38,6 +37,7 @@ from virnuc_core.validation import (
 
 Mode = Literal["both", "frame", "consensus"]
 Part = Literal["frames", "consensus"]
+Pair = tuple[pd.DataFrame, pd.DataFrame]  # rows of one side and of the other
 Places = NDArray[np.int64]
 
 CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
@@ -46,8 +46,8 @@ NEAR: Final = 0.1  # apart at most are the two scores of what is near the thresh
 EXAMPLES: Final = 5
 MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
 SHOWN: Final = 12  # characters of a fingerprint
-NAMED: Final = 8  # things that differ; of more, their number is said
-BLOCK_ROWS: Final = 8_192
+BLOCK_ROWS: Final = 1_024
+BLOCK_LINES: Final = 1 << 16  # some 15 MB
 COLUMNS: Final[dict[Part, tuple[str, ...]]] = {
     "frames": ("Sequence_ID", "Prediction", "score1", "score2"),
     "consensus": ("Modified_ID", "Is_Virus", "max_score_0", "max_score_1"),
@@ -60,6 +60,11 @@ def load_results(path: Path) -> pd.DataFrame:
 
     A consensus file of two columns has no scores. `InputError` names the first line with another label.
     """
+    return pd.concat(result_pieces(path), ignore_index=True)
+
+
+def result_pieces(path: Path) -> Iterator[pd.DataFrame]:
+    """What `load_results` gives, piece by piece; its row labels are those of the whole."""
     part, header = _kind(path)
     columns, (virus, others) = COLUMNS[part], LABELS[part]
     if part == "consensus" and not set(columns) <= set(header):
@@ -67,7 +72,7 @@ def load_results(path: Path) -> pd.DataFrame:
     if missing := [name for name in columns if name not in header]:
         raise InputError(f"no column {', '.join(missing)}; columns are separated by tabs", file=path, line=1)
     try:
-        found = pd.read_csv(
+        with pd.read_csv(
             path,
             sep="\t",
             usecols=list(columns),
@@ -76,15 +81,18 @@ def load_results(path: Path) -> pd.DataFrame:
             na_values={name: ["", "nan", "NaN"] for name in columns[2:]},
             quoting=csv.QUOTE_NONE,
             encoding_errors="surrogateescape",
-        )[list(columns)]
+            chunksize=BLOCK_LINES,
+        ) as pieces:
+            for piece in pieces:
+                found = piece[list(columns)]
+                found.columns = pd.Index(("id", "virus", "score1", "score2")[: len(columns)])
+                wrong = found["virus"][~found["virus"].isin((virus, others))]
+                if len(wrong):
+                    problem = f"{columns[1]} is '{wrong.iloc[0]}', neither {virus} nor {others}"
+                    raise InputError(problem, file=path, line=int(wrong.index[0]) + 2)
+                yield found.assign(virus=found["virus"] == virus)
     except ValueError as error:  # pandas' own errors are such
         raise InputError(f"not a table of results ({error})", file=path) from error
-    found.columns = pd.Index(("id", "virus", "score1", "score2")[: len(columns)])
-    wrong = np.flatnonzero(~found["virus"].isin((virus, others)))
-    if len(wrong):
-        problem = f"{columns[1]} is '{found['virus'].iloc[wrong[0]]}', neither {virus} nor {others}"
-        raise InputError(problem, file=path, line=int(wrong[0]) + 2)
-    return found.assign(virus=found["virus"] == virus)
 
 
 def _kind(path: Path) -> tuple[Part, list[str]]:
@@ -166,15 +174,16 @@ def compare(
     if subset_of_a and run_a.reads_table.is_file():
         subset = set(read_reads_table(run_a, {"id": "str"})["id"])
     elif subset_of_a:
-        subset = set(_reads(load_results(next(iter(files_a.values())))))
+        subset = set().union(*map(_reads, result_pieces(next(iter(files_a.values())))))
     parts: dict[str, LabelAgreement] = {}
     for part in [part for part in COLUMNS if mode == "both" or part.startswith(mode)]:
         left, right = _rows(files_a, part), _rows(files_b, part)
         if left is None or right is None:
             continue
         if subset is not None:
-            right = right[_reads(right).isin(subset)].reset_index(drop=True)
-        parts[part] = agreement(left, right, tolerance)
+            of_subset = [rows[_reads(rows).isin(subset)] for rows in right]
+            left, right = (iter([pd.concat(side, ignore_index=True)]) for side in (left, of_subset))
+        parts[part] = agreement(_in_step(left, right), tolerance)
     if not parts:
         raise InputError(f"{a} and {b} have no kind of result in common; mode is '{mode}'")
     return Comparison(
@@ -224,11 +233,22 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
             shutil.copyfile(source, aside)
 
 
-def _rows(files: dict[Part, Path], part: Part) -> pd.DataFrame | None:
-    """A side's rows; its consensus is derived from its frames where it has no file of it."""
+def _rows(files: dict[Part, Path], part: Part) -> Iterator[pd.DataFrame] | None:
+    """A side's rows, piece by piece; its consensus is derived from its frames where it has no file of it."""
     if part in files:
-        return load_results(files[part])
-    return derive_consensus(load_results(files["frames"])) if "frames" in files else None
+        return result_pieces(files[part])
+    return iter([derive_consensus(load_results(files["frames"]))]) if "frames" in files else None
+
+
+def _in_step(left: Iterator[pd.DataFrame], right: Iterator[pd.DataFrame]) -> Iterator[Pair]:
+    """Rows of both sides: piece by piece while the same ids stand on the same lines, then the rest of both at once."""
+    a, b = next(left), next(right)
+    while np.array_equal(a["id"].to_numpy(), b["id"].to_numpy()):
+        yield a, b
+        a, b = next(left, a[:0]), next(right, b[:0])
+        if a.empty and b.empty:
+            return
+    yield pd.concat((a, *left), ignore_index=True), pd.concat((b, *right), ignore_index=True)
 
 
 def _reads(rows: pd.DataFrame) -> pd.Series[str]:
@@ -236,34 +256,46 @@ def _reads(rows: pd.DataFrame) -> pd.Series[str]:
     return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
 
-def agreement(a: pd.DataFrame, b: pd.DataFrame, tolerance: float) -> LabelAgreement:
-    """Join two loaded results by id and count. Score differences are of `score2`, where both sides have scores."""
-    # for each row of b its row in a, or -1; runs of the same reads have the same ids in the same order
-    same_ids = a["id"].equals(b["id"])
-    partner = np.arange(len(a)) if same_ids else _keys(a["id"]).get_indexer(_keys(b["id"]))
-    both = partner >= 0
-    left, right = a.iloc[partner[both]], b[both]
-    only_a, only_b = a[~np.isin(np.arange(len(a)), partner)], b[~both]
-    same = left["virus"].to_numpy() == right["virus"].to_numpy()
-    every = pd.concat([left, only_a, only_b])  # an id of one side only is of the class that it has there
-    kinds = {name: every["virus"] == virus for name, virus in (("viral", True), ("non-viral", False))}
-    if "score2" in every:
-        kinds["near threshold"] = (every["score1"] - every["score2"]).abs() <= NEAR
-    agrees, total = np.append(same, np.zeros(len(every) - len(left), dtype=bool)), len(every)
-    scored = len(left) > 0 and "score2" in left and "score2" in right
-    pairs = zip(left["id"][~same][:EXAMPLES], left["virus"][~same], strict=False)
-    examples = [f"{name}: {'virus / others' if virus else 'others / virus'}" for name, virus in pairs]
-    for side, part in (("a", only_a), ("b", only_b)):
-        examples += [f"{name}: only in {side}" for name in part["id"][:EXAMPLES]]
+def agreement(pairs: Iterable[Pair], tolerance: float) -> LabelAgreement:
+    """Join the rows of each pair by id and count. Score differences are of `score2`, where both sides have scores."""
+    counted, ids, agreeing = Counter[str](), Counter[str](), Counter[str]()
+    differences, close = [], True
+    unlike: list[str] = []
+    alone: list[str] = []
+    for a, b in pairs:
+        # for each row of b its row in a, or -1; runs of the same reads have the same ids in the same order
+        same_ids = np.array_equal(a["id"].to_numpy(), b["id"].to_numpy())
+        partner = np.arange(len(a)) if same_ids else _keys(a["id"]).get_indexer(_keys(b["id"]))
+        both = partner >= 0
+        left, right = a.iloc[partner[both]], b[both]
+        only_a, only_b = a[~np.isin(np.arange(len(a)), partner)], b[~both]
+        same = left["virus"].to_numpy() == right["virus"].to_numpy()
+        every = pd.concat([left, only_a, only_b])  # an id of one side only is of the class that it has there
+        kinds = {name: every["virus"] == virus for name, virus in (("viral", True), ("non-viral", False))}
+        if "score2" in every:
+            kinds["near threshold"] = (every["score1"] - every["score2"]).abs() <= NEAR
+        agrees = np.append(same, np.zeros(len(every) - len(left), dtype=bool))
+        counted.update(both=len(left), a=len(only_a), b=len(only_b), agreeing=int(same.sum()))
+        ids.update({name: int(of.sum()) for name, of in kinds.items()})
+        agreeing.update({name: int(agrees[of].sum()) for name, of in kinds.items()})
+        labels = zip(left["id"][~same][:EXAMPLES], left["virus"][~same], strict=False)
+        unlike += [f"{name}: {'virus / others' if virus else 'others / virus'}" for name, virus in labels]
+        for side, part in (("a", only_a), ("b", only_b)):
+            alone += [f"{name}: only in {side}" for name in part["id"][:EXAMPLES]]
+        if len(left) and "score2" in left and "score2" in right:
+            scores_a, scores_b = (rows[["score1", "score2"]].to_numpy() for rows in (left, right))
+            differences.append(np.abs(scores_a - scores_b))
+            close = close and np.allclose(scores_a, scores_b, rtol=CLOSE, atol=CLOSE)
+    total = counted["both"] + counted["a"] + counted["b"]
     return LabelAgreement(
-        in_both=len(left),
-        only_in_a=len(only_a),
-        only_in_b=len(only_b),
-        agreeing=int(same.sum()),
-        agreement=float(same.sum()) / total if total else None,
-        score=_score_difference(left, right, tolerance) if scored else None,
-        classes={name: ClassAgreement(ids=int(of.sum()), agreeing=int(agrees[of].sum())) for name, of in kinds.items()},
-        examples=tuple(text.encode("utf-8", "replace").decode() for text in examples[:EXAMPLES]),
+        in_both=counted["both"],
+        only_in_a=counted["a"],
+        only_in_b=counted["b"],
+        agreeing=counted["agreeing"],
+        agreement=counted["agreeing"] / total if total else None,
+        score=_score_difference(np.concatenate(differences), tolerance, close) if differences else None,
+        classes={name: ClassAgreement(ids=n, agreeing=agreeing[name]) for name, n in ids.items()},
+        examples=tuple(text.encode("utf-8", "replace").decode() for text in (*unlike, *alone)[:EXAMPLES]),
     )
 
 
@@ -275,11 +307,11 @@ def _keys(ids: pd.Series[str]) -> pd.Index[str]:
     return pd.Index(ids.where(number == 0, ids + "\x00" + number.astype(str)))
 
 
-def _score_difference(left: pd.DataFrame, right: pd.DataFrame, tolerance: float) -> ScoreDifference | None:
-    scores_a, scores_b = (side[["score1", "score2"]].to_numpy() for side in (left, right))
-    if np.isnan(scores_a - scores_b).any():
-        return None  # a score that is no number cannot be near another
-    difference = np.abs(scores_a - scores_b)[:, 1]
+def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) -> ScoreDifference | None:
+    """Of both scores' absolute differences [n, 2]; `None` when a score is no number: it cannot be near another."""
+    if np.isnan(both).any():
+        return None
+    difference = both[:, 1]
     return ScoreDifference(
         n=len(difference),
         mean=float(difference.mean()),
@@ -288,7 +320,7 @@ def _score_difference(left: pd.DataFrame, right: pd.DataFrame, tolerance: float)
         max=float(difference.max()),
         tolerance=tolerance,
         share_within_tolerance=float((difference <= tolerance).mean()),
-        allclose=np.allclose(scores_a, scores_b, rtol=CLOSE, atol=CLOSE),
+        allclose=close,
     )
 
 
@@ -353,44 +385,3 @@ def _rows_at(table: h5py.Dataset, at: Places) -> NDArray[np.float64]:
     """The rows of a table at these places, read in as few stretches as they form."""
     stretches = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
     return np.concatenate([np.asarray(table[part[0] : part[-1] + 1], dtype=np.float64) for part in stretches])
-
-
-def bitwise(a: Path, b: Path) -> BitwiseEquality:
-    """Whether the result files of two runs hold the same bytes, and the arrays of their shards the same bits.
-
-    Nothing to compare is not identity.
-    """
-    run = RunDir(a)
-    names = [path.name for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows)]
-    files = [name for name in names if (a / name).is_file() or (b / name).is_file()]
-    equal = filecmp.cmpfiles(a, b, files, shallow=False)[0]
-    shards_a, shards_b = ({path.name: path for path in RunDir(side).shards.glob("*.h5")} for side in (a, b))
-    shared = sorted(shards_a.keys() & shards_b.keys())
-    differing = [
-        *(name for name in files if name not in equal),
-        *(f"shards/{name} is in one run only" for name in sorted(shards_a.keys() ^ shards_b.keys())),
-        *(f"shards/{name}: {what}" for name in shared for what in _differences(shards_a[name], shards_b[name])),
-        *(() if files else ("no result file to compare",)),
-        *(() if shared else ("no shard to compare",)),
-    ]
-    more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
-    return BitwiseEquality(
-        identical=not differing,
-        files_compared=len(files),
-        shards_compared=len(shared),
-        differing=(*differing[:NAMED], *more),
-    )
-
-
-def _differences(a: Path, b: Path) -> Iterator[str]:
-    """The arrays of two shards that are not the same."""
-    try:
-        with h5py.File(a, "r") as file_a, h5py.File(b, "r") as file_b:
-            for name in sorted({*file_a, *file_b}):
-                left, right = (file[name][()] if name in file else None for file in (file_a, file_b))
-                if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
-                    yield f"{name} is not the same kind of array"
-                elif left.tobytes() != right.tobytes():
-                    yield f"{name} differs"
-    except OSError as error:
-        yield f"cannot be read ({error})"

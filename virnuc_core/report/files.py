@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import filecmp
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+import h5py
+
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import File
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import read_telemetry
-from virnuc_core.validation import read_usable
+from virnuc_core.validation import BitwiseEquality, read_usable
 
 RUN_PREFIX: Final = "devices-"
 BASELINE: Final = "baseline"
 SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
 COMPARISON: Final = "comparison.json"
+NAMED: Final = 8  # things that differ; of more, their number is said
 
 Content = TypeVar("Content")
 
@@ -89,3 +94,44 @@ def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:
     """The run directories of a validation, fewest devices first; with `devices-N.` those that repeat the run on N."""
     folders = [folder.name.removeprefix(prefix) for folder in out.glob(f"{prefix}*") if folder.is_dir()]
     return [f"{prefix}{number}" for number in sorted(filter(str.isdecimal, folders), key=int)]
+
+
+def bitwise(a: Path, b: Path) -> BitwiseEquality:
+    """Whether the result files of two runs hold the same bytes, and the arrays of their shards the same bits.
+
+    Nothing to compare is not identity.
+    """
+    run = RunDir(a)
+    names = [path.name for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows)]
+    files = [name for name in names if (a / name).is_file() or (b / name).is_file()]
+    equal = filecmp.cmpfiles(a, b, files, shallow=False)[0]
+    shards_a, shards_b = ({path.name: path for path in RunDir(side).shards.glob("*.h5")} for side in (a, b))
+    shared = sorted(shards_a.keys() & shards_b.keys())
+    differing = [
+        *(name for name in files if name not in equal),
+        *(f"shards/{name} is in one run only" for name in sorted(shards_a.keys() ^ shards_b.keys())),
+        *(f"shards/{name}: {what}" for name in shared for what in _differences(shards_a[name], shards_b[name])),
+        *(() if files else ("no result file to compare",)),
+        *(() if shared else ("no shard to compare",)),
+    ]
+    more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
+    return BitwiseEquality(
+        identical=not differing,
+        files_compared=len(files),
+        shards_compared=len(shared),
+        differing=(*differing[:NAMED], *more),
+    )
+
+
+def _differences(a: Path, b: Path) -> Iterator[str]:
+    """The arrays of two shards that are not the same."""
+    try:
+        with h5py.File(a, "r") as file_a, h5py.File(b, "r") as file_b:
+            for name in sorted({*file_a, *file_b}):
+                left, right = (file[name][()] if name in file else None for file in (file_a, file_b))
+                if left is None or right is None or left.shape != right.shape or left.dtype != right.dtype:
+                    yield f"{name} is not the same kind of array"
+                elif left.tobytes() != right.tobytes():
+                    yield f"{name} differs"
+    except OSError as error:
+        yield f"cannot be read ({error})"

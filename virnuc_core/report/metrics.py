@@ -250,10 +250,9 @@ def _recorded_baseline(spec: BaselineSpec, reads: int | None, run: RunMetrics | 
 
 def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> ScalingMetrics | None:
     """One device against N; `None` when a time is missing, a run was resumed, or the work was not the same."""
-    if single is None or many is None or single.name == many.name or len(many.devices) < 2:
+    if single is None or many is None or not single.times_s or not many.times_s or not many.devices:
         return None
-    same_work = (single.n_reads, single.n_rows) == (many.n_reads, many.n_rows)
-    if not same_work or single.untimed or many.untimed:
+    if (single.n_reads, single.n_rows) != (many.n_reads, many.n_rows) or single.untimed or many.untimed:
         return None
     time_s = median(many.times_s)
     speedup = median(single.times_s) / time_s
@@ -267,7 +266,6 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
         efficiency=speedup / len(many.devices),
         esm2_scaling=esm2,
         dnabert_scaling=dnabert_s,
-        super_linear=speedup > len(many.devices),
     )
 
 

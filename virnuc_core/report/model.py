@@ -113,19 +113,6 @@ class BaselineMetrics(Record):
     problem: str | None = None  # why it cannot be used
 
 
-class ScalingMetrics(Record):
-    """One device against N on the same work."""
-
-    num_gpus: int
-    time_seconds: float  # the median of `times_s`
-    times_s: tuple[float, ...]
-    speedup: float
-    efficiency: float  # speedup / num_gpus
-    esm2_scaling: float | None
-    dnabert_scaling: float | None
-    super_linear: bool
-
-
 class OverheadMetrics(Record):
     """What commits cost, from pairs of runs with and without them. Shares of 1; below 0 is noise."""
 
@@ -178,6 +165,24 @@ class Criterion(Record):
 LossKind = Literal[
     "start-up", "staging", "loader", "packing", "GPU compute", "commits", "results", "retries", "unknown"
 ]
+
+
+class ScalingMetrics(Record):
+    """N devices against one on the same work; and one by itself."""
+
+    num_gpus: int
+    time_seconds: float  # the median of `times_s`
+    times_s: tuple[float, ...]
+    speedup: float
+    efficiency: float  # speedup / num_gpus
+    esm2_scaling: float | None
+    dnabert_scaling: float | None
+    judged: Criterion | None = None  # by the target or band of so many devices
+
+    @property
+    def super_linear(self) -> bool:
+        """Whether the speed-up is more than the number of devices."""
+        return self.speedup > self.num_gpus
 
 
 class Bottleneck(Record):
@@ -298,8 +303,7 @@ class Report(Record):
     single: RunMetrics | None  # the one-device run
     runs: tuple[RunMetrics, ...]
     baseline: BaselineMetrics | None
-    scaling: tuple[ScalingMetrics, ...]
-    scaling_criteria: tuple[Criterion, ...]  # one for each of `scaling`
+    scaling: tuple[ScalingMetrics, ...]  # one device first
     comparisons: tuple[Comparison, ...]
     criteria: tuple[Criterion, ...]  # the seven
     checks: tuple[Criterion, ...]  # further targets of the profile
@@ -332,10 +336,15 @@ class Report(Record):
         return sum(criterion.verdict == "pass" for criterion in self.asked)
 
     @property
+    def further(self) -> tuple[Criterion, ...]:
+        """What is judged beside the criteria: the checks, and the bands of other numbers of devices."""
+        bands = (figure.judged for figure in self.scaling if figure.judged not in self.criteria)
+        return (*self.checks, *filter(None, bands))
+
+    @property
     def failed(self) -> tuple[Criterion, ...]:
         """Criteria, checks and bands that were measured and missed."""
-        found = (*self.criteria, *self.checks, *(c for c in self.scaling_criteria if c not in self.criteria))
-        return tuple(c for c in found if c.verdict == "fail")
+        return tuple(c for c in (*self.criteria, *self.further) if c.verdict == "fail")
 
     @property
     def missed(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from virnuc_core.rundir import storing, whole_file
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
+HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
 SERIES: Final = ("profile", "devices", "precision")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # whether more is better

@@ -175,7 +175,7 @@ def benchmark_json(report: Report) -> str:
         for e in (telemetry.encoders if telemetry else ())
     }
     results = {
-        "scaling": [one.model_dump(include=SCALING) for one in views.curve(report)],
+        "scaling": [one.model_dump(include=SCALING) for one in report.scaling],
         "gpu_stats": {d.device: d.model_dump(include=GPU_STATS) for d in (telemetry.devices if telemetry else ())},
         "throughput": {r["stage"]: r for r in stage_results(report)},
         "efficiency": {

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from statistics import median
-from typing import Any, Final
+from typing import Final
 
 from virnuc_core.profiles import Target
 from virnuc_core.report.formatting import (
@@ -92,21 +91,6 @@ def baseline_title(report: Report) -> str:
     return BASELINE_TITLES.get(name, name)
 
 
-def curve(report: Report) -> tuple[ScalingMetrics, ...]:
-    """The scaling, with one device first where that ran from beginning to end: what several are held against."""
-    times_s = report.single.times_s if report.single and not report.single.untimed else ()
-    speed: dict[str, Any] = {"speedup": 1.0, "efficiency": 1.0, "esm2_scaling": None, "dnabert_scaling": None}
-    speed |= {"num_gpus": 1, "times_s": times_s, "super_linear": False}
-    alone = [ScalingMetrics(time_seconds=median(times_s), **speed)] if times_s else []
-    return (*alone, *report.scaling)
-
-
-def scaling_of(report: Report, found: Criterion) -> ScalingMetrics | None:
-    """The figure that a criterion speaks of; `None` where there is none."""
-    figures = zip(report.scaling, report.scaling_criteria, strict=True)
-    return next((figure for figure, judged in figures if judged == found), None)
-
-
 def skipped(report: Report) -> dict[int, str]:
     """Numbers of devices of which there is no figure: those that were not here for a band, and runs without a time."""
     here = max((len(run.devices) for run in report.runs), default=0)
@@ -172,10 +156,9 @@ def _runs(report: Report) -> Table:
 
 def scaling(report: Report) -> Table:
     """Time, speed-up and verdict by number of devices."""
-    judged = dict(zip((figure.num_gpus for figure in report.scaling), report.scaling_criteria, strict=True))
 
     def row(figure: ScalingMetrics) -> dict[str, object]:
-        found, n = judged.get(figure.num_gpus), figure.num_gpus
+        found, n = figure.judged, figure.num_gpus
         target = found.target if found else None
         return {
             "GPUs": n,
@@ -190,11 +173,9 @@ def scaling(report: Report) -> Table:
             "Why": found.reason if found else "",
         }
 
-    rows = [row(figure) for figure in curve(report)]
-    left = [
-        {"GPUs": count, "Verdict": Mark("not run"), "Why": f"skipped: {why}"} for count, why in skipped(report).items()
-    ]
-    return Table(dict.fromkeys(rows[0] if rows else ()) | one for one in (*rows, *left))
+    rows = [row(figure) for figure in report.scaling]
+    rows += [{"GPUs": n, "Verdict": Mark("not run"), "Why": f"skipped: {why}"} for n, why in skipped(report).items()]
+    return Table(dict.fromkeys(rows[0]) | one for one in rows)
 
 
 def _telemetry(report: Report) -> tuple[Section, ...]:
@@ -230,8 +211,6 @@ def _telemetry(report: Report) -> tuple[Section, ...]:
             "Packing": percent(e.packing_efficiency),
             "Tokens/s of a device": number(e.tokens_per_device_s, 0),
             "Ceiling (tokens/s)": number(e.ceiling_tokens_per_s, 0) or NOT_RUN,
-            "MFU of ceiling": percent(e.mfu_of_ceiling) or NOT_RUN,
-            "MFU of datasheet": percent(e.mfu_of_datasheet) or NOT_RUN,
         }
         for e in telemetry.encoders
     )

@@ -51,7 +51,7 @@ def criterion(**changes: Any) -> Criterion:
 def report(*criteria: Criterion, **parts: Any) -> Report:
     """A report of some criteria; what is not named is absent."""
     fields: dict[str, Any] = dict.fromkeys(Report.model_fields)
-    fields |= {"scaling": (), "comparisons": (), "checks": (), "criteria": criteria, "scaling_criteria": (), "runs": ()}
+    fields |= {"scaling": (), "comparisons": (), "checks": (), "criteria": criteria, "runs": ()}
     return Report.model_construct(**(fields | parts))
 
 
@@ -113,10 +113,11 @@ def test_scaling_and_comparisons() -> None:
         efficiency=0.79,
         esm2_scaling=1.87,
         dnabert_scaling=None,
-        super_linear=False,
     )
     judged = criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9))
-    (row,) = rows_of(scaling(report(scaling=(figure,), scaling_criteria=(judged,), profile=load_profile("ci-smoke"))))
+    (row,) = rows_of(
+        scaling(report(scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke")))
+    )
     assert row["Runs"] == "one run", "which a figure of one run says"
     assert runs_text(figure.model_copy(update={"times_s": (41.0, 40.2, 43.1)})) == "median of 3 runs, 40.2 to 43.1 s"
     assert [row[name] for name in ("Time", "Speedup", "Efficiency", "DNABERT-S")] == [

@@ -14,7 +14,7 @@ from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.files import RawFolder
-from virnuc_core.report.verify import Verification, verify_overhead
+from virnuc_core.report.verify_runs import Verification, verify_overhead
 from virnuc_core.rundir import RunDir
 
 

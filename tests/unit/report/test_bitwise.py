@@ -13,7 +13,8 @@ import pytest
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.compare import bitwise, compare, cosines
+from virnuc_core.report.compare import compare, cosines
+from virnuc_core.report.files import bitwise
 
 from .validate_directory import edit_json
 

@@ -157,12 +157,24 @@ def test_agreement_is_that_of_the_slow_count(a: dict[str, bool], b: dict[str, bo
     import pandas as pd
 
     left, right = (pd.DataFrame({"id": pd.Series(list(d), dtype="str"), "virus": list(d.values())}) for d in (a, b))
-    found = agreement(left, right, 0.01)
+    found = agreement([(left, right)], 0.01)
     every = a.keys() | b.keys()
     same = sum(a.get(name) == b.get(name) for name in every)
     assert found.total == len(every)
     assert found.agreeing == same
     assert found.agreement == (same / len(every) if every else None)
+
+
+def test_results_read_in_pieces_agree_as_results_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(f"r{number}_chunk_1F1", number / 20) for number in range(20)]
+    for place, other in enumerate(
+        (rows, rows[:9] + rows[10:] + rows[9:10], rows[3:], [*rows[:7], ("x_chunk_1F1", 0.5)])
+    ):
+        a, b = frames(tmp_path / "a.txt", rows), frames(tmp_path / f"{place}.txt", [(n, s / 2) for n, s in other])
+        whole = compare(a, b)
+        monkeypatch.setattr("virnuc_core.report.compare.BLOCK_LINES", 3)
+        assert compare(a, b) == whole
+        monkeypatch.undo()
 
 
 def test_two_empty_results_agree_on_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from virnuc_core.report.criteria import SCALING, Finding, Measured, judge
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
 from virnuc_core.report.render import fill
-from virnuc_core.report.views import curve, met_sentence
+from virnuc_core.report.views import met_sentence
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
 
@@ -46,7 +46,8 @@ def test_seven_criteria_with_everything_they_stand_on(finished: tuple[Path, Prof
 
 
 def test_scaling_and_its_efficiency_are_one_criterion(judged: Report) -> None:
-    (figure,) = judged.scaling
+    alone, figure = judged.scaling
+    assert (alone.num_gpus, alone.speedup, alone.judged) == (1, 1.0, None)
     assert figure.speedup == pytest.approx(80 / 44)
     assert figure.efficiency == pytest.approx(40 / 44)
     assert figure.esm2_scaling == pytest.approx(2.0)
@@ -236,7 +237,7 @@ def test_a_run_that_was_cut_off_gives_no_derived_figure(copied: tuple[Path, Prof
             "price_per_million",
         )
         assert {getattr(run, name) for name in derived} == {None}
-    assert (report.scaling, curve(report)) == ((), ())
+    assert report.scaling == ()
     assert entry_of(report) is None, "it is no history either"
     assert report.outcome == "failed"
     no_times = profile.targets.model_copy(update={"one_device_seconds": None, "two_device_seconds": None})
@@ -252,7 +253,7 @@ def test_more_than_two_devices_and_two_are_each_judged_by_their_own_run(tmp_path
     assert (found["two_device_time"].device, found["two_device_time"].verdict) == ("2x RTX 4090", "pass")
     assert found["two_device_time"].raw == ("devices-2/summary.json",)
     assert (found["scaling"].device, found["scaling"].profile_line) == ("2x RTX 4090", "scaling: >= 1.9")
-    assert [(c.title, c.device) for c in report.scaling_criteria] == [
+    assert [(f.judged.title, f.judged.device) for f in report.scaling if f.judged] == [
         ("Scaling", "2x RTX 4090"),
         ("Scaling on 4 devices", "4x RTX 4090"),
     ]
@@ -413,7 +414,7 @@ def test_one_device_alone_is_judged_on_what_it_shows(tmp_path: Path) -> None:
     assert verdicts["two_device_time"].verdict == verdicts["scaling"].verdict == "not run"
     assert verdicts["packing"].verdict == "pass"
     assert "same_bytes" not in verdicts
-    assert report.scaling == ()
+    assert [figure.num_gpus for figure in report.scaling] == [1]
 
 
 def test_more_tokens_than_slots_cannot_pass(tmp_path: Path) -> None:

@@ -80,14 +80,29 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ('name = "x"\ntitle = "x"\n[targets]\nspeed_up = 3\n', r"targets\.speed_up"),
         ('name = "x"\ntitle = "x"\n[targets]\nspeedup = { op = "=>", value = 2.0 }\n', r"targets\.speedup\.op"),
         ('name = "x"\n', "title"),
+        *(
+            (f'name = "x"\ntitle = "x"\n{line}\n', f"profile .*mine.toml: {words}")
+            for line, words in (
+                ('targets.scaling = { op = ">=", value = nan }', r"targets\.scaling\.value: .* finite number"),
+                ('targets.scaling = { op = ">=", value = "fast" }', r"targets\.scaling\.value: .* valid number"),
+                ("targets = 3", "targets: "),
+                ('min_reads = "many"', "min_reads: .* integer"),
+                ("time_limit_s = inf", "time_limit_s: .* finite number"),
+                ('device_names = "H200"', "device_names: "),
+                ("regression_percent = -10", "regression_percent: .* greater than 0"),
+                ("scaling_bands.two = [1.8, 2.0]", r"scaling_bands\.two"),
+                ("scaling_bands.2 = [1.8]", r"scaling_bands\.2"),
+            )
+        ),
         ("name = ", "not valid TOML"),
     ],
 )
 def test_a_typing_error_is_named(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=words) as told:
         load_profile(str(path))
+    assert "\n" not in str(told.value)
 
 
 def test_an_unknown_name_lists_the_known() -> None:

@@ -13,9 +13,9 @@ from virnuc_core.reads.seals import seal
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import SEALED_AS, OrfStore
-from virnuc_core.report import verify
 from virnuc_core.report.files import RawFolder
-from virnuc_core.report.verify import Verification, baseline_tokens, count_store, verify_report
+from virnuc_core.report.verify import verify_report
+from virnuc_core.report.verify_runs import Verification, baseline_tokens, count_store, verify_store
 from virnuc_core.validation import choose_reads
 
 from .validate_directory import edit_json
@@ -95,7 +95,7 @@ def said_of_the_store(out: Path) -> tuple[list[str], list[str]]:
     """Differences and remarks that name the store, without the rest of the verification, which takes long."""
     found = Verification()
     with found.noting():
-        verify._store(found, RawFolder(out))
+        verify_store(found, RawFolder(out))
     said, remarks = ([line for line in lines if "orfs.h5" in line] for lines in (found.differences, found.remarks))
     return said, remarks
 

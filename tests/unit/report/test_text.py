@@ -127,14 +127,14 @@ def test_nine_stage_lines_with_dotted_leaders(tmp_path: Path) -> None:
 def test_all_met_is_said_only_when_all_are(tmp_path: Path) -> None:
     report = published(tmp_path)
     passing = tuple(c.model_copy(update={"verdict": "pass"}) for c in report.criteria)
-    met = report.model_copy(update={"criteria": passing, "scaling": (), "scaling_criteria": ()})
+    met = report.model_copy(update={"criteria": passing, "scaling": ()})
     assert "OVERALL: ALL CRITERIA MET: 7 of 7 asked criteria met\n" in fill("criteria.txt.j2", met)
     worse = Regression(verdict="fail", reason="over 10 % worse in total_s", stale=False)
     regressed = met.model_copy(update={"regression": worse})
     assert "OVERALL: 7 of 7 asked criteria met; not met: regression (over 10 % worse in total_s)" in fill(
         "report.txt.j2", regressed
     )
-    assert report.model_copy(update={"criteria": (), "scaling": (), "scaling_criteria": ()}).outcome == "not judged"
+    assert report.model_copy(update={"criteria": (), "scaling": ()}).outcome == "not judged"
 
 
 @pytest.mark.parametrize(

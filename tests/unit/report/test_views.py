@@ -42,10 +42,11 @@ def test_a_column_of_figures_is_set_to_the_right() -> None:
 
 
 def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Report) -> None:
-    (figure,), (judged,) = report.scaling, report.scaling_criteria
-    missed = figure.model_copy(update={"speedup": 1.8996, "efficiency": 0.9498})
-    asked = judged.model_copy(update={"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"})
-    row = scaling(report.model_copy(update={"scaling": (missed,), "scaling_criteria": (asked,)})).rows[1]
+    alone, figure = report.scaling
+    assert figure.judged is not None
+    asked = {"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"}
+    missed = {"speedup": 1.8996, "efficiency": 0.9498, "judged": figure.judged.model_copy(update=asked)}
+    row = scaling(report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})).rows[1]
     assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == ("1.8996x", "94.98%", "[FAIL]")
 
 

@@ -17,6 +17,7 @@ import pandas as pd
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.runfiles import digest
 from virnuc_core.telemetry.log import Telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, frame
 from virnuc_core.telemetry.tables import (
@@ -166,6 +167,7 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
         "shards_computed": recipe.shards,
         "shards_reused": 0,
         "restarts": 0,
+        "files": {path.name: digest(path).model_dump() for path in run.listed if path.is_file()},
     }
     write_json(run.summary, summary)
     write_json(run.record, run_record(recipe, count))

@@ -1,0 +1,43 @@
+"""A whole validation without Prefect: the steps of the flow, called as functions."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from virnuc_core.baseline.run import run_baseline
+from virnuc_core.config import ClassifySpec, Devices
+from virnuc_core.engine.devices import resolve
+from virnuc_core.pipeline import classify, model_length, stage_reads
+from virnuc_core.profiles import load_profile
+from virnuc_core.reads.stage import StageSpec
+from virnuc_core.report.compare import compare_runs
+from virnuc_core.report.model import Report
+from virnuc_core.report.regression import HISTORY
+from virnuc_core.report.render import write_report
+from virnuc_core.rundir import RunDir
+from virnuc_core.validation import record_validation
+
+PROFILE = "ci-smoke"
+
+
+def validate(reads: Path, models: Path, out: Path, devices_text: str, shard_tokens: int | None = None) -> Report:
+    """Stage, baseline, a run on one device and one on all, comparisons and report in `out`; its report."""
+    profile, devices = load_profile(PROFILE), Devices.parse(devices_text)
+    engine = profile.engine.model_copy(update={"shard_tokens": shard_tokens or profile.engine.shard_tokens})
+    store = RunDir(out).store
+    staging = stage_reads(StageSpec(reads=(str(reads),), model_length=model_length(models)), store)
+    record_validation(
+        out, spec={}, profile=profile, models=models, staging=staging, devices=resolve(devices), force=False
+    )
+    slow = run_baseline(RunDir(out / "baseline"), store, models, devices, profile.baseline)
+    names = tuple(f"devices-{count}" for count in sorted({1, len(devices.ids)}))
+    for name in names:
+        few = Devices(kind=devices.kind, ids=devices.ids[: int(name.rpartition("-")[2])])
+        classify(RunDir(out / name), staging, ClassifySpec(models=models, devices=few, engine=engine))
+    compare_runs(out, names, tolerance=profile.score_tolerance, subset=slow.subset is not None)
+    return write_report(out, profile, out.parent / HISTORY)
+
+
+if __name__ == "__main__":
+    validate(*map(Path, sys.argv[1:4]), sys.argv[4])

@@ -1,0 +1,335 @@
+"""The raw files of a validation against what is rawer still: shards, reads, samples and batches.
+
+Rows are held a piece at a time, however many there are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import takewhile, zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
+
+from virnuc_core.config import THRESHOLD
+from virnuc_core.engine.shards import read_plan, read_scores
+from virnuc_core.errors import InputError, StorageError, VirnucError
+from virnuc_core.reads.parse import BLOCK_BYTES
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import COLUMNS, OrfStore
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
+from virnuc_core.report.compare import load_results, result_pieces
+from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
+from virnuc_core.results import write_results
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import FileDigest, RunFile, RunRecord, RunSummary, digest, read
+from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
+from virnuc_core.telemetry.statistics import committed_tokens_per_s
+from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import (
+    OVERHEAD,
+    BaselineSummary,
+    OverheadFile,
+    ValidationRecord,
+    choose_reads,
+)
+
+RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
+CLOCK_S: Final = 1e-3
+UNCOMMITTED_S: Final = 0.01  # a shard that is not written takes less than this where a commit would be
+ABSENT: Final = "nothing"
+ENDS: Final = 2  # start and end tokens of a row
+
+
+@dataclass
+class Verification:
+    """What was compared, and what differs."""
+
+    figures: int = 0
+    differences: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # worth a word, but no difference
+
+    @property
+    def ok(self) -> bool:
+        """Whether numbers were compared and none differs."""
+        return self.figures > 0 and not self.differences
+
+    def same(self, where: str, said: object, found: object) -> None:
+        """Compare one value or a whole tree of them; each leaf counts."""
+        if isinstance(said, BaseModel) and isinstance(found, BaseModel):
+            self.same(where, said.model_dump(mode="json"), found.model_dump(mode="json"))
+        elif isinstance(said, dict) and isinstance(found, dict):
+            for key in dict.fromkeys((*said, *found)):
+                self.same(f"{where}.{key}" if where else str(key), said.get(key, ABSENT), found.get(key, ABSENT))
+        elif isinstance(said, list) and isinstance(found, list) and len(said) == len(found):
+            for place, (left, right) in enumerate(zip(said, found, strict=True)):
+                self.same(f"{where}[{place}]", left, right)
+        else:
+            self.figures += 1
+            numbers = [one for one in (said, found) if isinstance(one, (int, float)) and not isinstance(one, bool)]
+            if said != found and not (len(numbers) == 2 and math.isclose(*numbers, rel_tol=RELATIVE)):
+                self.differences.append(f"{where}: says {_brief(said)}, the raw files give {_brief(found)}")
+
+    def as_told(self, where: str, said: RunFile, counted: Mapping[str, object]) -> None:
+        """Compare what a file tells with what was counted; what it does not tell is passed over."""
+        for key, value in counted.items():
+            if (told := getattr(said, key, None)) is not None:
+                self.same(f"{where}: {key}", told, value)
+
+    def same_lines(self, where: str, said: Iterable[bytes], found: Iterable[bytes], source: str) -> None:
+        """Compare two texts; the first line that differs is named."""
+        self.figures += 1
+        for number, (left, right) in enumerate(zip_longest(said, found, fillvalue=b""), start=1):
+            if left != right:
+                same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+                begin = max(0, same - 30)
+                told, true = (_brief(line[begin:].decode("utf-8", "replace").rstrip("\n")) for line in (left, right))
+                self.differences.append(f"{where}: line {number} says {told}, {source} give {true}")
+                return
+
+    def wrong(self, what: str) -> None:
+        """Note a difference that is not between two values."""
+        self.figures += 1
+        self.differences.append(what)
+
+    @contextmanager
+    def noting(self, where: str = "") -> Iterator[None]:
+        """Note what the body could not read."""
+        try:
+            yield
+        except VirnucError as error:
+            self.wrong(f"{where}{error}")
+
+    @contextmanager
+    def scratch(self, otherwise: str) -> Iterator[Path]:
+        """A folder for what is made again; a remark when it cannot hold that, which proves nothing."""
+        try:
+            with TemporaryDirectory(prefix="virnuc-verify-") as folder:
+                yield Path(folder)
+        except StorageError as error:
+            self.remarks.append(f"{otherwise}: {error}")
+
+
+def _brief(value: object) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 90 else f"{text[:87]}…"
+
+
+def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
+    """One run's result files: as its summary lists them, and as the shards give them."""
+    summary, run, where = raw.read(RunSummary, name, SUMMARY), RunDir(raw.root / name), f"{name}/{SUMMARY}"
+    if summary is None:
+        return
+    _digests(found, run, summary.files)
+    if not (run.plan.is_file() and RunDir(raw.root).store.is_file()):
+        found.remarks.append(f"{name}: its result files were not made again: its shards or orfs.h5 are not there")
+        return
+    store, plan = OrfStore.open(RunDir(raw.root).store), read_plan(run)
+    found.as_told(where, summary, {"shards": len(plan), "n_uniques": plan.bounds[-1]})
+    scores, failed = read_scores(run)
+    threshold = THRESHOLD if summary.threshold is None else summary.threshold
+    with found.scratch(f"{name}: its result files were not made again") as folder:
+        made = write_results(RunDir(folder), store, scores, failed, threshold=threshold)
+        for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows):
+            if not path.is_file():
+                found.wrong(f"{name}/{path.name}: missing")
+                continue
+            with path.open("rb") as said, (folder / path.name).open("rb") as true:
+                found.same_lines(f"{name}/{path.name}", said, true, "its shards")
+        told = ("fates", "rows_virus", "chunks_virus", "chunks_scored")
+        found.as_told(where, summary, {key: getattr(made, key) for key in told})
+
+
+def _digests(found: Verification, run: RunDir, files: dict[str, FileDigest] | None) -> None:
+    for file, told in (files or {}).items():
+        found.same(f"{run.root.name}/{file}, which {SUMMARY} lists", told, digest(run.root / file))
+
+
+def verify_run(found: Verification, raw: RawFolder, name: str) -> None:
+    """One run's summary against its telemetry, and its telemetry summary against the samples."""
+    summary, where = raw.read(RunSummary, name, SUMMARY), f"{name}/{SUMMARY}"
+    if summary is None:
+        return
+    if summary.staging_s is not None and summary.wall_s is not None:
+        found.as_told(where, summary, {"total_s": summary.staging_s + summary.wall_s})
+    if summary.fates:
+        found.as_told(where, summary, {"n_reads": sum(summary.fates.values())})
+    if (measured := raw.telemetry(name, summary.telemetry)) is not None:
+        _telemetry(found, raw.root, *measured, summary)
+
+
+def _telemetry(found: Verification, out: Path, name: str, telemetry: Telemetry, summary: RunSummary) -> None:
+    """The telemetry's own JSON, and stages, shards and restarts of the summary, against samples, batches and shards."""
+    batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
+    ends = (*(stage.finished_s or 0.0 for stage in telemetry.stages), float(shards.finished_s.max()))
+    if summary.wall_s is not None and (last_s := max(ends) - telemetry.origin_s) > summary.wall_s + CLOCK_S:
+        found.wrong(f"{name}: {SUMMARY}: wall_s says {summary.wall_s:.3f}, the last stage ended after {last_s:.3f} s")
+    if telemetry.stages:
+        found.same(f"{name}: stages of {SUMMARY}", summary.stages, {one.name: one.seconds for one in telemetry.stages})
+    told = {"shards_computed": len(shards), "rows_set_aside": int(shards.skipped.sum())}
+    if summary.deaths is not None:
+        told["restarts"] = len(summary.deaths)
+    if summary.shards_computed is not None:
+        told["shards"] = summary.shards_computed + (summary.shards_reused or 0)
+    found.as_told(f"{name}: {SUMMARY}", summary, told)
+    for what, wrong in (
+        ("batches with more tokens than slots", batches.tokens > batches.slots),
+        ("batches with a negative wait", batches.wait_ms < 0),
+        ("utilisation samples outside 0 to 100", (used < 0) | (used > 100)),
+    ):
+        found.same(f"{name}: {what}", int(wrong.sum()), 0)
+    if len(shards) and not shards.skipped.any():
+        for encoder, told_by in (("esm2", shards.protein_tokens), ("dnabert_s", shards.dna_tokens)):
+            tokens = int(batches.tokens[batches.encoder == encoder].sum())
+            found.same(f"{name}: tokens of {encoder}", tokens, int(told_by.sum()))
+    beside = Path(name).with_suffix(".json").as_posix()
+    said = read(out / beside, TelemetryFile)
+    reads, wall_s = said.summary.total_sequences, said.summary.wall_s
+    hourly = summary.sequences_per_hour
+    again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly)
+    found.same(beside, said, again)
+    found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads, "wall_s": wall_s})
+
+
+def verify_baseline(found: Verification, raw: RawFolder) -> None:
+    """The baseline's scaled time against its stages, its rows against its file, its reads against the profile's."""
+    summary, where = raw.read(BaselineSummary, BASELINE, SUMMARY), f"{BASELINE}/{SUMMARY}"
+    record = raw.read(ValidationRecord, RECORD)
+    asked_reads = record.profile.baseline.reads if record and record.profile else None
+    if summary is None or summary.measured_s is None:
+        return
+    _digests(found, RunDir(raw.root / BASELINE), summary.files)
+    whole = summary.measured_s if summary.scaled_s is None else summary.scaled_s
+    found.as_told(where, summary, {"wall_s": whole})
+    spent, spent_measured = sum(summary.stages.values()), sum(summary.measured_stages.values())
+    started_s = max(0.0, summary.measured_s - spent_measured)  # starting processes is paid once, however many the reads
+    if spent and spent_measured and not spent - CLOCK_S <= whole <= spent + started_s + CLOCK_S:
+        found.wrong(f"{where}: {whole:.3f} s is not what its stages add up to ({spent:.3f} s and the start)")
+    if summary.scaled_s is not None and summary.measured_rows and summary.n_rows is not None:
+        growth = summary.n_rows / summary.measured_rows
+        for stage in (*STAGES[:4], *STAGES[6:]):  # those without a model grow with the rows
+            if stage in summary.measured_stages and stage in summary.stages:
+                found.same(f"{where}: stages.{stage}", summary.stages[stage], summary.measured_stages[stage] * growth)
+    if summary.subset is not None and asked_reads is not None and summary.n_reads is not None:
+        found.same(f"{where}: subset.reads", summary.subset.reads, min(asked_reads, summary.n_reads))
+    predictions = RunDir(raw.root / BASELINE).predictions
+    if predictions.is_file():
+        found.as_told(where, summary, {"measured_rows": sum(map(len, result_pieces(predictions)))})
+
+
+def verify_store(found: Verification, raw: RawFolder) -> None:
+    """Reads, rows, uniques and tokens as the store counts them, where the validation still has its store."""
+    if not RunDir(raw.root).store.is_file():
+        return
+    store = OrfStore.open(RunDir(raw.root).store)
+    counted = count_store(store)
+    record, baseline = raw.read(ValidationRecord, RECORD), raw.read(BaselineSummary, BASELINE, SUMMARY)
+    if record is not None and "reads" in record.fingerprints:
+        found.same(f"{RECORD}: fingerprint of the reads", record.fingerprints["reads"], store.fingerprint)
+    told = {f"{name}/{SUMMARY}": raw.read(RunSummary, name, SUMMARY) for name in run_names(raw.root)}
+    staging = None if record is None else record.staging
+    for where, said in {**told, f"{RECORD}: staging": staging, f"{BASELINE}/{SUMMARY}": baseline}.items():
+        if said is not None:
+            found.as_told(where, said, counted)
+    _make_again(found, store, record)
+    predictions = RunDir(raw.root / BASELINE).predictions
+    if baseline is not None and baseline.subset is not None and predictions.is_file():
+        drawn = baseline_tokens(store, predictions, baseline.subset.reads, baseline.subset.seed)
+        tokens = {"tokens": drawn, "total_tokens": counted["row_tokens"]}
+        found.as_told(f"{BASELINE}/{SUMMARY}: subset", baseline.subset, tokens)
+
+
+def _make_again(found: Verification, store: OrfStore, record: ValidationRecord | None) -> None:
+    """The store against one that is staged again from its reads, or a remark that says why it is not."""
+    files = () if record is None or record.staging is None else record.staging.files
+    if record is None or not files:
+        found.remarks.append("orfs.h5 was not made again from its reads: run.json does not tell where they are")
+        return
+    if gone := [name for name in files if not Path(name).is_file()]:
+        found.remarks.append(f"orfs.h5 was not made again from its reads: {gone[0]} is not there")
+        return
+    spec = StageSpec(
+        reads=files,
+        model_length=store.model_length,
+        on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
+        workers=len(os.sched_getaffinity(0)),
+    )
+    with found.scratch("orfs.h5 was not made again from its reads") as folder:
+        again = OrfStore.open(stage(spec, folder / "orfs.h5").store, check=False)
+        found.same("orfs.h5: fingerprint of its reads", store.fingerprint, again.fingerprint)
+        if store.fingerprint == again.fingerprint:
+            other = [name for name in COLUMNS if not _equal(getattr(store, name), getattr(again, name))]
+            found.same("orfs.h5: columns that its reads do not give", other, [])
+
+
+def _equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
+    blocks = (slice(low, low + BLOCK_BYTES) for low in range(0, len(one), BLOCK_BYTES))
+    return len(one) == len(other) and all(np.array_equal(one[block], other[block]) for block in blocks)
+
+
+def count_store(store: OrfStore) -> dict[str, int]:
+    """What a store holds, under the names that summaries and staging give it.
+
+    Reads by flag, chunks, rows, uniques, and ESM-2 tokens of the uniques and of all rows, start and end included.
+    """
+    lengths, flags = np.diff(store.protein_offsets), np.asarray(store.read_flags)
+    bits = {"empty": EMPTY, "duplicate_ids": DUPLICATE_ID, "ambiguous": AMBIGUOUS, "short_for_model": SHORT_FOR_MODEL}
+    return {
+        "reads": len(flags),
+        **{name: int(((flags & bit) > 0).sum()) for name, bit in bits.items()},
+        "n_reads": len(store.read_length),
+        "n_chunks": int(np.asarray(store.read_chunks).sum(dtype=np.int64)),
+        "n_rows": len(store.row_read),
+        "n_uniques": len(lengths),
+        "protein_tokens": int(lengths.sum()) + ENDS * len(lengths),
+        "row_tokens": int(lengths[store.row_unique].sum()) + ENDS * len(store.row_read),
+    }
+
+
+def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -> int:
+    """ESM-2 tokens of the rows of the `reads` reads that a baseline drew by `seed`.
+
+    Raises `InputError` when its predictions are of other rows.
+    """
+    drawn = np.zeros(store.n_reads, dtype=np.bool_)
+    drawn[choose_reads(store.n_reads, reads, seed)] = True  # drawn again: ids may stand twice, as those of mates do
+    chosen = np.flatnonzero(drawn[np.asarray(store.row_read)])
+    ids = [store.row_ids(row, row + 1, original=True)[0] for row in chosen.tolist()]
+    if load_results(predictions)["id"].tolist() != ids:
+        raise InputError("its rows are not those of the reads the baseline drew", file=predictions)
+    rows = np.asarray(store.row_unique)[chosen]
+    return int(np.diff(store.protein_offsets)[rows].sum()) + ENDS * len(rows)
+
+
+def verify_overhead(found: Verification, raw: RawFolder) -> None:
+    """The pairs of runs with commits and without, against the telemetry and the records of both."""
+    told = raw.read(OverheadFile, OVERHEAD)
+    if told is None:
+        return
+    for pair in told.pairs:
+        spans = []
+        with_commits, without = (pair.with_run, pair.with_tokens_per_s), (pair.without_run, pair.without_tokens_per_s)
+        for commits, (run, rate) in ((True, with_commits), (False, without)):
+            where, measured, record = f"{OVERHEAD}: {run}", raw.telemetry(run, None), raw.read(RunRecord, run, RECORD)
+            spec = {} if record is None else record.spec
+            found.same(f"{where}: commits", commits, spec.get("engine", spec).get("commit"))
+            if measured is None:
+                found.wrong(f"{where} has no telemetry")
+                continue
+            batches, shards = measured[1].batches, measured[1].shards
+            again = committed_tokens_per_s(batches, shards)
+            found.same(f"{where}: tokens/s", rate, again)
+            found.same(f"{where}: shards", told.shards, len(shards))
+            spans += [float(batches.tokens.sum()) / again] if again else []
+            if not commits and (spent := float(shards.commit_s.sum())) > UNCOMMITTED_S * len(shards):
+                found.wrong(f"{where} spent {spent:.3f} s on commits although they were off")
+        found.same(f"{OVERHEAD}: {pair.with_run} and its pair: seconds", pair.seconds, min(spans, default=0.0))
