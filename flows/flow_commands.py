@@ -43,10 +43,9 @@ class InboxSettings(VerdictSettings, FlowSettings):
         Ledger(self.inbox, self.out)
 
 
-@starts("flows.predict_inbox:predict_inbox", InboxSettings)
-def predict_inbox(settings: InboxSettings, _state: State[Any]) -> Ending:
-    """Predict each new file of a folder, once."""
-    return Ending({"Fates": settings.out / "inbox.tsv"})
+predict_inbox = starts(
+    "flows.predict_inbox:predict_inbox", InboxSettings, ending=lambda of, _: Ending({"Fates": of.out / "inbox.tsv"})
+)
 
 
 class MeasureSettings(RunSettings):
@@ -122,16 +121,15 @@ class ValidateSettings(MeasureSettings):
         return profile.model_copy(update={"baseline": profile.baseline.model_copy(update=given)})
 
 
-@starts("flows.validate:validate", ValidateSettings)
-def validate(settings: ValidateSettings, state: State[Any]) -> Ending:
-    """Prove this machine, with these weights, against a profile.
-
-    Exit code 5 when a criterion was missed, 7 when none was, but not each could be judged here.
-    """
+def _judged(settings: ValidateSettings, state: State[Any]) -> Ending:
+    """Exit code 5 when a criterion was missed, 7 when none was, but not each could be judged here."""
     folder = settings.newest / "report"
     facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
     code = _missed(state) or (NOT_JUDGED if state.result().outcome == "not judged" else 0)
     return Ending(facts, (folder / "report.txt").read_text(encoding="utf-8"), code)
+
+
+validate = starts("flows.validate:validate", ValidateSettings, ending=_judged)
 
 
 def _missed(state: State[Any]) -> int:
@@ -161,12 +159,11 @@ class ScaleSettings(MeasureSettings):
     repeats: int = Field(1, ge=1, le=20, description="runs on each number of devices; their median counts")
 
 
-@starts("flows.validate:scale", ScaleSettings)
-def scale(settings: ScaleSettings, state: State[Any]) -> Ending:
-    """Run the same reads on one, two, four, … devices and measure how the time falls; exit code 5 when too little."""
-    return Ending({"Report": settings.newest / "report" / "report.html"}, code=_missed(state))
-
-
+scale = starts(
+    "flows.validate:scale",
+    ScaleSettings,
+    ending=lambda of, state: Ending({"Report": of.newest / "report" / "report.html"}, code=_missed(state)),
+)
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
 Tokens = Annotated[int, Field(ge=64)]
 Loaders = Annotated[int, Field(ge=0, le=64)]
@@ -214,10 +211,11 @@ class TuneSettings(RunSettings):
         return {name: values for name, values in lists.items() if values}
 
 
-@starts("flows.tools:tune", TuneSettings, "reads")
-def tune(settings: TuneSettings, _state: State[Any]) -> Ending:
-    """Measure engine settings on this machine and these reads, and write the fastest that leave results alone."""
+def _tuned(settings: TuneSettings, _: State[Any]) -> Ending:
     return Ending({"Use it": f"--settings {settings.out / 'settings.toml'}", "All figures": settings.out / "tune.json"})
+
+
+tune = starts("flows.tools:tune", TuneSettings, "reads", ending=_tuned)
 
 
 class ProfileSettings(RunSettings):
@@ -231,11 +229,12 @@ class ProfileSettings(RunSettings):
     max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
 
 
-@starts("flows.tools:profile", ProfileSettings, "reads")
-def profile(settings: ProfileSettings, _state: State[Any]) -> Ending:
-    """Run the reads, then record a few shards with torch's profiler: traces, and tables of stages and kernels."""
+def _profiled(settings: ProfileSettings, _: State[Any]) -> Ending:
     tables = settings.out / "telemetry" / "traces" / "profile.md"
     return Ending({"Tables": tables}, tables.read_text(encoding="utf-8"))
+
+
+profile = starts("flows.tools:profile", ProfileSettings, "reads", ending=_profiled)
 
 
 class TrainSettings(RunSettings):
@@ -259,10 +258,11 @@ class TrainSettings(RunSettings):
         read_truth(self.truth)
 
 
-@starts("flows.tools:train", TrainSettings, "reads")
-def train(settings: TrainSettings, _state: State[Any]) -> Ending:
-    """Fit the head on labelled reads."""
+def _trained(settings: TrainSettings, _: State[Any]) -> Ending:
     return Ending({"Head": f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"})
+
+
+train = starts("flows.tools:train", TrainSettings, "reads", ending=_trained)
 
 
 YesOrNo = Literal["yes", "no"]
@@ -312,19 +312,16 @@ def approve(answer: ApprovalOptions) -> int:
 
 def _find(client: Any, run: str) -> Any:
     """The flow run of that id, or the one of that name that waits."""
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
-    from prefect.exceptions import ObjectNotFound
+    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
 
     try:
-        return client.read_flow_run(UUID(run))
+        wanted, which = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(run)])), "has the id"
     except ValueError:
-        pass
-    except ObjectNotFound:
-        raise ConfigError(f"no flow run has the id {run}") from None
-    found = client.read_flow_runs(flow_run_filter=FlowRunFilter(name=FlowRunFilterName(any_=[run])))
+        wanted, which = FlowRunFilter(name=FlowRunFilterName(any_=[run])), "is named"
+    found = client.read_flow_runs(flow_run_filter=wanted)
     waiting = [flow_run for flow_run in found if flow_run.state is not None and flow_run.state.is_paused()]
     if len(waiting) > 1:
         raise ConfigError(f"{len(waiting)} flow runs named '{run}' wait; name one by its id")
     if not found:
-        raise ConfigError(f"no flow run is named '{run}'")
+        raise ConfigError(f"no flow run {which} '{run}'")
     return (waiting or found)[0]

@@ -5,7 +5,6 @@ A flow started by hand has a tidy terminal, a cancel button that works, and a se
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import os
 import platform
@@ -15,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import wraps
@@ -34,7 +33,7 @@ from prefect.states import Cancelled, Failed
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
-from tasks.step import NotMetError, core_logs, no_orphans
+from tasks.step import NotMetError, beside, core_logs, no_orphans
 from virnuc_core.engine.process import INTERRUPTED
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
@@ -228,9 +227,7 @@ def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
     except (ServerLostError, RuntimeError) as error:  # the latter from Prefect's question for the version
         if not isinstance(error, ServerLostError) and not isinstance(error.__cause__, ServerLostError):
             raise
-        raise VirnucError(
-            f"no Prefect server answers at {context.client.api_url}; start it, or use {WITHOUT}"
-        ) from error
+        raise VirnucError(f"no Prefect server answers at {context.client.api_url}; or use {WITHOUT}") from error
     except KeyboardInterrupt:
         if not cancelled:
             raise
@@ -258,32 +255,20 @@ def _ended_when_cancelled() -> Iterator[None]:
     if cancelled is None or context is None or context.flow_run is None:
         yield
         return
-    stop, here = threading.Event(), contextvars.copy_context()  # with the server this run talks to
-    arguments = (_watch, context.flow_run.id, cancelled, stop)
-    thread = threading.Thread(target=here.run, args=arguments, name="cancel watch", daemon=True)
-    thread.start()
-    try:
+    flow_run_id = context.flow_run.id
+
+    def watch(stop: threading.Event) -> None:
+        with get_client(sync_client=True) as client:
+            while not cancelled and not stop.wait(WATCH_S):
+                with suppress(*UNTOLD):
+                    state = client.read_flow_run(flow_run_id).state
+                    if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
+                        cancelled.extend([flow_run_id] * (not stop.is_set()))
+        if cancelled:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with beside(watch):
         yield
-    finally:
-        stop.set()
-        thread.join(timeout=connection.answer_s)
-
-
-def _watch(flow_run_id: UUID, cancelled: list[UUID], stop: threading.Event) -> None:
-    """Ask for the run's state until `stop`; when it was cancelled, say so and interrupt the main thread."""
-    with get_client(sync_client=True) as client:
-        while not stop.wait(WATCH_S):
-            try:
-                state = client.read_flow_run(flow_run_id).state
-            except UNTOLD as error:
-                logger.debug("state of the run not read: %s", error)
-                continue
-            if stop.is_set():
-                return
-            if state is not None and state.type in (StateType.CANCELLING, StateType.CANCELLED):
-                cancelled.append(flow_run_id)
-                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-                return
 
 
 @contextmanager

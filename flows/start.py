@@ -6,7 +6,6 @@ Nothing heavy is imported before it is needed, so that `virnuc predict --help` a
 from __future__ import annotations
 
 import atexit
-import functools
 import importlib
 import inspect
 import json
@@ -25,10 +24,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from pydantic import Field, create_model
+from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
-from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, Settings, command
+from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Devices, EngineSpec
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
 from virnuc_core.rundir import RunDir, check_room
@@ -80,28 +79,24 @@ class Ending(NamedTuple):
 
 
 def starts(
-    flow: str, model: type[Settings], *positional: str
-) -> Callable[[Callable[[Settings, State[Any]], Ending]], Callable[..., int]]:
-    """Turn what is said of a flow's end into the command that runs `module:flow` by hand, with the model's options."""
+    flow: str, model: type[BaseModel], *positional: str, ending: Callable[[Any, State[Any]], Ending]
+) -> Callable[..., int]:
+    """The command that runs `module:flow` by hand, with the model's fields as options, and says its ending."""
 
-    def decorate(ending: Callable[[Settings, State[Any]], Ending]) -> Callable[..., int]:
-        @command(create_model(model.__name__, __base__=(model, OnTerminal)), *positional)
-        @functools.wraps(ending)
-        def started(settings: Any) -> int:
-            state = by_hand(flow, settings)
-            facts, text, code = ending(settings, state)
-            if settings.as_json:
-                data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
-                told = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
-                told |= {name.lower().replace(" ", "_"): fact for name, fact in facts.items()}
-                say(json.dumps(told, indent=2, default=str))
-            else:
-                say(*filter(None, [text, state.message]), *(f"{name}: {fact}" for name, fact in facts.items()))
-            return code
+    @command(create_model(model.__name__, __base__=(model, OnTerminal)), *positional)
+    def started(settings: Any) -> int:
+        state = by_hand(flow, settings)
+        facts, text, code = ending(settings, state)
+        if settings.as_json:
+            data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
+            told = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
+            told |= {name.lower().replace(" ", "_"): fact for name, fact in facts.items()}
+            say(json.dumps(told, indent=2, default=str))
+        else:
+            say(*filter(None, [text, state.message]), *(f"{name}: {fact}" for name, fact in facts.items()))
+        return code
 
-        return started
-
-    return decorate
+    return started
 
 
 class PredictOptions(PredictSettings):
@@ -110,10 +105,11 @@ class PredictOptions(PredictSettings):
     no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
 
 
-@starts("flows.predict:predict", PredictOptions, "reads")
-def predict(settings: PredictOptions, state: State[Any]) -> Ending:
-    """Say which reads are viral."""
+def _predicted(settings: PredictOptions, state: State[Any]) -> Ending:
     return Ending({"Results": settings.out}, code=PARTIAL if state.result().fates["failed"] else 0)
+
+
+predict = starts("flows.predict:predict", PredictOptions, "reads", ending=_predicted)
 
 
 def by_hand(flow: str, settings: Any) -> State[Any]:
@@ -130,8 +126,10 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
     if not settings.quiet:
         now = time.strftime("%H:%M:%S")
         sys.stderr.write(f"{now}  {name} into {printable(str(settings.out))} on {devices}: reads and weights will do\n")
+    from prefect.settings import PREFECT_API_URL
+
     told, ready = not getattr(settings, "no_prefect", False), None
-    if told and not is_server_named():
+    if told and PREFECT_API_URL.value() is None:
         told = not settings.is_done()
         ready = own_server(debug=settings.debug) if told else None
     from flows import flow_run
@@ -162,13 +160,6 @@ def answers(home: Path) -> None:
     asking.join(ANSWERS_S)
     if asking.is_alive():
         raise ConfigError(f"Prefect's home {home}: its disk does not answer; mend it, or set another PREFECT_HOME")
-
-
-def is_server_named() -> bool:
-    """Whether runs are told to a server that is there anyway."""
-    from prefect.settings import PREFECT_API_URL
-
-    return PREFECT_API_URL.value() is not None
 
 
 def usable_home() -> None:

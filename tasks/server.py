@@ -39,7 +39,6 @@ from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectAlreadyExists, PrefectException
 from prefect.settings import (
     PREFECT_API_REQUEST_TIMEOUT,
-    PREFECT_API_URL,
     PREFECT_CLIENT_MAX_RETRIES,
     temporary_settings,
 )
@@ -245,7 +244,7 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
     """
     # a GPU's UUID names it on every machine
     names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
-    if not names or not with_server() or PREFECT_API_URL.value() is None:
+    if not names or not with_server() or connection.embedded is not None:
         yield
         return
     with ExitStack() as slots:

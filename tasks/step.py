@@ -15,7 +15,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
@@ -159,21 +159,17 @@ def core_logs() -> Iterator[None]:
         vars(record).update(ids)
         return True
 
-    logger = logging.getLogger("virnuc_core")
-    outer = next((h for h in logger.handlers if isinstance(h, APILogHandler)), None)
-    handler, level = outer or APILogHandler(), logger.level
-    if outer is None:
-        logger.addHandler(handler)
-    if logger.getEffectiveLevel() > logging.INFO:
-        logger.setLevel(logging.INFO)
-    handler.addFilter(named)
-    try:
+    core = logging.getLogger("virnuc_core")
+    with ExitStack() as undone:
+        handler = next((one for one in core.handlers if isinstance(one, APILogHandler)), None)
+        if handler is None:
+            core.addHandler(handler := APILogHandler())
+            undone.callback(core.removeHandler, handler)
+        undone.callback(core.setLevel, core.level)
+        core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
+        undone.callback(handler.removeFilter, named)
+        handler.addFilter(named)
         yield
-    finally:
-        handler.removeFilter(named)
-        logger.setLevel(level)
-        if outer is None:
-            logger.removeHandler(handler)
 
 
 @contextmanager
@@ -339,35 +335,38 @@ def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> I
     if not inside_a_run():
         yield lambda share: None
         return
-    stop, newest = threading.Event(), 0.0
+    newest = 0.0
     made: Any = None  # Prefect's id of the artifact
 
     def show(share: float) -> None:
         nonlocal newest
         newest = round(100 * min(max(share, 0.0), 1.0), 1)
 
-    def publish(percent: float) -> None:
+    def publish(stop: threading.Event) -> None:
         nonlocal made
-        if made is None:
-            made = create_progress_artifact(percent, key=key(name), description=description)
-        else:
-            update_progress_artifact(made, progress=percent)
-
-    def loop() -> None:
         shown, ended = -1.0, False
         while not ended:
             ended = stop.wait(every_s)
             if (percent := newest) != shown:
                 with connection.telling(f"progress {name}"):
-                    publish(percent)
+                    if made is None:
+                        made = create_progress_artifact(percent, key=key(name), description=description)
+                    else:
+                        update_progress_artifact(made, progress=percent)
                     shown = percent
 
-    context = contextvars.copy_context()  # the run this thread belongs to
-    thread = threading.Thread(target=context.run, args=(loop,), name="progress artifact", daemon=True)
+    with beside(publish), connection.hearing():
+        yield show
+
+
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Another thread does `work` for the current run while the body lasts; the event tells it of the body's end."""
+    stop, here = threading.Event(), contextvars.copy_context()
+    thread = threading.Thread(target=here.run, args=(work, stop), daemon=True)
     thread.start()
     try:
-        with connection.hearing():
-            yield show
+        yield
     finally:
         stop.set()
         thread.join(timeout=connection.answer_s)
