@@ -5,7 +5,6 @@ And the scaling curve: the same without a baseline, on one, two, four, … devic
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -13,7 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
-from uuid import UUID
 
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -26,7 +24,7 @@ from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
-from tasks.step import NOT_MET, REJECTED, TimeLimitError, done, not_met, publish_markdown
+from tasks.step import NOT_MET, REJECTED, TimeLimitError, beside, done, not_met, publish_markdown
 from tasks.tools import ceiling, overhead, precision
 from tasks.validate import (
     TIMED_OUT,
@@ -224,21 +222,17 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("the approval gate works inside a flow run only")
-    here = contextvars.copy_context()  # the server this run talks to
-    timer = threading.Timer(timeout_s, here.run, (_answer_for_nobody, context.flow_run.id))
-    timer.daemon = True
-    timer.start()
+    flow_run_id = context.flow_run.id
+
+    def answer_for_nobody(stop: threading.Event) -> None:
+        if not stop.wait(timeout_s):
+            with connection.telling("the time-out of the approval"), get_client(sync_client=True) as client:
+                client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)
+
     try:
-        with connection.patience(timeout_s):
+        with beside(answer_for_nobody), connection.patience(timeout_s):
             answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
     except UNTOLD as error:
         logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
         answer = form.model_validate(TIMED_OUT)
-    finally:
-        timer.cancel()
-    return record_answer(report_dir, answer, flow_run=str(context.flow_run.id))
-
-
-def _answer_for_nobody(flow_run_id: UUID) -> None:
-    with connection.telling("the time-out of the approval"), get_client(sync_client=True) as client:
-        client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)
+    return record_answer(report_dir, answer, flow_run=str(flow_run_id))

@@ -195,28 +195,21 @@ def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float]
 
     Errors: `TimeLimitError` then, after `on_reached` was told the seconds that had passed.
     """
-    if limit_s is None:
-        yield
-        return
     started_s, reached = time.monotonic(), threading.Event()
 
-    def end() -> None:
-        reached.set()
-        end_all_children()
+    def end(stop: threading.Event) -> None:
+        if not stop.wait(limit_s):
+            reached.set()
+            end_all_children()
 
-    timer = threading.Timer(limit_s, end)
-    timer.daemon = True
-    timer.start()
     try:
-        yield
+        with beside(end):
+            yield
     except WorkerError as error:
         if not reached.is_set():
             raise
         on_reached(time.monotonic() - started_s)
-        raise TimeLimitError(f"{what}: ended at the limit of {limit_s:,.0f} s") from error
-    finally:
-        timer.cancel()
-        timer.join()
+        raise TimeLimitError(f"{what}: ended at the limit of {limit_s or 0:,.0f} s") from error
 
 
 class Markdown(str):
