@@ -97,6 +97,7 @@ class ValidateSettings(MeasureSettings):
     )
     baseline_seconds: float | None = Field(None, gt=0, description="that run's time, with --baseline-device")
     baseline_device: str | None = Field(None, description="what that run was on: 2x RTX 4090", pattern=r"^[1-9]\d*x \S")
+    tune_rounds: int = Field(0, ge=0, le=10, description="times to tune what a missed speed hangs on, and judge again")
     approval: bool = Field(False, description="pause after the report until a reviewer has answered")
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
 

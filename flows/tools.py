@@ -6,13 +6,15 @@ that is complete is not computed again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Final
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_commands import SWEPT, ProfileSettings, TrainSettings, TuneSettings
+from flows.flow_commands import SWEPT, ProfileSettings, TrainSettings, TuneSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
@@ -20,16 +22,22 @@ from tasks.server import announce
 from tasks.step import Markdown, Rows, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, run_trial, trace, trial_rows
 from tasks.tools import train as fit
-from virnuc_core.config import TraceSpec
+from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
 from virnuc_core.measure.trace import Traces, counted
-from virnuc_core.measure.tune import Recommendation, Sweep, candidates, recommend, rounds
-from virnuc_core.profiles import load_profile
-from virnuc_core.rundir import RunDir, discard, write_text_whole
+from virnuc_core.measure.tune import KNOBS, Candidate, Recommendation, Sweep, candidates, recommend, rounds, values_of
+from virnuc_core.profiles import Profile, load_profile
+from virnuc_core.report.files import run_names
+from virnuc_core.report.model import Report
+from virnuc_core.rundir import RUN_FILES, RunDir, discard, write_text_whole
+from virnuc_core.runfiles import RunRecord, write
+from virnuc_core.validation import TUNING, TuningFile, TuningRound, read_usable
 
 MEBIBYTE: Final = 1 << 20
+TUNED_TOKENS: Final = 4_000_000  # a minute or so on a GPU
+TUNED_REPEATS: Final = 2
 
 
 @flow(name="tune", flow_run_name=named("reads", "profile", "devices"))
@@ -43,23 +51,77 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     devices = start.check(settings, profile.engine)
     base = resolve_engine(settings.engine(profile.engine), resolve(devices)[0].kind)
     tried = candidates(base, settings.swept())
-    label, tolerance = sample_of(settings.reads), profile.score_tolerance
+    label = sample_of(settings.reads)
     announce(label, profile.name, devices.kind)
     stage_input(settings, label)
     sweep = Sweep(settings.out, Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s), base)
     if settings.force:
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
-    for candidate, repeat, name in rounds(tried, settings.repeats, halving=settings.search == "halving"):
-        candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
-    chosen = recommend(tried, tolerance=tolerance, allow_changed=settings.allow_changed_results)
-    rows = trial_rows(tried, chosen, tolerance)
-    publish_table(
-        on_host(f"tune-{label}-{devices}"), rows, Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
-    )
-    sweep.write(tried, chosen, profile, settings.search, tuple(SWEPT.values()))
+    allowed = settings.allow_changed_results
+    chosen = sweep_all(sweep, tried, profile, label, settings.repeats, settings.search, allow_changed=allowed)
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")
     return done(chosen, message, reused=old)
+
+
+def sweep_all(
+    sweep: Sweep,
+    tried: Sequence[Candidate],
+    profile: Profile,
+    label: str,
+    repeats: int,
+    search: str,
+    *,
+    allow_changed: bool = False,
+) -> Recommendation:
+    """The settings to use of those tried, all measured; `tune.json`, `settings.toml` and a table tell of them."""
+    for candidate, repeat, name in rounds(tried, repeats, halving=search == "halving"):
+        candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
+    chosen = recommend(tried, tolerance=profile.score_tolerance, allow_changed=allow_changed)
+    rows, devices = trial_rows(tried, chosen, profile.score_tolerance), sweep.bench.devices
+    told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
+    publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
+    sweep.write(tried, chosen, profile, search, tuple(SWEPT.values()))
+    return chosen
+
+
+def tuned(out: Path, engine: EngineSpec) -> EngineSpec:
+    """The settings that rounds of tuning left a validation with, else `engine`. Its runs with others are removed."""
+    rounds = (read_usable(out / TUNING, TuningFile)[0] or TuningFile()).rounds
+    found = next((one.engine for one in reversed(rounds) if one.engine), None)
+    if found is None:
+        return engine
+    for name in run_names(out):
+        record = read_usable(RunDir(out / name).record, RunRecord)[0]
+        if record is not None and record.spec.get("engine") != found:
+            discard(out / name, *RUN_FILES)
+    return EngineSpec.model_validate(found)
+
+
+def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None:
+    """Sweep the settings that may lessen the largest loss that any can, on a part of the reads; `tuning.json` keeps it.
+
+    None where nothing of speed was missed, where an earlier round found nothing, and after the last round.
+    """
+    out, devices = settings.out, Devices.parse(settings.devices)
+    before = (read_usable(out / TUNING, TuningFile)[0] or TuningFile()).rounds
+    missed = tuple(c.title for c in judged.failed if c.id not in ("consensus", "same_bytes"))
+    if not missed or len(before) >= settings.tune_rounds or (before and before[-1].engine is None):
+        return None
+    base = resolve_engine(tuned(out, settings.engine(judged.profile.engine)), resolve(devices)[0].kind)
+    loss = next((one for one in judged.losses if one.kind in KNOBS), None)
+    beyond = [f"no setting mends {one.kind} ({one.advice})" for one in judged.losses if one.kind not in KNOBS]
+    chosen = None
+    if loss is not None:
+        bench, knobs = Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s), KNOBS[loss.kind]
+        sweep, tried = Sweep(out, bench, base, TUNED_TOKENS), candidates(base, values_of(knobs, base))
+        chosen = sweep_all(sweep, tried, judged.profile, sample_of(settings.reads), TUNED_REPEATS, "halving")
+        beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
+    better = None if chosen is None or chosen.candidate.number == 0 else chosen.candidate.engine
+    found = None if better is None else better.model_dump(mode="json")
+    this = TuningRound(missed=missed, said="; ".join(beyond), engine=found)
+    write(out / TUNING, TuningFile(rounds=(*before, this)))
+    return this
 
 
 @flow(name="profile", flow_run_name=named("reads", "devices"))

@@ -22,6 +22,7 @@ from prefect.flow_runs import pause_flow_run
 from flows import start
 from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
+from flows.tools import tune_round, tuned
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
 from tasks.step import NOT_MET, REJECTED, TimeLimitError, beside, done, not_met, publish_markdown
@@ -47,10 +48,10 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
 from virnuc_core.report.formatting import number, percent, runs_text
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, rerender
+from virnuc_core.report.render import fill, rerender, write_report
 from virnuc_core.report.views import met_sentence, skipped
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
-from virnuc_core.validation import ApprovalRecord, record_validation
+from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
 
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
 POLL_S: Final = 5
@@ -75,12 +76,23 @@ def validate(settings: ValidateSettings) -> State[Judged]:
 
     A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
     """
-    judged, message = measure(settings, lambda devices, _: sorted({1, min(2, devices), devices}), with_baseline=True)
+    judged, message = measure(settings, one_two_and_all, with_baseline=True)
+    again = settings.model_copy(update={"force": False})
+    while (tried := tune_round(again, judged)) is not None:
+        if tried.engine is None:
+            judged = write_report(settings.out, judged.profile)  # it says what no setting mends
+        else:
+            judged, message = measure(again, one_two_and_all, with_baseline=True)
     emit_outcome(judged, settings.out)
     approval = _approval(settings, judged) if settings.approval else None
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
     return ended(settings, judged, f"{met_sentence(judged)}{message}", approval)
+
+
+def one_two_and_all(devices: int, _: Profile) -> list[int]:
+    """Numbers of devices that a validation runs on."""
+    return sorted({1, min(2, devices), devices})
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
@@ -127,6 +139,9 @@ def measure(
     label = sample_of(settings.reads)
     spec = settings.spec(start.check(settings, profile.engine), profile.engine, label)
     out, devices, force = settings.out, spec.devices, spec.force
+    if force:
+        (out / TUNING).unlink(missing_ok=True)
+    spec = spec.model_copy(update={"engine": tuned(out, spec.engine)})
     store, before = RunDir(out).store, _finished_runs(out)
     announce(label, profile.name, devices.kind)
     staging = stage_input(settings, label)

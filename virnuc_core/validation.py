@@ -162,6 +162,7 @@ class BaselineSummary(RunFile):
 
 
 OVERHEAD: Final = "checkpoint_overhead.json"
+TUNING: Final = "tuning.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
 
 
@@ -193,6 +194,26 @@ class OverheadFile(RunFile):
     shards: int  # computed in each run
     shard_tokens: int
     pairs: tuple[OverheadPair, ...]
+
+
+class TuningRound(RunFile):
+    """What a validation missed in speed, what was tried against that, and the settings it went on with."""
+
+    missed: tuple[str, ...]
+    said: str
+    engine: dict[str, Any] | None = None  # None: nothing better was found
+
+
+class TuningFile(RunFile):
+    """`tuning.json`: the rounds of a validation that tunes itself."""
+
+    schema_version: int = 1
+    rounds: tuple[TuningRound, ...] = ()
+
+    def sentences(self) -> tuple[str, ...]:
+        """Each round for people."""
+        told = enumerate(self.rounds, start=1)
+        return tuple(f"Tuning round {n}, {', '.join(one.missed)} missed: {one.said}." for n, one in told)
 
 
 class ApprovalRecord(RunFile):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -22,12 +23,14 @@ from flows.validate import validate
 from tasks.step import on_host
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.measure.inbox import Ledger
+from virnuc_core.measure.tune import Candidate, Recommendation
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.render import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import digest, read_record
+from virnuc_core.runfiles import digest, read, read_record
+from virnuc_core.validation import TuningFile
 
 from .processes import committed
 
@@ -165,6 +168,38 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     assert verify_report(out).ok
     with pytest.raises(ConfigError, match="a time needs the device"):
         validate(**given | {"out": tmp_path / "other", "baseline_device": None})
+
+
+@pytest.mark.slow
+def test_a_missed_speed_is_tuned_and_judged_again(
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def first_other(entries: Sequence[Candidate], **_: object) -> Recommendation:
+        return Recommendation(entries[1], 0.5, f"{entries[1].label}: chosen")
+
+    out, engine = tmp_path / "validation", "[engine]\ntoken_budget = 4096\n"
+    profile = write_profile(tmp_path / "strict.toml", engine, 0.001)
+    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:1"}
+    given |= {"profile": profile, "fail_on_criteria": False}
+    monkeypatch.setattr("flows.tools.KNOBS", {"packing": ("token_budget",)})
+    monkeypatch.setattr("flows.tools.recommend", first_other)
+    state = validate(**given, tune_rounds=1, return_state=True)
+    assert state.is_completed(), state.message
+    rounds = read(out / "tuning.json", TuningFile).rounds
+    assert [one.engine and one.engine["token_budget"] for one in rounds] == [2048]
+    assert read_record(RunDir(out / "devices-1")).resolved["token_budget"] == 2048
+    notes = read_report(out / "report" / "report.json").notes
+    assert any("Tuning round 1, Time on one device missed: against packing, token_budget" in one for one in notes)
+    assert verify_report(out).ok
+
+    monkeypatch.setattr("flows.tools.KNOBS", {})
+    again = validate(**given, tune_rounds=2, return_state=True)
+    assert "nothing had to be computed" in (again.message or "")
+    rounds = read(out / "tuning.json", TuningFile).rounds
+    assert [one.engine is None for one in rounds] == [False, True]
+    assert rounds[1].said.startswith("no setting mends ")
+    assert rounds[1].said in " ".join(read_report(out / "report" / "report.json").notes)
+    assert verify_report(out).ok
 
 
 def write_profile(path: Path, settings: str, limit_s: float) -> str:

@@ -250,15 +250,15 @@ def fingerprints(run: RunDir) -> set[str]:
     return found
 
 
-def read_scores(run: RunDir) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Scores of all uniques, float32 [n_uniques, 2], and which of them failed, bool [n_uniques].
+def read_scores(run: RunDir, first: int | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Scores of all uniques, or those of the first shards, float32 [n_uniques, 2], and which failed, bool [n_uniques].
 
     A unique has failed when its scores are NaN: the engine writes that only for rows it has set aside and named.
     """
     plan = read_plan(run)
-    uniques = plan.bounds[-1]
-    scores = np.full((uniques, 2), np.nan, dtype=np.float32)
-    for shard in range(len(plan)):
+    shards = range(len(plan))[:first]
+    scores = np.full((plan.bounds[len(shards)], 2), np.nan, dtype=np.float32)
+    for shard in shards:
         lo, hi = plan.range(shard)
         (scores[lo:hi],) = _read(run, plan, shard, ("scores",))
     failed: NDArray[np.bool_] = np.isnan(scores[:, 0]) | np.isnan(scores[:, 1])

@@ -33,6 +33,14 @@ MAX_CANDIDATES: Final = 200
 FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
 DEVICE_WAIT_S: Final = 60.0  # a device that another run is just leaving is waited for, not held against a candidate
 
+KNOBS: Final[dict[str, tuple[str, ...]]] = {  # settings that may lessen a loss of time, by its class
+    "loader": ("num_workers", "prefetch_factor"),
+    "packing": ("token_budget", "dna_token_budget", "shard_tokens"),
+    "GPU compute": ("token_budget", "dna_token_budget"),
+    "commits": ("shard_tokens",),
+}
+COUNTS: Final = {"num_workers": (0, 2, 4, 8), "prefetch_factor": (2, 4, 8)}  # of token counts half and twice are tried
+
 Verdict = Literal["base", "usable", "changes scores", "changes labels", "cannot run"]
 
 
@@ -117,6 +125,16 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
     return tuple(found)
 
 
+def values_of(knobs: Sequence[str], base: EngineSpec) -> dict[str, tuple[int, ...]]:
+    """The values to try of each setting.
+
+    >>> values_of(("token_budget", "prefetch_factor"), EngineSpec(token_budget=4096))
+    {'token_budget': (2048, 4096, 8192), 'prefetch_factor': (2, 4, 8)}
+    """
+    sizes = {name: getattr(base, name) for name in knobs}
+    return {name: COUNTS.get(name) or (size // 2, size, size * 2) for name, size in sizes.items()}
+
+
 def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iterator[tuple[Candidate, int, str]]:
     """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next.
 
@@ -167,6 +185,7 @@ class Sweep:
     out: Path
     bench: Bench
     base: EngineSpec
+    tokens: int | None = None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
 
     @property
     def trials(self) -> Path:
@@ -184,7 +203,7 @@ class Sweep:
         except ConfigError as error:
             return str(error)
         # what a trial depends on: all that a measurement does, and the settings it is held against
-        against = self.base.model_dump(mode="json")
+        against = self.base.model_dump(mode="json") | ({"tokens": self.tokens} if self.tokens else {})
         run = RunDir(self.trials / f"{self.bench.fingerprint(candidate.engine, against)[:16]}-{repeat}")
         reference = self.trials / f"{self.bench.fingerprint(self.base, against)[:16]}.npy"  # the base's scores
         kept = run.root / "trial.json"
@@ -194,8 +213,9 @@ class Sweep:
                 return before.model_copy(update={"reused": True})
             job = self.bench.job(run, candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S}))
             try:
-                measured = measure(job, sample_s=self.bench.sample_s)
-                scores = shards.read_scores(run)[0]
+                first = None if self.tokens is None else -(-self.tokens // job.engine.shard_tokens)
+                measured = measure(job, shards=first, sample_s=self.bench.sample_s)
+                scores = shards.read_scores(run, first)[0]
             except (ConfigError, DeviceError, ShardError) as error:
                 if isinstance(error, DeviceError) and any(device_holder(device.id) for device in job.devices):
                     raise  # another run has it: nothing has been said about these settings
@@ -208,7 +228,11 @@ class Sweep:
             if candidate.number == 0 and not reference.exists():  # those of its first trial stay
                 with whole_file(reference) as aside, aside.open("wb") as handle:
                     np.save(handle, scores)
-            difference, changed = compare_scores(np.load(reference), scores)
+            known = np.load(reference)
+            shared = (
+                None if self.tokens is None else min(len(known), len(scores))
+            )  # shards of other sizes end elsewhere
+            difference, changed = compare_scores(known[:shared], scores[:shared])
             trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
             write(kept, trial)
         return trial

@@ -20,7 +20,7 @@ from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.results import FATES
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
-from virnuc_core.validation import ApprovalRecord, ComparisonFile, StagingTally, ValidationRecord
+from virnuc_core.validation import TUNING, ApprovalRecord, ComparisonFile, StagingTally, TuningFile, ValidationRecord
 
 REGRESSION: Final = "regression.json"
 APPROVAL: Final = "approval.json"
@@ -57,6 +57,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     series = charts(raw, judged, None if found is None else found[1], profile)
     compared = raw.read(RegressionFile, REGRESSION)
     regression = None if compared is None else check(compared.history, compared.entry)
+    tuning = raw.read(TuningFile, TUNING) or TuningFile()
     accounts, approval = _accounting(raw, judged, record), approval_state(raw, judged)
     provenance = _provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD))
     return Report(
@@ -82,7 +83,7 @@ def build_report(out: Path, profile: Profile) -> Report:
             *warnings_of(measured, accounts, regression, raw.remarks()),
             *(f"Not compared: {reason}." for reason in dict.fromkeys(unlike.values())),
         ),
-        notes=tuple(notes(measured, series, provenance.model_length)),
+        notes=(*notes(measured, series, provenance.model_length), *tuning.sentences()),
         evidence=raw.evidence(),
     )
 
