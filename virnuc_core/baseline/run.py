@@ -16,17 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core import runfiles
-from virnuc_core.baseline.worker import (
-    FILE_ROWS,
-    FileDone,
-    FileTask,
-    Operation,
-    RowsDone,
-    assign,
-    cut,
-    file_path,
-    write_fasta,
-)
+from virnuc_core.baseline import worker
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
@@ -163,19 +153,19 @@ class _Measurement:
         rows = np.flatnonzero(covered[np.asarray(self.store.row_read)])
         if len(rows) == 0 and self.store.n_rows > 0:
             raise InputError(f"none of the {len(reads)} reads drawn for the baseline has an open frame; draw more")
-        file_rows, subset = FILE_ROWS, None
+        file_rows, subset = worker.FILE_ROWS, None
         if len(rows) and len(reads) < self.store.n_reads:
             tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[np.asarray(self.store.row_unique)]
             counts = {"tokens": int(tokens[rows].sum()), "total_tokens": int(tokens.sum())}
             subset = BaselineSubset(reads=len(reads), seed=seed, **counts)
             # so that every device has work, as it would have on the whole input
-            file_rows = max(1, min(FILE_ROWS, -(-len(rows) // len(self.devices))))
+            file_rows = max(1, min(worker.FILE_ROWS, -(-len(rows) // len(self.devices))))
         began = time.monotonic()
-        files = list(cut(len(rows), file_rows))
+        files = list(worker.cut(len(rows), file_rows))
         self._split(rows, files)
         done, start_s = self._embed_and_predict(workers, [high - low for low, high in files], len(rows))
         voting = time.monotonic()
-        scores = [np.load(file_path(self.folder, "scores.npy", number)) for number in range(1, len(files) + 1)]
+        scores = [np.load(worker.file_path(self.folder, "scores.npy", number)) for number in range(1, len(files) + 1)]
         write_covered(self.run, self.store, covered, np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]))
         self.seconds[CONSENSUS] = time.monotonic() - voting
         measured_s = time.monotonic() - began
@@ -201,26 +191,27 @@ class _Measurement:
         """Write the rows as files of both kinds."""
         discard(self.run.root, FILES)
         self.folder.mkdir(parents=True, exist_ok=True)
+        kinds = ("nucleotide.fa", self.store.dna, SPLIT_DNA), ("protein.fa", self.store.protein, SPLIT_PROTEIN)
         for number, (low, high) in enumerate(files, start=1):
-            started = time.monotonic()
+            began = time.monotonic()
             ids = fetch(self.store.row_ids, rows[low:high])
             unique = np.asarray(self.store.row_unique)[rows[low:high]]
-            write_fasta(file_path(self.folder, "nucleotide.fa", number), ids, fetch(self.store.dna, unique))
-            middle = time.monotonic()
-            write_fasta(file_path(self.folder, "protein.fa", number), ids, fetch(self.store.protein, unique))
-            self.seconds[SPLIT_DNA] += middle - started
-            self.seconds[SPLIT_PROTEIN] += time.monotonic() - middle
+            for kind, sequences, stage in kinds:
+                worker.write_fasta(worker.file_path(self.folder, kind, number), ids, fetch(sequences, unique))
+                now = time.monotonic()
+                self.seconds[stage] += now - began
+                began = now
 
     def _embed_and_predict(
         self, workers: LocalWorkers, sizes: list[int], rows: int
-    ) -> tuple[dict[str, list[FileDone]], float]:
+    ) -> tuple[dict[str, list[worker.FileDone]], float]:
         """The four stages of the worker processes on files of these sizes, each on the worker it is dealt to: the files
         done in each, and the seconds it took to start the workers. A worker that dies ends the baseline."""
-        done: dict[str, list[FileDone]] = {}
+        done: dict[str, list[worker.FileDone]] = {}
         if not sizes:
             return done, 0.0
-        shares, one_worker = assign(sizes, len(self.devices)), [list(range(len(sizes)))]
-        steps: tuple[tuple[str, Operation, list[list[int]]], ...] = (
+        shares, one_worker = worker.assign(sizes, len(self.devices)), [list(range(len(sizes)))]
+        steps: tuple[tuple[str, worker.Operation, list[list[int]]], ...] = (
             (DNABERT_S, "dnabert_s", shares),
             (ESM2, "esm2", shares),
             (MERGING, "merge", one_worker),
@@ -240,19 +231,19 @@ class _Measurement:
                 for child, files in zip(children, plan, strict=False):
                     for file in files:
                         name, folder = self.spec.name, str(self.folder)
-                        child.send(FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
+                        child.send(worker.FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
                 while busy := [child for child, files in todo.items() if files]:
                     child, event = workers.expect(busy, SILENCE_S)
-                    if isinstance(event, RowsDone):
+                    if isinstance(event, worker.RowsDone):
                         self.rows_embedded += event.rows
                         self.on_progress(self.rows_embedded / (2 * rows))
-                    elif isinstance(event, FileDone):
+                    elif isinstance(event, worker.FileDone):
                         done[stage].append(event)
                         todo[child] -= 1
                 self.seconds[stage] = time.monotonic() - began
         return done, start_s
 
-    def _scaled(self, done: dict[str, list[FileDone]], subset: BaselineSubset, rows: int) -> dict[str, float]:
+    def _scaled(self, done: dict[str, list[worker.FileDone]], subset: BaselineSubset, rows: int) -> dict[str, float]:
         """The stages' seconds on the whole input."""
         growth, total = subset.total_tokens / subset.tokens, self.store.n_rows
         scaled = {name: value * total / rows for name, value in self.seconds.items()}
@@ -264,19 +255,19 @@ class _Measurement:
 
 
 def scaled_seconds(
-    done: Sequence[FileDone], growth: float, *, total_rows: int, devices: int, load_each_file: bool
+    done: Sequence[worker.FileDone], growth: float, *, total_rows: int, devices: int, load_each_file: bool
 ) -> float:
     """Seconds a stage would take on all rows in files of 10,000, dealt to the devices as the algorithm does.
 
     The measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each
     file, or each device when the model stays loaded, costs the mean time of a load besides.
     """
-    files = [high - low for low, high in cut(total_rows, FILE_ROWS)]
+    files = [high - low for low, high in worker.cut(total_rows, worker.FILE_ROWS)]
     compute_s = sum(one.compute_s for one in done) * growth
     loads = [one.load_s for one in done if one.load_s > 0]
     load_s = sum(loads) / len(loads) if loads else 0.0
     costs = [compute_s * rows / total_rows + load_s * load_each_file for rows in files]
-    busiest = max(sum(costs[i] for i in share) for share in assign(files, devices))
+    busiest = max(sum(costs[i] for i in share) for share in worker.assign(files, devices))
     return busiest if load_each_file else busiest + load_s
 
 
