@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import queue
 import signal
@@ -112,7 +113,6 @@ class Child:
         self.failed: Failed | None = None  # what it said of its failure
         self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
         self._heard_s = self.started_s  # when it last said anything
-        self._unlogged, self._log_lock = list[str](), threading.Lock()
         self.process = subprocess.Popen(
             # -P: no module of the folder people stand in
             [sys.executable, "-P", "-c", PROGRAM, module, str(os.getpid())],
@@ -167,21 +167,17 @@ class Child:
 
     def _read_errors(self) -> None:
         assert self.process.stderr is not None
+        unlogged: list[str] = []  # as long as there is no log
         with contextlib.suppress(ValueError, OSError), self.process.stderr:
-            for line in self.process.stderr:
+            for line in itertools.chain(self.process.stderr, [""]):
                 self.last_words = line.strip() or self.last_words
+                unlogged.append(line)
                 with contextlib.suppress(OSError):  # of a full disk: the worker must not wait for it
-                    self.write_log(line)
-
-    def write_log(self, *lines: str) -> None:
-        """Put lines to the end of its log; they are kept until it has one."""
-        with self._log_lock:
-            self._unlogged += lines
-            if self.log is not None:
-                self.log.parent.mkdir(parents=True, exist_ok=True)
-                with self.log.open("a", encoding="utf-8") as file:
-                    file.writelines(self._unlogged)
-                self._unlogged.clear()
+                    if self.log is not None:
+                        self.log.parent.mkdir(parents=True, exist_ok=True)
+                        with self.log.open("a", encoding="utf-8") as file:
+                            file.writelines(unlogged)
+                        unlogged.clear()
 
     def end(self, grace_s: float = GRACE_S) -> int:
         """SIGTERM, which lets a worker finish the shard at hand, then SIGKILL to the whole session; the exit status."""
@@ -273,7 +269,6 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         else:
             child = self._start(spec)
         child.log = log
-        child.write_log()
         return child
 
     def _start(self, spec: WorkerSpec) -> Child:
