@@ -111,7 +111,7 @@ def build(shape: Esm2Shape | DnabertShape, precision: Resolved, variant: str, de
     way: Any = {"precision": precision, "attention": choose_backend(variant, shape.head_dim, device)}
     if isinstance(shape, Esm2Shape):
         return Esm2(shape, partial(random_tensor, shape), device, **way)
-    return DnabertS(shape, partial(random_tensor, shape), device, pad_id=PAD["dnabert_s"], **way)
+    return DnabertS(shape, partial(random_tensor, shape), device, **way)
 
 
 def profile(embed: Callable[[], object], device: torch.device) -> list[tuple[str, float, int]]:

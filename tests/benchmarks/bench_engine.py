@@ -25,8 +25,9 @@ from typing import Any
 import torch
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
+from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.loader import Batch, Loader
@@ -102,12 +103,12 @@ def bare(job: Job, seconds: float) -> Bare:
     device = torch.device("cuda:0" if job.devices[0].kind == "cuda" else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)
-    loader = Loader((job.store.path, job.store.fingerprint, job.models), engine, pin=False)
+    loader = Loader((job.store.path, job.store.fingerprint, job.spec.models), engine, pin=False)
     lo, hi = job.plan.range(0)
     items = [i for i in loader.load(ShardTask(shard=0, lo=lo, hi=hi)) if isinstance(i, Batch)]
     rates = {}
-    for name, load in (("esm2", load_esm2), ("dnabert_s", load_dnabert_s)):
-        encoder = load(job.models, device, engine.precision, engine.attention)
+    for name, kind in (("esm2", Esm2), ("dnabert_s", DnabertS)):
+        encoder = load_encoder(kind, job.spec.models, device, engine.precision, engine.attention)
         batches = [item.packed.to(device) for item in items if item.encoder == name]
         rates[name] = spin(encoder, batches, seconds)
         del encoder

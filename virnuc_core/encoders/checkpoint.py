@@ -9,20 +9,21 @@ import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeVar
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
-from virnuc_core.encoders.layers import Read, choose_backend, inv_freq, resolve_precision
+from virnuc_core.encoders.layers import Encoder, Read, choose_backend, inv_freq, resolve_precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
+E = TypeVar("E", bound=Encoder)
 WEIGHTS: Final = "model.safetensors"
 INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
@@ -30,8 +31,8 @@ INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
 
-    Raises `WeightsError` when they are missing or do not fit each other; of a head also when its inputs are not what
-    the encoders give.
+    Raises `WeightsError` when they are missing or do not fit each other; of DNABERT-S also when a token of its
+    tokenizer has no row in the embedding table, of a head when its inputs are not what the encoders give.
     """
     shape = _shape(models, kind)
     if isinstance(shape, HeadShape):
@@ -41,7 +42,10 @@ def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
                 f"{models / 'head'}: made for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
                 f"the encoders beside it give {dna} + {protein}; use the head that belongs to them"
             )
-    return open_folder(models / shape.model, kind)
+    opened = open_folder(models / shape.model, kind)
+    if isinstance(shape, DnabertShape) and (vocab := DnabertTokenizer(models).vocab) > shape.vocab:
+        raise WeightsError(f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}")
+    return opened
 
 
 def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
@@ -61,18 +65,8 @@ def check_models(models: Path) -> HeadShape:
     give. Errors: `WeightsError` names the file and what is wrong with it.
     """
     open_part(models, Esm2Shape)
-    _open_tokenizer(models, open_part(models, DnabertShape)[0])
+    open_part(models, DnabertShape)
     return open_part(models, HeadShape)[0]
-
-
-def _open_tokenizer(models: Path, shape: DnabertShape) -> DnabertTokenizer:
-    """`WeightsError` when a token of the tokenizer has no row in the embedding table of the model beside it."""
-    tokenizer = DnabertTokenizer(models)
-    if tokenizer.vocab > shape.vocab:
-        raise WeightsError(
-            f"{models / 'dnabert_s'}: the tokenizer has {tokenizer.vocab} tokens, the model only {shape.vocab}"
-        )
-    return tokenizer
 
 
 def _shape(models: Path, kind: type[S]) -> S:
@@ -130,25 +124,17 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
 # -- loading -----------------------------------------------------------------------------------------------------------
 
 
-def load_esm2(models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto") -> Esm2:
-    """The ESM-2 of a models directory on `device`, run by our own kernels where they can.
+def load_encoder(
+    network: type[E], models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
+) -> E:
+    """The `Esm2` or `DnabertS` of a models directory on `device`, run by our own kernels where they can.
 
     Raises `WeightsError` when a file is missing or wrong, `DeviceError` or `ConfigError` when the device cannot run
     what is asked for.
     """
-    shape, read = open_part(models, Esm2Shape)
+    shape, read = open_part(models, network.KIND)
     ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
-    return Esm2(shape, read, device, precision=ready, attention=backend)
-
-
-def load_dnabert_s(
-    models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
-) -> DnabertS:
-    """The DNABERT-S of a models directory on `device`; raises as `load_esm2` does."""
-    shape, read = open_part(models, DnabertShape)
-    pad_id = _open_tokenizer(models, shape).pad_id
-    ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
-    return DnabertS(shape, read, device, pad_id=pad_id, precision=ready, attention=backend)
+    return network(shape, read, device, precision=ready, attention=backend)
 
 
 def load_head(models: Path, device: torch.device) -> Head:
@@ -158,12 +144,12 @@ def load_head(models: Path, device: torch.device) -> Head:
 
 
 def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Esm2, DnabertS, Head]:
-    """All three models on one device as an engine's settings want them; raises as the three loaders do."""
+    """All three models on one device as an engine's settings want them; raises as the loaders of each do."""
     # fp8 turns DNABERT-S's vectors (cosine 0.89), and it is a thirtieth of the time: it keeps fp16
     dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
     return (
-        load_esm2(models, device, engine.precision, engine.attention),
-        load_dnabert_s(models, device, dna_precision, engine.attention),
+        load_encoder(Esm2, models, device, engine.precision, engine.attention),
+        load_encoder(DnabertS, models, device, dna_precision, engine.attention),
         load_head(models, device),
     )
 

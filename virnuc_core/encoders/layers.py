@@ -18,7 +18,7 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, Precision
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
-from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
+from virnuc_core.encoders.tokenize import PackedBatch, Rows
 from virnuc_core.errors import ConfigError, DeviceError
 
 Backend = Literal["fused", "reference"]
@@ -267,6 +267,7 @@ class Encoder:
     Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
     """
 
+    KIND: ClassVar[type[Esm2Shape] | type[DnabertShape]]
     PRODUCTS: ClassVar[tuple[str, str, bool]]  # names of the two around the activation; whether the first has a bias
 
     def __init__(
@@ -277,9 +278,8 @@ class Encoder:
         *,
         precision: Resolved,
         attention: Backend,
-        pad_id: int = ESM2_PAD,
     ) -> None:
-        self.shape, self.width, self.pad_id = shape, shape.width, pad_id
+        self.shape, self.width = shape, shape.width
         self.precision: Resolved = precision
         self.attention: Backend = attention
         self._quantises = precision == "fp8"

@@ -26,7 +26,7 @@ from virnuc_core.encoders.layers import (
     product,
     rotary_tables,
 )
-from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 from virnuc_core.errors import WeightsError
 
@@ -39,6 +39,7 @@ Inner = Callable[[Tensor, Tensor | None, Layer], tuple[Tensor, Tensor | None]]
 class Esm2(Encoder):
     """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out."""
 
+    KIND = Esm2Shape
     PRODUCTS = ("fc1", "fc2", True)
 
     def _take(self, weights: WeightReader) -> None:
@@ -118,6 +119,7 @@ class Esm2(Encoder):
 class DnabertS(Encoder):
     """DNABERT-S: mean over all tokens of each row, first and last included."""
 
+    KIND = DnabertShape
     PRODUCTS = ("gated", "wo", False)
 
     def _take(self, weights: WeightReader) -> None:

@@ -83,7 +83,7 @@ class Runner:
         for encoder, budget in ((self.dnabert_s, budgets["dnabert_s"]), (self.esm2, budgets["esm2"])):
             rows = max(1, budget // length)
             tokens = np.random.default_rng().integers(5, 9, rows * length)
-            _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, encoder.pad_id))
+            _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
             with torch.inference_mode():
                 encoder.embed(batch.to(self.device))
         if self.device.type == "cuda":

@@ -186,7 +186,7 @@ def check_stack(device: torch.device, dtype: torch.dtype) -> None:
 
     def embedded(kind: Resolved, **way: Any) -> tuple[Tensor, Tensor]:
         esm2 = Esm2(shape, functools.partial(random_tensor, shape), device, precision=kind, **way)
-        dnabert = DnabertS(dna, functools.partial(random_tensor, dna), device, pad_id=3, precision=kind, **way)
+        dnabert = DnabertS(dna, functools.partial(random_tensor, dna), device, precision=kind, **way)
         return esm2.embed(batch), dnabert.embed(batch)
 
     plain = embedded("fp32", attention="reference")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import Checkpoint, fit, load_dnabert_s
+from virnuc_core.encoders.checkpoint import Checkpoint, fit, load_encoder
 from virnuc_core.encoders.layers import alibi_slopes
 from virnuc_core.encoders.model_config import DnabertShape
 from virnuc_core.encoders.models import DnabertS
@@ -60,7 +60,7 @@ def checkpoint() -> dict[str, Tensor]:
 @cache
 def ours() -> DnabertS:
     read = fit(Checkpoint("random", checkpoint()), SHAPE)
-    return DnabertS(SHAPE, read, CPU, pad_id=3, precision="fp32", attention="reference")
+    return DnabertS(SHAPE, read, CPU, precision="fp32", attention="reference")
 
 
 def twin(tokens: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_slopes_are_the_published_ones() -> None:
 
 
 def test_loaded_encoder_says_what_it_runs(models: Path) -> None:
-    dnabert = load_dnabert_s(models, CPU)
+    dnabert = load_encoder(DnabertS, models, CPU)
     assert (dnabert.attention, dnabert.precision) == ("reference", "fp32")
-    assert (dnabert.width, dnabert.pad_id) == (64, 3)  # the tokenizer's [PAD], whatever a config may say
+    assert dnabert.width == 64
     assert dnabert.shape.linear_weights == 2 * (4 * 64**2 + 3 * 64 * 128)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
+from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import Backend, Encoder, Resolved
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, DnabertShape, Esm2Shape
@@ -55,7 +55,7 @@ def esm2(shape: Esm2Shape, precision: Resolved, way: Backend) -> Esm2:
 
 @cache
 def dnabert(precision: Resolved, way: Backend) -> DnabertS:
-    return DnabertS(DNA, partial(random_tensor, DNA), GPU, pad_id=3, precision=precision, attention=way)
+    return DnabertS(DNA, partial(random_tensor, DNA), GPU, precision=precision, attention=way)
 
 
 def protein_batch(order: list[int], *, slots: int = 4096, max_seqlen: int = 256) -> PackedBatch:
@@ -129,9 +129,9 @@ def test_tiny_models_on_the_gpu_equal_the_cpu(models: Path) -> None:
     rows, strands = proteins([1, 50, 166, 33]), dnas([3, 150, 500, 60])
     batch = packed(Esm2Tokenizer(), rows, slots=512, capacity=8, max_seqlen=256)
     dna_batch = packed(DnabertTokenizer(models), strands, slots=1024, capacity=8, max_seqlen=512)
-    for load, one in ((load_esm2, batch), (load_dnabert_s, dna_batch)):
-        on_gpu = load(models, GPU, "fp32").embed(one.to(GPU)).cpu()
-        torch.testing.assert_close(on_gpu, load(models, CPU).embed(one), atol=2e-5, rtol=0)
+    for kind, one in ((Esm2, batch), (DnabertS, dna_batch)):
+        on_gpu = load_encoder(kind, models, GPU, "fp32").embed(one.to(GPU)).cpu()
+        torch.testing.assert_close(on_gpu, load_encoder(kind, models, CPU).embed(one), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("precision", "way"), COMBINATIONS)
@@ -178,7 +178,7 @@ def test_long_rows_run_too() -> None:
 
 
 def test_auto_picks_our_kernels_and_says_so(models: Path) -> None:
-    one = load_esm2(models, GPU)
+    one = load_encoder(Esm2, models, GPU)
     assert (one.attention, one.precision) == ("fused", "fp16")
 
 
@@ -218,5 +218,5 @@ def test_base_dnabert_s_keeps_its_direction_as_well_as_plain_torch(precision: Re
 @cache
 def _base(precision: Resolved, way: Backend) -> Tensor:
     shape = DNABERT_SIZES["base"]
-    encoder = DnabertS(shape, partial(random_tensor, shape), GPU, pad_id=3, precision=precision, attention=way)
+    encoder = DnabertS(shape, partial(random_tensor, shape), GPU, precision=precision, attention=way)
     return encoder.embed(dna_tokens(list(range(48))))[:48].cpu()

@@ -16,9 +16,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head, open_part
+from virnuc_core.encoders.checkpoint import load_encoder, load_head, open_part
 from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head, guess_esm2_shape, open_public
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError, WeightsError
 
@@ -174,8 +175,8 @@ def test_every_esm2_layout_gives_the_same_embeddings(
         torch.save(content, source, _use_new_zipfile_serialization="old" not in layout)
     shape = convert_esm2(source, tmp_path / "out")
     assert (shape.layers, shape.width, shape.heads, shape.ffn_width) == (2, 64, 2, 256)
-    got = load_esm2(tmp_path / "out", CPU)
-    assert torch.equal(got.embed(esm2_batch()), load_esm2(models, CPU).embed(esm2_batch()))
+    got = load_encoder(Esm2, tmp_path / "out", CPU)
+    assert torch.equal(got.embed(esm2_batch()), load_encoder(Esm2, models, CPU).embed(esm2_batch()))
     assert got.shape.origin == source.name
 
 
@@ -185,7 +186,8 @@ def test_a_public_folder_put_in_place_needs_no_conversion(
     (tmp_path / "esm2").mkdir()
     (tmp_path / "esm2" / "config.json").write_text(json.dumps(HF_ESM2))
     sharded(hf_names(esm2_tensors_of, "esm.", frequencies=True), tmp_path / "esm2", "model", save_file)
-    assert torch.equal(load_esm2(tmp_path, CPU).embed(esm2_batch()), load_esm2(models, CPU).embed(esm2_batch()))
+    ours, theirs = (load_encoder(Esm2, at, CPU).embed(esm2_batch()) for at in (models, tmp_path))
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("prefix", ["", "bert."])
@@ -207,9 +209,9 @@ def test_every_dnabert_layout_gives_the_same_embeddings(
     assert not (tmp_path / "out").exists()
     convert_dnabert_s(source, tmp_path / "out", tokenizer)
     batch = packed(DnabertTokenizer(models), dnas([150, 9]))
-    got = load_dnabert_s(tmp_path / "out", CPU)
-    assert torch.equal(got.embed(batch), load_dnabert_s(models, CPU).embed(batch))
-    assert got.pad_id == 3  # whatever pad_token_id the config names
+    got = load_encoder(DnabertS, tmp_path / "out", CPU)
+    assert torch.equal(got.embed(batch), load_encoder(DnabertS, models, CPU).embed(batch))
+    assert DnabertTokenizer(tmp_path / "out").pad_id == 3  # whatever pad_token_id the config names
 
 
 def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
@@ -225,7 +227,7 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
     tokens = esm2_batch()
     with torch.no_grad():
         expected = model(tokens.tokens[None, :11], repr_layers=[1])["representations"][1][0, 1:10].mean(0)
-    torch.testing.assert_close(load_esm2(tmp_path / "out", CPU).embed(tokens)[0], expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(load_encoder(Esm2, tmp_path / "out", CPU).embed(tokens)[0], expected, atol=1e-5, rtol=0)
 
 
 def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
+from virnuc_core.encoders.checkpoint import load_encoder
 from virnuc_core.encoders.layers import FP8, WeightReader, quantise_rows, resolve_precision
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.errors import DeviceError
 
 CPU = torch.device("cpu")
@@ -17,9 +18,9 @@ CUDA = torch.device("cuda", 0)  # only named: nothing is put there
 
 @pytest.mark.parametrize("asked", ["fp16", "bf16", "fp8"])
 def test_half_precision_on_a_cpu_is_refused(asked: str, models: Path) -> None:
-    for load in (load_esm2, load_dnabert_s):
+    for kind in (Esm2, DnabertS):
         with pytest.raises(DeviceError, match=f"precision {asked} needs a CUDA device"):
-            load(models, CPU, asked)  # type: ignore[arg-type]
+            load_encoder(kind, models, CPU, asked)  # type: ignore[arg-type]
 
 
 def test_auto_is_fp32_on_a_cpu_and_fp16_on_cuda() -> None:

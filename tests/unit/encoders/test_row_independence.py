@@ -11,9 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2, load_head
+from virnuc_core.encoders.checkpoint import load_encoder, load_head
 from virnuc_core.encoders.layers import Encoder
-from virnuc_core.encoders.models import Head
+from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
 from .encoder_batches import dnas, packed, proteins
@@ -28,8 +28,8 @@ def pair(request: pytest.FixtureRequest, models: Path) -> tuple[Encoder, Tokeniz
     """An encoder, its tokenizer, and sequences for it."""
     lengths = [1 + i * i % 97 for i in range(60)]
     if request.param == "esm2":
-        return load_esm2(models, CPU), Esm2Tokenizer(), proteins(lengths, seed=1)
-    return load_dnabert_s(models, CPU), DnabertTokenizer(models), dnas([2 * n for n in lengths], seed=1)
+        return load_encoder(Esm2, models, CPU), Esm2Tokenizer(), proteins(lengths, seed=1)
+    return load_encoder(DnabertS, models, CPU), DnabertTokenizer(models), dnas([2 * n for n in lengths], seed=1)
 
 
 @pytest.fixture(params=[1, 2], ids=["one thread", "two threads"])

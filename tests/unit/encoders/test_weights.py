@@ -20,14 +20,13 @@ from virnuc_core.encoders.checkpoint import (
     check_models,
     fingerprint,
     fit,
-    load_dnabert_s,
-    load_esm2,
+    load_encoder,
     load_head,
     open_part,
 )
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
-from virnuc_core.encoders.models import Esm2
+from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
 
@@ -72,7 +71,7 @@ def test_stored_in_half_precision_all_but_angles_and_head(tmp_path: Path) -> Non
     assert {t.dtype for name, t in esm2.items() if name != "inv_freq"} == {torch.float16}
     assert esm2["inv_freq"].dtype == torch.float32
     assert {t.dtype for t in load_file(tmp_path / "head" / "model.safetensors").values()} == {torch.float32}
-    assert load_esm2(tmp_path, CPU).layers[0].qkv.weight.dtype == torch.float32
+    assert load_encoder(Esm2, tmp_path, CPU).layers[0].qkv.weight.dtype == torch.float32
 
 
 def test_random_activations_stay_of_a_sensible_size(models: Path) -> None:
@@ -80,7 +79,7 @@ def test_random_activations_stay_of_a_sensible_size(models: Path) -> None:
     esm2 = Esm2(deep, partial(random_tensor, deep), CPU, precision="fp32", attention="reference")
     hidden = esm2.hidden(packed(Esm2Tokenizer(), proteins([50] * 4)))
     assert 0.3 < hidden.std() < 3
-    dna = load_dnabert_s(models, CPU).hidden(packed(DnabertTokenizer(models), dnas([150] * 4)))
+    dna = load_encoder(DnabertS, models, CPU).hidden(packed(DnabertTokenizer(models), dnas([150] * 4)))
     assert 0.3 < dna.std() < 3
 
 
@@ -160,8 +159,8 @@ def cut(part: str, share: float) -> Callable[[Path], None]:
 
 
 def load_all(models: Path) -> None:
-    load_esm2(models, CPU)
-    load_dnabert_s(models, CPU)
+    load_encoder(Esm2, models, CPU)
+    load_encoder(DnabertS, models, CPU)
     load_head(models, CPU)
 
 

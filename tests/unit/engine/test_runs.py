@@ -92,14 +92,15 @@ def test_embeddings_stand_on_the_rows_they_belong_to(
     """The slow twin: each sequence alone, straight through the encoders."""
     import torch
 
-    from virnuc_core.encoders.checkpoint import load_dnabert_s, load_esm2
+    from virnuc_core.encoders.checkpoint import load_encoder
+    from virnuc_core.encoders.models import DnabertS, Esm2
     from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
     from virnuc_core.engine.loader import packed
 
     store, cpu = OrfStore.open(staged[0]), torch.device("cpu")
     pairs = (
-        (load_dnabert_s(tiny_models, cpu, "fp32", "reference"), DnabertTokenizer(tiny_models), store.dna),
-        (load_esm2(tiny_models, cpu, "fp32", "reference"), Esm2Tokenizer(), store.protein),
+        (load_encoder(DnabertS, tiny_models, cpu, "fp32", "reference"), DnabertTokenizer(tiny_models), store.dna),
+        (load_encoder(Esm2, tiny_models, cpu, "fp32", "reference"), Esm2Tokenizer(), store.protein),
     )
     with h5py.File(reference / "embeddings.h5") as file:
         for unique in np.random.default_rng(0).integers(0, store.n_uniques, 25).tolist():
