@@ -32,6 +32,7 @@ from virnuc_core.results import write_results
 from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
 from virnuc_core.runfiles import ModelFlops, RunSummary, digest, read_or_set_aside, write
 from virnuc_core.telemetry.live import pipeline_summary
+from virnuc_core.telemetry.log import ended, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
@@ -190,6 +191,10 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
         store=os.path.relpath(store, run.root),
     )
     record = runfiles.resume_or_refuse(run, fresh)
+    if len(record.attempts) > 1 and (noted := read_journal(run.journal)) is not None:  # of one that was killed
+        written = write_telemetry(run.telemetry, noted[0], n_reads=orfs.n_reads, wall_s=noted[1])
+        before, now = ended(record.attempts[-2], *noted, written), record.attempts[-1]
+        record = record.model_copy(update={"attempts": (*record.attempts[:-2], before, now)})
     if not run.record.exists() and (told := shards.fingerprints(run)) and plan.fingerprint not in told:
         raise RunMismatchError(
             f"{run.root} has no readable run.json, and its shards are of another run; "
@@ -224,7 +229,13 @@ def _compute(
     embedding.tell(clock, pool)
     errors, orfs = _log_errors(job.run), job.store
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
-    wall_s = time.monotonic() - started_s
+    own_s, record = time.monotonic() - started_s, runfiles.read_record(job.run)
+    earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
+    for attempt in earlier:
+        clock.add("Earlier attempts: committed", attempt.worked_s)
+        clock.add("Earlier attempts: lost", (attempt.wall_s or 0.0) - attempt.worked_s)
+    wall_s = own_s + sum(attempt.wall_s or 0.0 for attempt in earlier)
+    deaths = (*(line for attempt in earlier for line in attempt.deaths), *pool.deaths)
     summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
@@ -242,33 +253,33 @@ def _compute(
         shards=len(job.plan),
         shards_computed=len(job.todo),
         shards_reused=len(job.plan) - len(job.todo),
-        restarts=len(pool.deaths),
-        deaths=tuple(pool.deaths),
+        restarts=len(deaths),
+        deaths=deaths,
+        telemetry=next((one.telemetry for one in reversed(earlier) if one.telemetry), None),
         damaged=job.damaged,
-        rows_set_aside=len(pool.set_aside),
-        log_errors=sum(len(lines) for lines in errors.values()),
-        warnings=tuple(
-            f"{name}: {len(lines)} lines tell of errors; the first: {lines[0]}" for name, lines in errors.items()
-        ),
+        log_errors=len(errors),
+        warnings=tuple(f"{len(errors)} lines of the workers' logs tell of errors; the first: {e}" for e in errors[:1]),
         reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced.items()},
         flops=job.flops,
     )
-    if job.todo:
-        telemetry = embedding.write(clock.times(), wall_s, summary.sequences_per_hour)
-        summary = summary.model_copy(update={"telemetry": telemetry.name})
+    written = embedding.write(clock.times(), own_s, summary.sequences_per_hour) if job.todo else None
+    own = ended(record.attempts[-1], embedding.measured, own_s, pool.deaths, written)
+    write(job.run.record, record.model_copy(update={"attempts": (*record.attempts[:-1], own)}))
+    newest = own.telemetry or summary.telemetry
+    summary = summary.model_copy(update={"telemetry": newest, "attempts": (*earlier, own)})
+    job.run.journal.unlink(missing_ok=True)
     write(job.run.summary, summary)
     for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
         log.info("%s", line)
     return summary
 
 
-def _log_errors(run: RunDir) -> dict[str, list[str]]:
-    """Lines of the workers' logs that tell of errors, by file; a log without one is left out."""
-    found = {}
+def _log_errors(run: RunDir) -> list[str]:
+    """Lines of the workers' logs that tell of errors, each with its file."""
+    found = []
     for path in sorted((run.root / "logs").glob("worker-*.log")):
         with path.open(encoding="utf-8", errors="replace") as lines:
-            if said := [" ".join(line.split())[:200] for line in lines if ERROR.search(line)]:
-                found[path.name] = said
+            found += [f"{path.name}: {' '.join(line.split())[:200]}" for line in lines if ERROR.search(line)]
     return found
 
 
@@ -303,4 +314,5 @@ def _write_results(
     names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
     files = {path.name: found for path in run.listed if (found := digest(path)) is not None}
     clock.add("Result files", time.monotonic() - since_s - results.predict_s - results.consensus_s)
-    return {name: getattr(results, name) for name in names} | {"files": files}
+    counted = {"files": files, "rows_set_aside": int(failed.sum())}
+    return {name: getattr(results, name) for name in names} | counted

@@ -40,7 +40,8 @@ TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
 RECORDS: Final = ("run.json", "run.json.damaged", "summary.json", "summary.json.former", "summary.json.damaged")
 RESULTS: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
 EMBEDDED: Final = ("embeddings.h5", "viral.fasta.gz", "viral.fastq.gz", *SHARDS)
-MEASURED: Final = ("telemetry/telemetry_*.json", "telemetry/telemetry_*.h5", *(f"telemetry/traces/{n}" for n in TRACES))
+KEPT: Final = ("telemetry/telemetry_*.json", "telemetry/telemetry_*.h5", "telemetry/attempt.jsonl")
+MEASURED: Final = (*KEPT, *(f"telemetry/traces/{name}" for name in TRACES))
 LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
 RUN_FILES: Final = (*RECORDS, *RESULTS, *EMBEDDED, *MEASURED, *LOGS)  # of one run: what starting over removes
 STAGED: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
@@ -88,6 +89,7 @@ class RunDir:
     reads_table = _Inside("reads.tsv")
     failed_rows = _Inside("failed.tsv")
     telemetry = _Inside("telemetry")
+    journal = _Inside("telemetry/attempt.jsonl")  # what an attempt measures, as it comes
     report = _Inside("report")
     summary = _Inside("summary.json")
     former_summary = _Inside("summary.json.former")  # while the files it lists are written again

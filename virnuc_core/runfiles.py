@@ -114,11 +114,16 @@ class InputFile(RunFile):
 
 
 class Attempt(RunFile):
-    """One start of a run: the first, or a resume."""
+    """One start of a run: the first, or a resume. What was measured is known once it has ended, or was found killed."""
 
     started: str
     devices: tuple[Device, ...]
     command: tuple[str, ...] = ()
+    wall_s: Seconds | None = None  # of a killed one, until its last sample
+    worked_s: Seconds = 0.0  # from its first batch to its last commit
+    shards: Count = 0  # that it committed
+    deaths: tuple[str, ...] = ()  # of workers, a line each
+    telemetry: str | None = None  # file name within telemetry/
 
 
 class RunRecord(RunFile):
@@ -252,7 +257,7 @@ class RunCounts(RunFile):
     """What a run counted and timed of itself. `None`: nothing tells."""
 
     stopped_at_limit: Annotated[bool, BeforeValidator(bool)] = False
-    wall_s: Seconds | None = None  # this run, without staging
+    wall_s: Seconds | None = None  # all attempts, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
     n_reads: Count | None = None
@@ -267,6 +272,7 @@ class RunCounts(RunFile):
     rows_set_aside: Count | None = None  # uniques that ended every worker
     log_errors: Count | None = None  # lines of the workers' logs that tell of errors
     warnings: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()  # that ended or were killed; a complete run that is started again has none
 
     @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
     @property

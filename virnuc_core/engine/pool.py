@@ -12,8 +12,8 @@ import logging
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +26,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
 from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
-from virnuc_core.telemetry.log import Telemetry, write_telemetry
+from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
 from virnuc_core.telemetry.tables import OVERLAPPED, START_UP, Encoder, ShardDone, Stage, StageClock, StageTime
 
@@ -104,13 +104,13 @@ class Pool:
         job: JobSpec,
         logs: Path,
         workers: LocalWorkers,
-        on_done: Callable[[ShardDone], None],
+        note: Callable[[ShardDone | str], None],
     ) -> None:
         self.deaths: list[str] = []  # one line each
         self.records: dict[str, dict[str, Any]] = {}  # by device: what its first worker said when ready
         self.lost_s = defaultdict[str, float](float)  # by device: from the last commit before a death on
         self.reduced: dict[int, int] = {}  # shards, and what their token budgets were divided by
-        self._job, self._logs, self._workers, self._on_done = job, logs, workers, on_done
+        self._job, self._logs, self._workers, self._note = job, logs, workers, note
         self._slots = [WorkerSlot(spec) for spec in specs]
         self._attempts, self._silence_s = specs[0].engine.max_shard_attempts, specs[0].engine.silence_s
         self._todo: deque[ShardTask] = deque()
@@ -184,7 +184,7 @@ class Pool:
                         self.reduced[task.shard] = task.divisor
                     self._killed.pop(task.shard, None)
                     slot.since_s = time.monotonic()
-                    self._on_done(done)
+                    self._note(done)
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
                 log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
@@ -211,6 +211,7 @@ class Pool:
         held = [task.shard for task in slot.held]
         self.deaths.append(f"worker on {worker.device} ended (status {status}), holding shards {held}; it said: {said}")
         log.warning("%s", self.deaths[-1])
+        self._note(self.deaths[-1])
         out_of_memory = failed is not None and failed.kind == "OutOfMemoryError"
         if slot.ready and slot.held:
             slot.held[0] = self._after_death(slot.held[0], said, out_of_memory=out_of_memory)
@@ -313,55 +314,58 @@ class Embedding:
 
     def __init__(self, job: Job, watch: Watch, started_s: float) -> None:
         self._job, self._watch = job, watch
-        ids = [device.id for device in job.devices]
-        self._sampler = Sampler(ids, interval_s=watch.sample_s)
-        self._shards: list[ShardDone] = []
         self._origin_s, self._started = started_s, datetime.now(UTC)
 
     def run(self, prewarmed: LocalWorkers | None = None) -> Pool:
-        """Compute the shards that are left; the pool says what happened."""
-        job, root, store = self._job, self._job.run.root.resolve(), self._job.store
+        """Compute the shards that are left; the pool says what happened, `measured` and `ended_s` what it took."""
+        job, root, store, heard = self._job, self._job.run.root.resolve(), self._job.store, self._watch.on_progress
         ranges = {shard: job.plan.range(shard) for shard in job.todo}
         tasks = [ShardTask(shard=shard, lo=lo, hi=hi) for shard, (lo, hi) in ranges.items()]
-
-        def on_done(shard: ShardDone) -> None:
-            self._shards.append(shard)
-            if live is not None:
-                live.update(shard)
-
-        reporter: AbstractContextManager[InferenceProgressReporter | None] = nullcontext(None)
-        if tasks and self._watch.on_progress:
-            done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
-            reporter = InferenceProgressReporter(
-                store.n_uniques, self._sampler, self._watch.on_progress, already_done=done
-            )
-        specs, self._began_s = worker_specs(job.spec.models, job.devices, job.engine, job.trace), time.monotonic()
+        done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
         told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)
-        with self._sampler, reporter as live:
-            pool = Pool(specs, told, root / "logs", prewarmed or LocalWorkers(job.worker), on_done)
+        ids, left = [device.id for device in job.devices], set(job.todo)
+        specs, self._began_s = worker_specs(job.spec.models, job.devices, job.engine, job.trace), time.monotonic()
+        with (
+            journal(job.run.journal, self._origin_s, self._started, ids) as keep,
+            Sampler(ids, interval_s=self._watch.sample_s, note=keep) as sampler,
+            InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)
+            if tasks and heard
+            else nullcontext() as live,
+        ):
+
+            def note(noted: ShardDone | str) -> None:
+                keep(noted)
+                if isinstance(noted, ShardDone):
+                    left.discard(noted.shard)
+                    if live is not None:
+                        live.update(noted)
+
+            pool = Pool(specs, told, root / "logs", prewarmed or LocalWorkers(job.worker), note)
             try:
                 pool.run(tasks)
             except StorageError as error:
-                left = job.shard_bytes({*job.todo} - {shard.shard for shard in self._shards})
-                raise StorageError(f"{error}; the shards still to come take about {size(left)}") from error
+                room = size(job.shard_bytes(left))
+                raise StorageError(f"{error}; the shards still to come take about {room}") from error
         self.ended_s = time.monotonic()
+        if (noted := read_journal(job.run.journal)) is None:
+            raise StorageError(f"{job.run.journal}: what was measured could not be kept; make room and run again")
+        self.measured = noted[0]
         return pool
 
     def tell(self, clock: StageClock, pool: Pool) -> None:
         """Put the embedding on the run's clock: where the time of the busiest device went, and when that was."""
-        measured = self._measured(())
-        busy = max(device_busy(measured.shards), key=lambda one: one.busy_s, default=None)
+        batches, shards = self.measured.batches, self.measured.shards
+        busy = max(device_busy(shards), key=lambda one: one.busy_s, default=None)
         for name, encoder in ENCODER_STAGES:
             seconds = 0.0 if busy is None else busy.esm2_s if encoder == "esm2" else busy.dnabert_s
-            clock.add(name, seconds, embedding_span(measured.batches[measured.batches.encoder == encoder]))
+            clock.add(name, seconds, embedding_span(batches[batches.encoder == encoder]))
         clock.fuse("Feature Merging", "ESM-2")
         clock.add("Model Prediction", busy.head_s if busy else 0.0)
         clock.add("Preparation", self._began_s - self._origin_s)
         committed_s = self._began_s
         if busy is not None:
-            own, shards = (table[table.device == busy.device] for table in (measured.batches, measured.shards))
-            launched_s, finished_s = own.launched_s.min(), shards.finished_s.max()
-            said = pool.records[busy.device]
+            own, said = batches[batches.device == busy.device], pool.records[busy.device]
+            launched_s, finished_s = own.launched_s.min(), shards.finished_s[shards.device == busy.device].max()
             imported_s, loaded_s, ready_s = (said["started_s"] + said[n] for n in ("import_s", "load_s", "ready_s"))
             start = [said["spawned_s"], imported_s, loaded_s, ready_s + said["waited_s"], launched_s]
             for part, began_s, ended_s in zip(START_UP, start, start[1:], strict=False):
@@ -376,16 +380,14 @@ class Embedding:
             for part, most_s in {**causes, "Device idle": still_s}.items():  # none has cost more than is left
                 clock.add(part, min(still_s, most_s))
                 still_s -= min(still_s, most_s)
-            committed_s = (measured.shards.finished_s + measured.shards.commit_s).max()
+            committed_s = (shards.finished_s + shards.commit_s).max()
             clock.add("Commits", committed_s - finished_s)
         clock.add("Shutdown", self.ended_s - committed_s)
 
     def write(self, stages: Sequence[StageTime], wall_s: float, sequences_per_hour: float | None = None) -> Path:
-        """Write the telemetry; returns its JSON file."""
+        """Write the telemetry, which takes the journal's place; returns its JSON file."""
+        run, measured = self._job.run, replace(self.measured, stages=tuple(stages))
         told = {"n_reads": self._job.store.n_reads, "wall_s": wall_s, "sequences_per_hour": sequences_per_hour}
-        measured, window_s = self._measured(stages), self._watch.window_s
-        return write_telemetry(self._job.run.telemetry, measured, window_s=window_s, **told)
-
-    def _measured(self, stages: Sequence[StageTime]) -> Telemetry:
-        samples, host = self._sampler.samples(), self._sampler.host_samples()
-        return Telemetry.of(self._shards, samples, host, stages, origin_s=self._origin_s, started=self._started)
+        path = write_telemetry(run.telemetry, measured, window_s=self._watch.window_s, **told)
+        run.journal.unlink()
+        return path

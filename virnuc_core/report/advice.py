@@ -12,7 +12,7 @@ from typing import Final
 
 from virnuc_core.report.criteria import Measured, baseline_note
 from virnuc_core.report.formatting import cell, percent
-from virnuc_core.report.model import Accounting, Bottleneck, Charts, LossKind, Regression, RunMetrics, StageFinding
+from virnuc_core.report.model import Accounting, Bottleneck, Charts, LossKind, Regression, RunMetrics
 from virnuc_core.rundir import EXACT
 from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, STAGES, START_UP
 
@@ -158,8 +158,8 @@ def _utilisation(run: RunMetrics, stage: str) -> float | None:
     return run.telemetry.lowest_percent("esm2" if stage == "ESM-2" else "dnabert_s")
 
 
-def findings(run: RunMetrics | None) -> tuple[StageFinding, ...]:
-    """The stages the two rules point at, largest share first; no time or no total gives none."""
+def findings(run: RunMetrics | None) -> tuple[str, ...]:
+    """A sentence on each stage the two rules point at, largest share first; no time or no total gives none."""
     if run is None:
         return ()
     found = []
@@ -169,8 +169,10 @@ def findings(run: RunMetrics | None) -> tuple[StageFinding, ...]:
         if share > TIME_SHARE or idle:
             expected = name == "ESM-2" and not idle
             advice = _further(run) if expected else BUSY_ADVICE if idle else STAGE_ADVICE[name]
-            found.append(StageFinding(stage=name, share=share, utilisation=used, expected=expected, advice=advice))
-    return tuple(sorted(found, key=lambda finding: -finding.share))
+            busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
+            word = "expected" if expected else "actionable"
+            found.append((-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."))
+    return tuple(text for _, text in sorted(found))
 
 
 def _further(run: RunMetrics) -> str:

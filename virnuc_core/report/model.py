@@ -196,16 +196,6 @@ class Bottleneck(Record):
     expected: bool = False  # not worth a person's time, or the encoders doing their work well; else actionable
 
 
-class StageFinding(Record):
-    """A stage that the rules point at: over 30 % of the time, or a GPU stage under 80 % utilisation."""
-
-    stage: str
-    share: float
-    utilisation: float | None
-    expected: bool
-    advice: str
-
-
 class RegressionMetric(Record):
     """One metric against the last comparable run."""
 
@@ -308,7 +298,7 @@ class Report(Record):
     criteria: tuple[Criterion, ...]  # the seven
     checks: tuple[Criterion, ...]  # further targets of the profile
     losses: tuple[Bottleneck, ...]  # avoidable ones, the largest first
-    findings: tuple[StageFinding, ...]
+    findings: tuple[str, ...]  # on stages over 30 % of the time, or GPU stages under 80 % utilisation
     regression: Regression | None
     history: tuple[HistoryPoint, ...]
     charts: Charts

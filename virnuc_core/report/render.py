@@ -183,7 +183,8 @@ def benchmark_json(report: Report) -> str:
             **{f"{what}_per_million_reads": getattr(run, f"{what}_per_million", None) for what in views.COSTS},
             "checkpoint_overhead": report.overhead.median if report.overhead else None,
         },
-        "findings": [f.model_dump(mode="json") for f in report.findings],
+        "losses": [loss.model_dump(mode="json") for loss in report.losses],
+        "findings": report.findings,
     }
     ran_on = run.devices if run else ()
     metadata = {

@@ -31,7 +31,7 @@ from virnuc_core.report.compare import load_results, result_pieces
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import FileDigest, RunFile, RunRecord, RunSummary, digest, read
+from virnuc_core.runfiles import Attempt, FileDigest, RunFile, RunRecord, RunSummary, digest, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.telemetry.tables import STAGES
@@ -136,6 +136,7 @@ def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
     store, plan = OrfStore.open(RunDir(raw.root).store), read_plan(run)
     found.as_told(where, summary, {"shards": len(plan), "n_uniques": plan.bounds[-1]})
     scores, failed = read_scores(run)
+    found.as_told(where, summary, {"rows_set_aside": int(failed.sum())})
     threshold = THRESHOLD if summary.threshold is None else summary.threshold
     with found.scratch(f"{name}: its result files were not made again") as folder:
         made = write_results(RunDir(folder), store, scores, failed, threshold=threshold)
@@ -163,21 +164,37 @@ def verify_run(found: Verification, raw: RawFolder, name: str) -> None:
         found.as_told(where, summary, {"total_s": summary.staging_s + summary.wall_s})
     if summary.fates:
         found.as_told(where, summary, {"n_reads": sum(summary.fates.values())})
-    if (measured := raw.telemetry(name, summary.telemetry)) is not None:
-        _telemetry(found, raw.root, *measured, summary)
+    if summary.deaths is not None:
+        found.as_told(where, summary, {"restarts": len(summary.deaths)})
+    only = Attempt(started="", devices=(), wall_s=summary.wall_s, telemetry=summary.telemetry)
+    attempts = summary.attempts or (only,)
+    found.as_told(where, summary, {"wall_s": sum(one.wall_s or 0.0 for one in attempts)})
+    for one in attempts:
+        if (one.telemetry or one is only) and (measured := raw.telemetry(name, one.telemetry)) is not None:
+            _telemetry(found, raw.root, *measured, summary, one.wall_s, newest=one is attempts[-1])
 
 
-def _telemetry(found: Verification, out: Path, name: str, telemetry: Telemetry, summary: RunSummary) -> None:
-    """The telemetry's own JSON, and stages, shards and restarts of the summary, against samples, batches and shards."""
+def _telemetry(
+    found: Verification,
+    out: Path,
+    name: str,
+    telemetry: Telemetry,
+    summary: RunSummary,
+    spent_s: float | None,
+    *,
+    newest: bool,
+) -> None:
+    """The JSON of an attempt's telemetry, and of the newest one stages and shards of the summary, against samples,
+    batches and shards."""
     batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
     ends = (*(stage.finished_s or 0.0 for stage in telemetry.stages), float(shards.finished_s.max()))
-    if summary.wall_s is not None and (last_s := max(ends) - telemetry.origin_s) > summary.wall_s + CLOCK_S:
-        found.wrong(f"{name}: {SUMMARY}: wall_s says {summary.wall_s:.3f}, the last stage ended after {last_s:.3f} s")
-    if telemetry.stages:
+    if spent_s is not None and (last_s := max(ends) - telemetry.origin_s) > spent_s + CLOCK_S:
+        found.wrong(f"{name}: {SUMMARY}: wall_s says {spent_s:.3f}, the last stage ended after {last_s:.3f} s")
+    if newest and telemetry.stages:
         found.same(f"{name}: stages of {SUMMARY}", summary.stages, {one.name: one.seconds for one in telemetry.stages})
-    told = {"shards_computed": len(shards), "rows_set_aside": int(shards.skipped.sum())}
-    if summary.deaths is not None:
-        told["restarts"] = len(summary.deaths)
+    told = {"shards_computed": len(shards)} if newest else {}
+    if len(summary.attempts) < 2:
+        told["rows_set_aside"] = int(shards.skipped.sum())
     if summary.shards_computed is not None:
         told["shards"] = summary.shards_computed + (summary.shards_reused or 0)
     found.as_told(f"{name}: {SUMMARY}", summary, told)
@@ -197,7 +214,9 @@ def _telemetry(found: Verification, out: Path, name: str, telemetry: Telemetry, 
     hourly = summary.sequences_per_hour
     again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly)
     found.same(beside, said, again)
-    found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads, "wall_s": wall_s})
+    found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads})
+    if spent_s is not None:
+        found.same(f"{name}: wall_s of {SUMMARY}", spent_s, wall_s)
 
 
 def verify_baseline(found: Verification, raw: RawFolder) -> None:

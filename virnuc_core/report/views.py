@@ -55,7 +55,7 @@ def sections(report: Report) -> list[Section]:
         Section("What to know before reading the figures", report.notes),
         _approval(report),
         Section("Criteria", (), criteria(report)),
-        Section("Runs", (), (_runs(report),)),
+        Section("Runs", (), (_runs(report), _attempts(report))),
         Section("Stages", (), (Table(map(seconds, rows)),)),
         Section("GPU Scaling", (), (scaling(report),)),
         *_telemetry(report),
@@ -321,22 +321,32 @@ def _bottleneck(report: Report) -> Section:
             "Advice": loss.advice,
         }
         for loss in report.losses
+        if loss.share is not None
     )
-    findings = Table(
-        {
-            "Stage": f.stage,
-            "Share of time": percent(f.share),
-            "GPU utilisation": number(f.utilisation, 1, " %"),
-            "Verdict": word[f.expected],
-            "Advice": f.advice,
-        }
-        for f in report.findings
+    saves = f"; removing it would save {b.saves_s:.1f} s at most, {percent(b.share)} of the time" if losses.rows else ""
+    prose = f"({word[b.expected]}): {b.detail}{saves}. Advice: {b.advice}."
+    return Section("Bottleneck", (prose, *report.findings), (losses,), b.kind)
+
+
+def _attempts(report: Report) -> Table:
+    """Every attempt of the runs that took more than one; their sums are the runs' own figures."""
+    return Table(
+        (
+            {
+                "Run": run.name,
+                "Started": one.started,
+                "Rest": number(one.wall_s, 2, " s"),
+                "First batch to last commit": number(one.worked_s, 2, " s"),
+                "Shards": one.shards,
+                "Deaths": "; ".join(one.deaths) or "none",
+                "Telemetry": one.telemetry or "none",
+            }
+            for run in report.runs
+            for one in run.attempts
+            if len(run.attempts) > 1
+        ),
+        "Attempts",
     )
-    saves = (
-        "" if b.share is None else f" Removing it would save {b.saves_s:.1f} s at most, {percent(b.share)} of the time."
-    )
-    prose = f"({word[b.expected]}): {b.detail}.{saves} Advice: {b.advice}."
-    return Section("Bottleneck", (prose,), (losses, findings), b.kind)
 
 
 def _regression(report: Report) -> Section:

@@ -15,12 +15,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
 
-import pandas as pd
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageTime
 
 log = logging.getLogger(__name__)
@@ -110,15 +108,14 @@ class Sampler:
         interval_s: float = 0.5,
         read: Reader | None = None,
         host: Callable[[float], HostSample] | None = None,
+        note: Callable[..., None] = lambda *samples: None,
     ) -> None:
-        """`read` reads a device: NVML, when not given."""
+        """`read` reads a device: NVML, when not given. `note` hears every sample at once."""
         self.devices = tuple(devices)
         self._interval_s = interval_s
         self._read, self._host = read or nvml_reader(devices), host or host_reader()
-        self._failed = False
+        self._failed, self._note = False, note
         self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
-        self._device_samples: list[DeviceSample] = []
-        self._host_samples: list[HostSample] = []
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
 
@@ -127,8 +124,7 @@ class Sampler:
         now = time.monotonic()
         if self._read is not None:
             self.latest = {device: self._sample(self._read, device, now) for device in self.devices}
-            self._device_samples += self.latest.values()
-        self._host_samples.append(self._host(now))
+        self._note(*self.latest.values(), self._host(now))
 
     def _sample(self, read: Reader, device: str, time_s: float) -> DeviceSample:
         try:
@@ -154,14 +150,6 @@ class Sampler:
         self._stop.set()
         self._thread.join()
         self.sample_once()  # so that even a short run has one
-
-    def samples(self) -> pd.DataFrame:
-        """Device readings so far: the table of `DeviceSample`."""
-        return frame(DeviceSample, list(self._device_samples), self.devices)
-
-    def host_samples(self) -> pd.DataFrame:
-        """Host readings so far: the table of `HostSample`."""
-        return frame(HostSample, list(self._host_samples))
 
 
 @functools.cache

@@ -9,20 +9,22 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Final, Self, get_args
 
 import h5py
 import numpy as np
 import pandas as pd
+from pydantic import TypeAdapter, ValidationError
 
 from virnuc_core.rundir import whole_hdf5
-from virnuc_core.runfiles import Positive, RunFile, write
+from virnuc_core.runfiles import Attempt, Positive, RunFile, write
 from virnuc_core.telemetry import statistics
-from virnuc_core.telemetry.tables import BatchRecord, Encoder, ShardDone, StageTime
+from virnuc_core.telemetry.tables import BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, StageTime
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,8 @@ SCHEMA_VERSION: Final = 1
 JSON_BATCHES: Final = 20_000
 
 Numbers = dict[str, float | None]
+Noted = ShardDone | DeviceSample | HostSample | str
+NOTED: Final = TypeAdapter[Noted](Noted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +100,51 @@ class Telemetry:
         span = statistics.embedding_span(self.batches) or (-np.inf, np.inf)
         inside = self.samples[self.samples.time_s.between(*span)]
         return statistics.known(inside.groupby("device", observed=True).utilisation.mean().mean())
+
+
+@contextmanager
+def journal(path: Path, origin_s: float, started: datetime, devices: Sequence[str]) -> Iterator[Callable[..., None]]:
+    """What adds records to the file that an attempt's measurements are kept in as they come, so that a killed one has
+    them too: after a line with its start and devices, one for each sample, shard and death of a worker."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("wb", buffering=0) as file:  # each line at once
+
+        def note(*noted: Noted) -> None:
+            with suppress(OSError):  # of a full disk: the next commit tells it
+                file.write(b"".join(NOTED.dump_json(one) + b"\n" for one in noted))
+
+        note(json.dumps([origin_s, started.isoformat(), *devices]))
+        yield note
+
+
+def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
+    """What an attempt measured, the seconds it is known to have lived, and the deaths of its workers.
+
+    A line that was cut off is passed over; `None` without a file or its first line.
+    """
+    noted: dict[type, list[Any]] = {kind: [] for kind in get_args(Noted)}
+    with suppress(OSError):
+        for line in path.read_bytes().splitlines():
+            with suppress(ValidationError):
+                one = NOTED.validate_json(line)
+                noted[type(one)].append(one)
+    if not noted[str]:
+        return None
+    start, *deaths = noted[str]
+    origin_s, started, *devices = json.loads(start)
+    samples, host = (statistics.frame(kind, noted[kind], devices) for kind in (DeviceSample, HostSample))
+    measured = Telemetry.of(
+        noted[ShardDone], samples, host, (), origin_s=origin_s, started=datetime.fromisoformat(started)
+    )
+    last_s = max([origin_s, *(one.time_s for one in noted[HostSample]), *measured.shards.finished_s])
+    return measured, last_s - origin_s, tuple(deaths)
+
+
+def ended(attempt: Attempt, measured: Telemetry, wall_s: float, deaths: Sequence[str], written: Path | None) -> Attempt:
+    """An attempt with what was measured of it, in the telemetry file `written`, if anything was computed."""
+    worked_s = statistics.committed_span_s(measured.batches, measured.shards)
+    told = {"wall_s": wall_s, "worked_s": min(worked_s, wall_s), "shards": len(measured.shards)}
+    return attempt.model_copy(update={**told, "deaths": tuple(deaths), "telemetry": written and written.name})
 
 
 class TelemetrySummary(RunFile):

@@ -236,8 +236,13 @@ def committed_tokens_per_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float
 
     Unlike the rate over the embedding span it holds the commit of the last shard, which nothing hides.
     """
-    span_s = (shards.finished_s + shards.commit_s).max() - batches.launched_s.min()  # NaN without either
+    span_s = committed_span_s(batches, shards)
     return float(batches.tokens.sum() / span_s) if span_s > 0 else None
+
+
+def committed_span_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float:
+    """Seconds from the first launch to the last commit; 0 without either."""
+    return known((shards.finished_s + shards.commit_s).max() - batches.launched_s.min()) or 0.0
 
 
 class DeviceUsage(RunFile):

@@ -115,7 +115,8 @@ def test_worker_logs_are_searched_for_errors(
     found = run_metrics(RawFolder(tmp_path), root.name, load_profile("ci-smoke"))
     assert found is not None
     assert found.warnings == (
-        "worker-cpu-core-0.log: 2 lines tell of errors; the first: Traceback (most recent call last):",
+        "2 lines of the workers' logs tell of errors; "
+        "the first: worker-cpu-core-0.log: Traceback (most recent call last):",
     )
 
 

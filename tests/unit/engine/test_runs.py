@@ -26,10 +26,12 @@ from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunSummary, write
+from virnuc_core.runfiles import RunSummary, read_record, write
+from virnuc_core.telemetry.reader import read_telemetry
 
 SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
-MOST = f"cpu:{min(2, len(os.sched_getaffinity(0)))}"
+MOST_AT_WORK = min(2, len(os.sched_getaffinity(0)))
+MOST = f"cpu:{MOST_AT_WORK}"
 RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 
 
@@ -165,9 +167,13 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
         SMALL.model_dump_json(),
     ]
     run = subprocess.Popen([sys.executable, "-c", program, *arguments], cwd=Path(__file__).parents[3])
-    while len(list((root / "shards").glob("0*.h5"))) < 4:
+    killed = False
+    while len(list((root / "shards").glob("0*.h5"))) < 4 or b"ended (status" not in RunDir(root).journal.read_bytes():
         time.sleep(0.005)
         assert run.poll() is None, "the run ended before it could be killed"
+        if not killed and list((root / "shards").glob("0*.h5")):
+            next(c for c in psutil.Process(run.pid).children() if "virnuc_core.engine.worker" in c.cmdline()).kill()
+            killed = True
     family = psutil.Process(run.pid).children(recursive=True)
     run.send_signal(signal.SIGKILL)
     run.wait()
@@ -178,6 +184,33 @@ def test_a_run_killed_half_way_goes_on_with_fewer_devices_to_the_same_bytes(
     assert summary.resumed
     assert 0 < summary.shards_computed <= summary.shards - before
     assert result_bytes(root) == result_bytes(reference)
+    attempts_are_summed(root, summary, before)
+
+
+def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
+    """Wall times, deaths and telemetry of an attempt that was killed with `before` shards on disk, and of the rest."""
+    first, second = summary.attempts
+    assert len(first.deaths) >= 1
+    assert (*first.deaths, *second.deaths) == summary.deaths
+    assert summary.restarts == len(summary.deaths or ())
+    assert first.wall_s
+    assert second.wall_s
+    assert first.worked_s is not None
+    assert 0 < first.worked_s < first.wall_s
+    assert (summary.wall_s, summary.sequences_per_hour) == (pytest.approx(first.wall_s + second.wall_s), None)
+    assert first.shards
+    assert before - MOST_AT_WORK <= first.shards <= before, "a shard may have been committed and not been told of yet"
+    for attempt in (first, second):
+        told = read_telemetry(RunDir(root).telemetry / f"{Path(attempt.telemetry or '').stem}.h5")
+        assert len(told.shards) == attempt.shards
+        assert len(told.batches) > 0
+        assert len(told.host) > 0
+    assert summary.telemetry == second.telemetry
+    spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
+    assert sum(spent.values()) - 2 * spent["Overlapped"] == pytest.approx(summary.total_s, rel=0.01)
+    assert spent["Earlier attempts: committed"] == pytest.approx(first.worked_s)
+    assert read_record(RunDir(root)).attempts == summary.attempts
+    assert not RunDir(root).journal.exists()
 
 
 def child_main() -> None:
@@ -264,8 +297,9 @@ def test_ending_all_children_interrupts_the_run_and_it_can_go_on(
     assert not thread.is_alive()
     assert "interrupted" in str(seen[0])
     assert no_children()
-    go(root, staged, tiny_models, Devices.parse("cpu:1"))
+    summary = go(root, staged, tiny_models, Devices.parse("cpu:1"))
     assert result_bytes(root) == result_bytes(reference)
+    assert [bool(attempt.wall_s and attempt.telemetry) for attempt in summary.attempts] == [True, True]
 
 
 def test_the_plan_does_not_depend_on_the_devices(

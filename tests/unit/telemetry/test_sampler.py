@@ -6,11 +6,15 @@ import importlib.util
 import logging
 import threading
 import time
+from collections.abc import Sequence
+from typing import Any
 
+import pandas as pd
 import pytest
 
 from virnuc_core.runfiles import versions
 from virnuc_core.telemetry.live import Sampler, host_reader, nvml_reader
+from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
 DEVICES = ("GPU-aaaa", "GPU-bbbb")
@@ -28,13 +32,27 @@ class FakeNvml:
         return DeviceSample(time_s, device, *self.readings[device])
 
 
+class Keeping(Sampler):
+    """A sampler that keeps what it hears."""
+
+    def __init__(self, devices: Sequence[str], **options: Any) -> None:
+        self.kept: list[DeviceSample | HostSample] = []
+        super().__init__(devices, note=lambda *noted: self.kept.extend(noted), **options)
+
+    def samples(self) -> pd.DataFrame:
+        return frame(DeviceSample, [one for one in self.kept if isinstance(one, DeviceSample)])
+
+    def host_samples(self) -> pd.DataFrame:
+        return frame(HostSample, [one for one in self.kept if isinstance(one, HostSample)])
+
+
 def quiet_host(time_s: float) -> HostSample:
     return HostSample(time_s, 10.0, 100, None, None)
 
 
 def test_each_device_is_read_by_its_own_name() -> None:
     nvml = FakeNvml(GPU_aaaa=(97.0, 5, 300.0, 61.0), GPU_bbbb=(12.0, 7, 90.0, 40.0))
-    sampler = Sampler(DEVICES, read=nvml.read, host=quiet_host)
+    sampler = Keeping(DEVICES, read=nvml.read, host=quiet_host)
     sampler.sample_once()
     table = sampler.samples()
     assert table.utilisation[table.device == "GPU-aaaa"].tolist() == [97.0]
@@ -45,7 +63,7 @@ def test_each_device_is_read_by_its_own_name() -> None:
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
     nvml = FakeNvml(GPU_aaaa=(50.0,))
     began = time.monotonic()
-    with Sampler(DEVICES[:1], interval_s=0.01, read=nvml.read, host=quiet_host) as sampler:
+    with Keeping(DEVICES[:1], interval_s=0.01, read=nvml.read, host=quiet_host) as sampler:
         while len(sampler.samples()) < 3:
             time.sleep(0.01)
     taken = len(sampler.samples())
@@ -56,13 +74,13 @@ def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
 
 
 def test_a_short_run_has_a_sample() -> None:
-    with Sampler(DEVICES[:1], interval_s=60, read=FakeNvml(GPU_aaaa=(50.0,)).read, host=quiet_host) as s:
+    with Keeping(DEVICES[:1], interval_s=60, read=FakeNvml(GPU_aaaa=(50.0,)).read, host=quiet_host) as s:
         pass
     assert len(s.samples()) >= 1
 
 
 def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    sampler = Sampler(DEVICES, read=FakeNvml(GPU_aaaa=(80.0,)).read, host=quiet_host)
+    sampler = Keeping(DEVICES, read=FakeNvml(GPU_aaaa=(80.0,)).read, host=quiet_host)
     with caplog.at_level(logging.WARNING):
         sampler.sample_once()
         sampler.sample_once()
@@ -72,7 +90,7 @@ def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.Log
 
 
 def test_without_nvml_the_host_is_sampled_and_utilisation_is_not_there() -> None:
-    sampler = Sampler(("cpu-core-0", "cpu-core-1"))
+    sampler = Keeping(("cpu-core-0", "cpu-core-1"))
     sampler.sample_once()
     assert len(sampler.samples()) == 0
     host = sampler.host_samples()
@@ -176,10 +194,10 @@ def test_known_load_is_seen_on_a_real_gpu() -> None:
         pytest.skip("no CUDA device")
     uuid = nvitop.Device.cuda.all()[0].uuid()
     side = torch.randn(8192, 8192, device="cuda", dtype=torch.float16)
-    with Sampler((uuid,), interval_s=0.1) as idle:
+    with Keeping((uuid,), interval_s=0.1) as idle:
         torch.cuda.synchronize()
         time.sleep(2.0)
-    with Sampler((uuid,), interval_s=0.1) as busy:
+    with Keeping((uuid,), interval_s=0.1) as busy:
         end = time.monotonic() + 4.0
         while time.monotonic() < end:
             for _ in range(20):
