@@ -24,6 +24,7 @@ from virnuc_core.report.charts import GENERATOR, all_charts
 from virnuc_core.report.formatting import Mark, answered_text, cell, number, shown, stage_text, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
+from virnuc_core.report.speed import COSTS, ENCODER_TITLES
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.live import clock_text
 from virnuc_core.telemetry.tables import STAGES
@@ -147,7 +148,7 @@ def stage_results(report: Report) -> list[dict[str, Any]]:
     if run is not None:
         counted |= dict.fromkeys(STAGES, run.n_rows) | dict.fromkeys(STAGES[:2], run.n_reads)
         encoders = run.telemetry.encoders if run.telemetry else ()
-        counted |= {views.ENCODER_TITLES[encoder.encoder]: encoder.rows for encoder in encoders}
+        counted |= {ENCODER_TITLES[encoder.encoder]: encoder.rows for encoder in encoders}
     return [
         {
             "stage": stage,
@@ -180,7 +181,7 @@ def benchmark_json(report: Report) -> str:
         "throughput": {r["stage"]: r for r in stage_results(report)},
         "efficiency": {
             "mfu": mfu,
-            **{f"{what}_per_million_reads": getattr(run, f"{what}_per_million", None) for what in views.COSTS},
+            **{f"{what}_per_million_reads": getattr(run, f"{what}_per_million", None) for what in COSTS},
             "checkpoint_overhead": report.overhead.median if report.overhead else None,
         },
         "losses": [loss.model_dump(mode="json") for loss in report.losses],

@@ -25,6 +25,8 @@ from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
 from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.report.files import RawFolder
+from virnuc_core.report.verify import Verification, verify_run
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read_record, write
 from virnuc_core.telemetry.reader import read_telemetry
@@ -211,6 +213,9 @@ def attempts_are_summed(root: Path, summary: RunSummary, before: int) -> None:
     assert spent["Earlier attempts: committed"] == pytest.approx(first.worked_s)
     assert read_record(RunDir(root)).attempts == summary.attempts
     assert not RunDir(root).journal.exists()
+    found = Verification()
+    verify_run(found, RawFolder(root.parent), root.name)
+    assert found.differences == [], "all of it follows from the raw files"
 
 
 def child_main() -> None:
