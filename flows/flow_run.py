@@ -187,7 +187,7 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTermin
             if not seen.debug:
                 handler.addFilter(is_shown)
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
-    with _terminate_politely():
+    with _ended_in_time(by_hand=True):
         state = _told(flow, parameters) if told else _untold(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
@@ -272,53 +272,39 @@ def _ended_when_cancelled() -> Iterator[None]:
 
 
 @contextmanager
-def _terminate_politely() -> Iterator[None]:
-    """SIGTERM ends a run started by hand as Ctrl-C does; pressing again does not disturb the ending."""
-    told = False
+def _ended_in_time(*, by_hand: bool = False) -> Iterator[None]:
+    """Once SIGTERM or SIGINT tells the run to end, this process is gone within `ENDING_S`, and so are its children,
+    whatever holds the ending; a worker's child also while Prefect tells the server.
 
-    def interrupt(_signum: int, _frame: object) -> None:
-        nonlocal told
-        if not told:
-            told = True
-            raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        with _ended_in_time():
-            yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _ended_in_time() -> Iterator[None]:
-    """Once a signal tells the run to end, this process is gone within `ENDING_S`, and so are its children, whatever
-    holds the ending; a worker's child also while Prefect tells the server.
-
-    The signal is heard beside its handler, which may be Prefect's, and also while the main thread cannot run one.
+    Signals are heard beside their handlers, which may be Prefect's, and also while the main thread cannot run one.
+    `by_hand`: SIGTERM does what Ctrl-C does, and pressing again does not disturb the ending.
     """
     if _timed.get() or threading.current_thread() is not threading.main_thread():
         yield
         return
-    (ours, pythons), ended = socket.socketpair(), threading.Event()
+    (ours, pythons), ended, signals = socket.socketpair(), threading.Event(), (signal.SIGTERM, signal.SIGINT)
 
     def cut_off() -> None:
         with ours:
             while heard := ours.recv(1):
-                if heard[0] in (signal.SIGTERM, signal.SIGINT) and not ended.wait(ENDING_S):
+                if heard[0] in signals and not ended.wait(ENDING_S):
                     sys.stderr.write(f"virnuc: {INTERRUPTED.removeprefix('the run was ')}\n")
                     os._exit(130)
+
+    def interrupt(*_: object) -> None:
+        for number in signals:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
 
     pythons.setblocking(False)
     threading.Thread(target=cut_off, daemon=True).start()
     before, within = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False), _timed.set(True)
+    handlers = {number: signal.signal(number, interrupt) for number in signals} if by_hand else {}
     try:
         yield
     finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         _timed.reset(within)
         signal.set_wakeup_fd(before)
         if "PREFECT__FLOW_RUN_ID" not in os.environ:  # a worker's child

@@ -85,27 +85,21 @@ def entry_of(report: Report) -> HistoryEntry | None:
 
 def read_history(path: Path) -> tuple[HistoryEntry, ...]:
     """All entries, oldest first; none when there is no file. A line that cannot be read is named in a warning."""
-    found, broken = _lines(path)
-    if broken:
-        log.warning("%s; passed over", _told(path, broken))
-    return tuple(found.values())
+    return tuple(_lines(path, "passed over")[0].values())
 
 
-def _lines(path: Path) -> tuple[dict[bytes, HistoryEntry], dict[int, tuple[bytes, str]]]:
-    """The lines of a file that are entries, and by its number what is wrong with each that is none."""
-    found, broken = dict[bytes, HistoryEntry](), dict[int, tuple[bytes, str]]()
+def _lines(path: Path, fate: str) -> tuple[dict[bytes, HistoryEntry], list[bytes]]:
+    """The lines of a file that are entries, and those that are none: a warning names the first, and their `fate`."""
+    found, broken, said = dict[bytes, HistoryEntry](), list[bytes](), ""
     for place, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
         try:
             found |= {line: HistoryEntry.model_validate_json(line)} if line.strip() else {}
         except ValidationError as error:
-            broken[place] = line, error.errors()[0]["msg"]
+            broken.append(line)
+            said = said or f"{path}:{place}: not a history entry ({error.errors()[0]['msg']})"
+    if broken:
+        log.warning("%s%s; %s", said, f" and {len(broken) - 1} more" * (len(broken) > 1), fate)
     return found, broken
-
-
-def _told(path: Path, broken: dict[int, tuple[bytes, str]]) -> str:
-    """Which lines are broken, in a sentence."""
-    more = f" (and {len(broken) - 1} more such lines)" if len(broken) > 1 else ""
-    return next(f"{path}:{place}: not a history entry ({why}){more}" for place, (_, why) in broken.items())
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
@@ -118,15 +112,14 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
         fcntl.flock(handle, fcntl.LOCK_EX)
         if not os.path.samestat(os.fstat(handle.fileno()), path.stat()):
             return append_history(path, entry)  # it was written anew meanwhile
-        found, broken = _lines(path)
+        aside = path.with_name(f"{path.name}.damaged")
+        found, broken = _lines(path, f"kept in {aside.name}")
         if any(old.created == entry.created and old.same(entry, LIKE) for old in found.values()):
             return False
         line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode() + b"\n"
         if broken:
-            aside = path.with_name(f"{path.name}.damaged")
-            log.warning("%s; kept in %s", _told(path, broken), aside.name)
             with storing(aside), aside.open("ab") as kept:
-                kept.writelines(bad + b"\n" for bad, _ in broken.values())
+                kept.writelines(bad + b"\n" for bad in broken)
                 os.fsync(kept.fileno())
             with whole_file(path.resolve()) as anew:
                 anew.write_bytes(b"\n".join([*found, line]))

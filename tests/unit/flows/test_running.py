@@ -204,7 +204,7 @@ with {}:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "started",
-    ["flow_run._terminate_politely()", "capture_sigterm(), flow_run._ended_in_time()"],
+    ["flow_run._ended_in_time(by_hand=True)", "capture_sigterm(), flow_run._ended_in_time()"],
     ids=["hand", "worker"],
 )
 def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) -> None:
