@@ -86,7 +86,8 @@ class MeasureSettings(RunSettings):
         path = self.history_file
         if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
             raise ConfigError(f"history {path}: no file that can be written; choose another with --history")
-        writable(path.parent)
+        if self.history or self.keep is None:  # else it is in OUT
+            writable(path.parent)
 
 
 class ValidateSettings(MeasureSettings):
@@ -102,9 +103,10 @@ class ValidateSettings(MeasureSettings):
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
 
     def check_own_files(self) -> None:
-        """Refuse a time without a device, and results that are none."""
+        """Refuse a time without a device, and results that are none; and a history of no use."""
         from virnuc_core.report.compare import result_files
 
+        super().check_own_files()
         if (self.baseline_seconds is None) != (self.baseline_device is None):
             raise ConfigError("baseline: a time needs the device it was measured on, and a device needs a time")
         if self.baseline_results is not None:

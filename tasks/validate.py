@@ -103,18 +103,14 @@ def compare(
 def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[Report]:
     """Every form of the report in `out/report/`, and one event for each verdict."""
     judged = write_report(out, profile, history)
-    for criterion in (*judged.criteria, *judged.checks):
+    common = {"profile": profile.name, "report": str(RunDir(out).report.absolute())}
+    for criterion in (*judged.criteria, *judged.further):
         target = criterion.target
-        payload = {
-            "value": criterion.value,
-            "target": None if target is None else f"{target.op} {target.value:g} {criterion.unit}",
-            "reason": criterion.reason,
-            "profile": profile.name,
-            "report": str(RunDir(out).report.absolute()),
-        }
+        wanted = None if target is None else f"{target.op} {target.value:g} {criterion.unit}"
+        payload = {"value": criterion.value, "target": wanted, "reason": criterion.reason} | common
         emit(f"criterion.{key(criterion.verdict)}", f"criterion.{key(criterion.id)}", criterion.title, payload)
     if (found := judged.regression) is not None:
-        payload = found.model_dump(mode="json") | {"report": str(RunDir(out).report.absolute())}
+        payload = found.model_dump(mode="json") | common
         emit(f"regression.{key(found.verdict)}", f"regression.{key(profile.name)}", profile.title, payload)
     return done(judged, met_sentence(judged))
 

@@ -144,6 +144,7 @@ def test_what_cannot_be_judged_or_kept_is_refused_before_anything_is_written(
     for command, words in (
         (["validate", "--profile", str(tmp_path / "odd.toml"), *given], "min_reads: input should be a valid integer"),
         (["scale", "--history", str(locked), *given], f"history {locked}: no file that can be written"),
+        (["validate", "--history", str(locked), *given], f"history {locked}: no file that can be written"),
         (["report", str(tmp_path), "--profile", "ci-smoke"], "holds no runs of a validation"),
     ):
         assert main(command) == 2

@@ -24,6 +24,7 @@ from virnuc_core.report.model import (
 )
 from virnuc_core.validation import OVERHEAD, Comparison
 
+CORRECTNESS: Final = "correctness"
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 
 
@@ -238,8 +239,8 @@ class Row:
     target: str = ""  # the profile's, by name, where that is not the id
     samples_of: str = "reads"
     run: Literal["single", "pair", "many", "judged"] = "judged"  # whose figures they are
-    # what a run must be to say something: large enough (reads), and on the devices that are meant (speed)
-    evidence: Literal["speed", "reads", ""] = "speed"
+    # what a run must be to say something of performance: large enough (reads), and on the devices meant (speed)
+    evidence: Literal["speed", "reads"] = "speed"
     raw: tuple[str, ...] = ("telemetry",)  # files; or "summary", "single" and "telemetry" of the run
 
     @property
@@ -249,29 +250,15 @@ class Row:
 
 
 SUMMARY: Final = ("summary",)
+OF_BASELINE: Final = (f"{BASELINE}/summary.json", "summary")
+COMPARED: Final = (COMPARISON,)
 SCALING: Final = Row(scaling, "PERF-03", "Scaling", "x", run="many", raw=("single", "summary"))
 CRITERIA: Final = (
     Row(one_device_time, "PERF-01", "Time on one device", "s", "one_device_seconds", run="single", raw=SUMMARY),
     Row(two_device_time, "PERF-01", "Time on two devices", "s", "two_device_seconds", run="pair", raw=SUMMARY),
     SCALING,
-    Row(
-        speedup,
-        "PERF-01",
-        "Speed-up over {baseline}",
-        "x",
-        samples_of="reads of the baseline",
-        raw=("baseline/summary.json", "summary"),
-    ),
-    Row(
-        consensus,
-        "correctness",
-        "Consensus label agreement",
-        "%",
-        "consensus_agreement",
-        "chunks",
-        evidence="",
-        raw=(COMPARISON,),
-    ),
+    Row(speedup, "PERF-01", "Speed-up over {baseline}", "x", samples_of="reads of the baseline", raw=OF_BASELINE),
+    Row(consensus, CORRECTNESS, "Consensus label agreement", "%", "consensus_agreement", "chunks", raw=COMPARED),
     Row(gpu_utilisation, "PERF-02", "GPU utilisation (ESM-2)", samples_of="NVML samples of that device"),
     Row(packing, "PERF-05", "Packing efficiency", "%", "packing_efficiency", "batches", evidence="reads"),
 )
@@ -280,16 +267,8 @@ CHECKS: Final = (
     Row(checkpoint_overhead, "PERF-05", "Checkpoint overhead", samples_of="pairs of runs", raw=(OVERHEAD,)),
     Row(device_time_spread, "PERF-03", "Spread of device times", samples_of="devices", run="many"),
 )
-SAME_BYTES: Final = Row(
-    same_bytes,
-    "correctness",
-    "One device and N devices agree bit for bit",
-    "",
-    samples_of="files and shards",
-    run="many",
-    evidence="",
-    raw=(COMPARISON,),
-)
+EQUAL: Final = "One device and N devices agree bit for bit"
+SAME_BYTES: Final = Row(same_bytes, CORRECTNESS, EQUAL, "", "", "files and shards", "many", raw=COMPARED)
 
 
 def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
@@ -353,7 +332,7 @@ def _target(row: Row, case: Measured) -> tuple[Target | None, str]:
 
 def _no_evidence(row: Row, run: RunMetrics | None, profile: Profile) -> str:
     """Why a run says nothing about a target of the profile: it was too small, or not on the devices that are meant."""
-    if not row.evidence:
+    if row.perf_id == CORRECTNESS:
         return ""
     if run is None or run.n_reads is None:
         return "the number of reads was not recorded"

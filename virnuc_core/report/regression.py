@@ -1,8 +1,8 @@
 """Is this run worse than the last one like it? A history of runs, one JSON line each.
 
-Like is compared with like: same profile, devices, precision, reads and weights. Worse in a metric's own direction by
-more than the profile allows (10 %) fails. When the newest run of the profile on these devices was made with other reads
-or weights, the earlier figures are stale and say nothing.
+Like is compared with like: same profile, host, devices, precision, reads and weights. Worse in a metric's own direction
+by more than the profile allows (10 %) fails. When the newest run of the profile on these devices was made with other
+reads or weights, the earlier figures are stale and say nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
-SERIES: Final = ("profile", "devices", "precision")
+SERIES: Final = ("profile", "devices", "precision", "host")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # whether more is better
 METRICS: Final = {"tokens_per_s": True, "gpu_utilisation": True, "packing_efficiency": True, "total_s": False}
@@ -45,10 +45,12 @@ class HistoryEntry(HistoryPoint):
     packing_efficiency: float | None
     criteria_met: int
     regression_percent: float = 10.0  # the profile's limit
+    host: str = ""  # of an older line: unknown, taken for any
 
     def same(self, other: HistoryEntry, fields: Sequence[str]) -> bool:
         """Whether two runs have these fields in common."""
-        return all(getattr(self, field) == getattr(other, field) for field in fields)
+        pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
+        return all(own == their or (field == "host" and "" in (own, their)) for field, own, their in pairs)
 
 
 class RegressionFile(Record):
@@ -80,6 +82,7 @@ def entry_of(report: Report) -> HistoryEntry | None:
         total_s=run.total_s,
         criteria_met=report.met,
         regression_percent=report.profile.regression_percent,
+        host=made.host,
     )
 
 

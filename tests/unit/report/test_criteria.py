@@ -466,6 +466,6 @@ def test_a_number_of_which_nothing_was_counted_is_not_run(samples: int | None) -
     def packing_efficiency(_: Measured) -> Finding:
         return Finding(99.0, samples)
 
-    found = judge(replace(SCALING, evidence="", find=packing_efficiency), case)
+    found = judge(replace(SCALING, perf_id="correctness", find=packing_efficiency), case)
     assert found.verdict == "not run"
     assert found.reason == "nothing was counted"

@@ -67,11 +67,11 @@ def test_ten_percent_worse_fails_in_each_metrics_own_direction(changes: dict[str
         assert check([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", "the limit is the profile's"
 
 
-@pytest.mark.parametrize("key", ["profile", "devices", "precision"])
+@pytest.mark.parametrize("key", ["profile", "devices", "precision", "host"])
 def test_another_series_is_not_compared(key: str) -> None:
-    found = check([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
-    assert found.verdict == "not run"
-    assert not found.stale
+    found = check([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry(host="here"))
+    assert (found.verdict, found.stale) == ("not run", False)
+    assert check([OLD], entry(host="here")).verdict == "pass", "an older line does not tell its host"
 
 
 @pytest.mark.parametrize("key", ["reads", "weights"])
