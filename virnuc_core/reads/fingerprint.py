@@ -149,7 +149,8 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
     head, *others = zip(*([data[a:b] for a, b in pairwise(at.tolist())] for data, at in columns), strict=True)
     if not others:
         return Leaves(head, None, ())
-    return Leaves(head, b"".join(_Leaf(content).digest() for content in others[:-1]), others[-1])
+    hashes = [sha256(b"".join([sha256(data).digest() for data in content])).digest() for content in others[:-1]]
+    return Leaves(head, b"".join(hashes), others[-1])
 
 
 class _Leaf:

@@ -80,7 +80,7 @@ def parse_by(
     Where a file turns out irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in
     the order of the files whatever was met first; those of `workers`.
     """
-    cut, again = _pieces_of(files, block_bytes), deque[Piece]()
+    cut, again = _pieces_of(files, log, block_bytes), deque[Piece]()
 
     def pieces() -> Iterator[Piece]:
         while (piece := again.popleft() if again else next(cut, None)) is not None:
@@ -149,12 +149,13 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O
     return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s)
 
 
-def _pieces_of(files: tuple[str, ...], block_bytes: int) -> Iterator[Piece]:
+def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Iterator[Piece]:
     """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
     for number, name in enumerate(files):
         try:
             with Source.open(name) as source:
                 yield from _pieces_of_one(number, source, block_bytes)
+                log.contents[name] = source.content()
         except InputError as error:
             yield Piece(number, name, "fasta", b"", 1, last=True, damage=error, refused=True)
 
@@ -197,12 +198,12 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             break
         elif part is None and form == "fasta" and b"\n" in text:
             part = Part(b"".join(text[1 : text.index(b"\n")].split(None, 1)[:1]), line, first=True)
-        elif len(text) > LONGEST_LINE:
+        elif len(text) - (last_line := text.rfind(b"\n") + 1) > LONGEST_LINE:
             problem = f"a record with lines too long to be read: {LONGEST_LINE:,} letters and no end"
             raise InputError(problem, file=source.name, line=line, hint="only sequences of FASTA may be as long")
         else:
             # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
-            wanted = 2 * len(text)
+            wanted = min(2 * len(text), last_line + LONGEST_LINE + 1)
     part = replace(part, last=True, dropped=source.damage is not None) if part else None
     yield Piece(number, source.name, form, text, line, True, source.damage, part=part)
 

@@ -17,8 +17,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from xopen import xopen
-
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import whole_file
 
@@ -31,7 +29,7 @@ STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
 HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
 whole_addresses: dict[str, str] = {}  # by how they are shown
-_PIECE_BYTES: Final = 1 << 16
+_PIECE_BYTES: Final = 1 << 18
 _UNPACKED_BYTES: Final = 1 << 20  # at a time
 _PACKED_ZSTD_BYTES: Final = 1 << 10  # at a time, where that cannot be told: they swell to thirty thousand times as much
 _UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
@@ -82,6 +80,8 @@ def can_be_read_twice(name: str) -> bool:
 @contextmanager
 def reads_file(path: Path) -> Iterator[BinaryIO]:
     """A file to write reads to, gzipped if its name ends in .gz; it appears once all is written."""
+    from xopen import xopen  # few runs write reads
+
     with whole_file(path) as aside:
         gzipped = path.suffix == ".gz"
         with xopen(aside, "wb", compresslevel=1, threads=0, format="gz") if gzipped else aside.open("wb") as out:
@@ -141,6 +141,7 @@ class Source:
         self.damage: InputError | None = None  # unpacking or reading came no further; what came before is good
         self._stream = stream
         head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
+        self._size, self._sha256 = len(head), hashlib.sha256(head)
         packed_as, make, errors = _unpacker_for(head, name)
         plain = chain((head,), iter(self._next_piece, b""))
         self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
@@ -165,6 +166,12 @@ class Source:
             pieces.append(piece)
             size -= len(piece)
         return b"".join(pieces)
+
+    def content(self) -> tuple[int, str]:
+        """Size and SHA-256 of all that the stream held, packed as it was; what was not read yet is read now."""
+        while self._next_piece():
+            pass
+        return self._size, self._sha256.hexdigest()
 
     def _unpacked(
         self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
@@ -195,10 +202,13 @@ class Source:
 
     def _next_piece(self) -> bytes:
         try:
-            return self._stream.read(_PIECE_BYTES)
+            piece = self._stream.read(_PIECE_BYTES)
         except OSError as error:
             self._end(f"reading failed: {error.strerror or error}", hint=None)
             return b""
+        self._size += len(piece)
+        self._sha256.update(piece)
+        return piece
 
 
 def _unreadable(name: str, error: OSError) -> InputError:

@@ -36,7 +36,7 @@ from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, SEALED_AS, OrfStore,
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, fingerprint_batch, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
-from virnuc_core.runfiles import InputFile, RunFile, RunRecord, digest, other_files, read_or_set_aside, write
+from virnuc_core.runfiles import InputFile, RunFile, RunRecord, other_files, read_or_set_aside, write
 
 SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
     """
     inputs, began, seconds = find_inputs(spec.reads), time.perf_counter(), dict[str, float]()
     try:
-        with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers) as workers:
+        with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers, folder) as workers:
             log = new_log()
             reused = not anew and _is_current(spec, inputs, out, log, workers, expected)
             if not reused:
@@ -283,7 +283,7 @@ def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[In
         high = low + log.reads_by_file[name]
         flags = store.read_flags[low:high]
         empty, again = (int(np.count_nonzero(flags & bit)) for bit in (EMPTY, DUPLICATE_ID))
-        content = digest(Path(name)) if Path(name).is_file() else None
+        content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if can_be_read_twice(name) else None
         met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
         counted.append(InputFile(file=name, reads=high - low, content=content, **met))
         low = high

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections import deque
@@ -15,6 +17,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Final, TypeVar
 
@@ -28,7 +31,7 @@ SILENCE_S: Final = 120.0  # without a moment of work: such a process is stopped,
 GRACE_S: Final = 5.0  # for a process to end by itself
 TRACKER_WAKES: Final = "import ctypes; ctypes.CDLL(None).prctl(1, 18); "  # PR_SET_PDEATHSIG, SIGCONT
 _POLL_S: Final = 0.5
-_AHEAD: Final = 2  # items of each other process: one under way, one to come
+_AHEAD: Final = 3  # items of each other process: one under way, one in its pipe, one to come
 _WINDOW: Final = 16  # items for each other process whose turn has not come: so long nobody waits for one that is slow
 _MOST_HELD_BYTES: Final = 64_000_000  # of items under way, for each other process
 _KEPT_BYTES: Final = 30 << 20  # half of the memory that is kept; glibc's own limit is 32 MiB
@@ -39,11 +42,12 @@ O = TypeVar("O")  # noqa: E741  # what comes of it
 class Workers:
     """`count` workers: this process, and a pool of the others; use it in a `with` statement.
 
-    Processes end when their caller does, however it ends.
+    Until another process takes an item up it lies in a file of `folder`, or of the system's for such. Processes end
+    when their caller does, however it ends.
     """
 
-    def __init__(self, count: int) -> None:
-        self._others = count - 1
+    def __init__(self, count: int, folder: Path | None = None) -> None:
+        self._others, self._folder = count - 1, folder
         self._pool: ProcessPoolExecutor | None = None
         self._members: set[BaseProcess] = set()
         _keep_freed_memory()
@@ -86,12 +90,14 @@ class Workers:
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
         before = {*multiprocessing.active_children()}
+        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
+            pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
         with _start_of_processes():
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")
                 self._pool = ProcessPoolExecutor(self._others, context, _begin, (os.getpid(),))
             try:
-                return self._pool.submit(work, item)
+                return self._pool.submit(_work_on_file, work, file.name)
             except BrokenProcessPool as error:
                 broken = error
             except OSError as error:  # no more processes, or one that was killed as it began
@@ -166,6 +172,14 @@ def _keep_freed_memory() -> None:
     glibc keeps up to twice the largest block that was freed so far. This one's pages are never touched.
     """
     np.empty(_KEPT_BYTES, np.uint8)
+
+
+def _work_on_file(work: Callable[[I], O], path: str) -> O:
+    """What `work` makes of the item in a file: through a pipe megabytes come bit by bit, and both ends wait."""
+    with Path(path).open("rb") as file:
+        item = pickle.load(file)
+    Path(path).unlink()
+    return work(item)
 
 
 @contextmanager

@@ -10,12 +10,14 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from flows.start import readable
 from virnuc_core.errors import InputError
 from virnuc_core.reads import subsets
 from virnuc_core.reads.fast_parser import Strings
@@ -28,7 +30,8 @@ from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import RunDir
 
 from .conftest import WriteReads, shrink
-from .made_up import digest
+from .made_up import Pairs, digest, fasta, fastq
+from .test_stage import check_equals_twin
 
 BLOCKS = (64, 1 << 20)  # bytes; a record of 3,000 bases is long for the first two
 
@@ -150,6 +153,103 @@ def test_nothing_is_lost_between_bounded_pieces(
     with Source.open(write(b"".join(map(pack, texts)), "a.fa")) as source:
         assert b"".join(iter(lambda: source.read(1), b"")) == b"".join(texts)
     assert source.damage is None
+
+
+def random_reads(*lengths: int) -> Pairs:
+    made = [(f"r{i}", "".join(random.Random(i).choices("ACGTacgtN", k=length))) for i, length in enumerate(lengths)]
+    return [*made, ("again", made[-1][1])]
+
+
+@pytest.mark.parametrize("text", [fasta, fastq])
+def test_long_reads_equal_the_slow_twin_whatever_the_blocks(
+    write: WriteReads, tmp_path: Path, text: Callable[[Pairs], str]
+) -> None:
+    reads = random_reads(0, 5, 3000, 61, 7001)
+    spec = StageSpec(reads=(write(gzip.compress(text(reads).encode()), "reads.gz"),), model_length=100)
+    for size in BLOCKS:
+        check_equals_twin(OrfStore.open(staged(spec, tmp_path, size)[0].store), reads)
+
+
+LETTER = "@bad\n" + "ACGTE" * 600 + "\n+\n" + "IIIII" * 600 + "\n"
+QUALITY = "@bad\n" + "ACGT" * 600 + "\n+\n" + "IIII" * 599 + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [(fastq, LETTER), (fastq, QUALITY), (fastq, "cut"), (fasta, ">bad\n" + "ACGTE" * 600 + "\n"), (fasta, "cut")],
+    ids=["letter", "quality", "cut", "FASTA letter", "FASTA cut"],
+)
+def test_of_what_is_dropped_nothing_is_left(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: Callable[[Pairs], str], bad: str
+) -> None:
+    """Staged, drawn from and picked from in small blocks and at once; the reads around a long broken one are whole."""
+    reads, last = random_reads(50, 3000), random_reads(2000, 70)
+    last = [(f"last{name}", bases) for name, bases in last]
+    whole = text(reads) + ("" if bad == "cut" else bad) + text(last)
+    packed = gzip.compress(whole.encode())
+    if bad == "cut":
+        random_bases = "".join(random.Random(9).choices("ACGT", k=9000))
+        packed = gzip.compress((whole + text([("bad", random_bases)])).encode())[:-1000]
+    spec = StageSpec(reads=(write(packed, "reads.gz"),), model_length=100, on_error="skip")
+    run, listed = RunDir(tmp_path / "run"), set()
+    run.root.mkdir()
+    kept, parse = reads + last, subsets.parse
+    run.reads_table.write_text("id\tviral_score\n" + "".join(f"{name}\t{i % 2}\n" for i, (name, _) in enumerate(kept)))
+    for size in BLOCKS:
+        summary, _, told = staged(spec, tmp_path, size)
+        listed.add(told)
+        assert summary.skipped_records == 1
+        store = OrfStore.open(summary.store)
+        check_equals_twin(store, kept)
+        monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
+        assert write_viral(run, store, spec.reads, on_error="skip") == 3
+        viral = gzip.decompress(run.viral[text.__name__].read_bytes()).decode()
+        assert viral == "".join(text([read]) for read in kept[1::2])
+    assert len(listed) == 1
+
+
+def test_a_sample_of_long_fastq_reads(write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, drawn, parse = random_reads(*range(0, 2000, 100)), set(), subsets.parse
+    for size in BLOCKS:
+        monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
+        sample(write(gzip.compress(fastq(reads).encode()), "reads.gz"), 9, tmp_path / "drawn.fq")
+        drawn.add((tmp_path / "drawn.fq").read_text())
+    (text,) = drawn
+    assert sum(fastq([read]) in text for read in reads) == text.count("+\n") == 9
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress], ids=["plain", "gz"])
+def test_lines_of_fastq_may_be_as_long_whatever_the_file_is_packed_in(
+    write: WriteReads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pack: Callable[[bytes], bytes]
+) -> None:
+    monkeypatch.setattr("virnuc_core.reads.parse.LONGEST_LINE", 5000)
+    monkeypatch.setattr("virnuc_core.reads.sources._UNPACKED_BYTES", 150)
+    reads = random_reads(10, 5000, 10)
+    for size in (64, 100, 4000):
+        spec = StageSpec(reads=(write(pack(fastq(reads).encode()), "reads.x"),), model_length=100)
+        check_equals_twin(OrfStore.open(staged(spec, tmp_path, size)[0].store), reads)
+        too_long = write(pack(fastq(random_reads(10, 6000)).encode()), "long.x")
+        with pytest.raises(InputError, match=r"long\.x:5: a record with lines too long to be read: 5,000 letters"):
+            staged(StageSpec(reads=(too_long,)), tmp_path / "long", size)
+
+
+@pytest.mark.parametrize("head", [b">", b"@"])
+def test_before_a_run_little_is_unpacked_of_what_swells(
+    write: WriteReads, monkeypatch: pytest.MonkeyPatch, head: bytes
+) -> None:
+    taken, read = [0], Source.read
+
+    def counted(self: Source, size: int) -> bytes:
+        piece = read(self, size)
+        taken[0] += len(piece)
+        return piece
+
+    monkeypatch.setattr(Source, "read", counted)
+    monkeypatch.setattr("virnuc_core.reads.parse.LONGEST_LINE", 1 << 20)
+    path = write(gzip.compress(head + b"a\n" + b"A" * (1 << 26)), "swells.gz")
+    with pytest.raises(InputError, match="too long") if head == b"@" else nullcontext():
+        readable((path,), "stop")
+    assert 0 < taken[0] < 8 << 20
 
 
 MEASURED = """
