@@ -129,18 +129,18 @@ def publish(judged: Report, out: Path, label: str) -> None:
         publish_table(on_host(f"scaling-{name}"), rows_of(scaling(judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")
-    drawn = [one for one in all_charts(judged) if one[0] in SHOWN]
-    pictures = "".join(
-        f"### {title}\n![{what}](data:image/svg+xml;base64,{b64encode(svg.encode()).decode()})\n\n"
-        for title, what, svg in drawn
-    )
-    publish_markdown(on_host(f"charts-{name}"), pictures, f"Charts of {label}", folder / "report.html")
+    white = '<svg style="background:#fff" '  # the charts are in dark ink, and the UI may be dark
+    pictures = {
+        f"### {title}\n![{what}]": b64encode(svg.replace("<svg ", white, 1).encode()).decode()
+        for title, what, svg in all_charts(judged)
+        if title in SHOWN
+    }
+    text = "".join(f"{title}(data:image/svg+xml;base64,{picture})\n\n" for title, picture in pictures.items())
+    publish_markdown(on_host(f"charts-{name}"), text, f"Charts of {label}", folder / "report.html")
     if (kept := RunDir(out).root / REGRESSION).is_file():
         compared = read(kept, RegressionFile)
         nights = trend((*compared.history, compared.entry))[-NIGHTS:]
-        publish_table(
-            on_host(f"trend-{name}"), nights[::-1], f"The last {len(nights)} runs like this one, newest first"
-        )
+        publish_table(on_host(f"trend-{name}"), nights[::-1], f"Newest first, of the last {NIGHTS} on these devices")
 
 
 def emit_outcome(judged: Report, out: Path) -> None:

@@ -181,7 +181,7 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
 def look_at_artifacts(server: Server, page: Any) -> None:
     """What a validation leaves in the UI, from the page of its run on."""
     page.get_by_text("Artifacts", exact=True).last.click()
-    page.get_by_text(on_host("criteria-ci-smoke")).last.wait_for()
+    page.get_by_text(on_host("trend-ci-smoke")).last.wait_for()
     shot(page, "5-artifacts")
     page.goto(f"{server.url}/artifacts/artifact/{server.artifact(on_host('criteria-ci-smoke'))}")
     page.get_by_text("PASS").first.wait_for()

@@ -180,16 +180,16 @@ def trend(history: Sequence[HistoryEntry]) -> list[dict[str, object]]:
         found = check(history, entry)
         rows.append(
             {
-                "when": entry.created,
-                "commit": entry.commit[:12],
-                "profile": entry.profile,
-                "devices": f"{entry.devices} {entry.precision}",
-                "reads": entry.n_reads,
+                "when": entry.created.replace("T", " ")[:16],
+                "met": entry.criteria_met,
+                "regression": ": ".join(filter(None, (found.verdict, found.reason))),
                 "total s": number(entry.total_s),
                 "tokens/s": number(entry.tokens_per_s, 0),
                 "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
-                "met": entry.criteria_met,
-                "regression": ": ".join(filter(None, (found.verdict, found.reason))),
+                "commit": entry.commit[:12],
+                "reads": entry.n_reads,
+                "profile": entry.profile,
+                "devices": f"{entry.devices} {entry.precision}",
             }
         )
     return rows
