@@ -15,7 +15,7 @@ from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSettings, command
 from flows.start import Ending, prepare_prefect, say, starts, writable
-from virnuc_core.config import Attention, Precision, Spec
+from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.nights import DATED, LATEST, keep_newest
 from virnuc_core.profiles import Profile
@@ -238,6 +238,30 @@ def _profiled(settings: ProfileSettings, _: State[Any]) -> Ending:
 
 
 profile = starts("flows.tools:profile", ProfileSettings, "reads", ending=_profiled)
+
+
+class OverheadSettings(FlowSettings):
+    """What do commits, the sampler and loading the models anew cost?"""
+
+    out: Path = Field(description="directory of a finished validation")
+    switches: tuple[Switch, ...] = Field(SWITCHES, min_length=1, description="what is switched on and off")
+    pairs: int = Field(3, ge=1, description="pairs of runs for each; fewer than 3 say nothing")
+    shards: int = Field(16, ge=1, description="shards of each run, for each device")
+    force: bool = Field(False, description="measure again what was measured before")
+
+    def check_place(self) -> None:
+        """Refuse what is no validation. Errors: `ConfigError`."""
+        from virnuc_core.measure.bench import validated  # it brings torch along
+
+        validated(self.out)
+
+
+overhead = starts(
+    "flows.tools:overhead",
+    OverheadSettings,
+    "out",
+    ending=lambda settings, _: Ending({"All figures": settings.out / "checkpoint_overhead.json"}),
+)
 
 
 class TrainSettings(RunSettings):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Final, Literal
 
 from cyclopts import App, Parameter
-from cyclopts.types import NonNegativeFloat, PositiveInt
+from cyclopts.types import NonNegativeFloat
 from cyclopts.validators import Number
 from pydantic import Field
 from rich.console import Console
@@ -286,35 +286,6 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
         summed = f"{found.figures:,} figures computed again, all as reported"
     print("\n".join([*found.differences, *found.remarks, summed]))
     return 0 if found.ok else 1
-
-
-def overhead(
-    out: Directory,
-    /,
-    *,
-    models: Path | None = None,
-    devices: str | None = None,
-    pairs: PositiveInt = 3,
-    shards: PositiveInt = 16,
-    force: Flag = False,
-) -> int:
-    """Time what commits cost: pairs of runs over the first shards of a validation, with them and without.
-
-    Args:
-        models: models directory (default: the validation's)
-        devices: cuda:0,cuda:1 or cpu:2 (default: the validation's)
-        pairs: pairs of runs; fewer than 3 say nothing
-        shards: shards of each run, for each device
-        force: measure again what was measured before
-    """
-    from virnuc_core.measure.bench import measure_again
-    from virnuc_core.report.formatting import overhead_text
-    from virnuc_core.report.render import write_report
-
-    with run_lock(out):
-        judged_by = measure_again(out, models=models, devices=devices, pairs=pairs, shards_a_device=shards, force=force)
-        print(f"Commits cost {overhead_text(write_report(out, judged_by).overhead)} of the tokens/s")
-    return 0
 
 
 def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Share = THRESHOLD) -> int:

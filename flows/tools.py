@@ -14,26 +14,28 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_commands import SWEPT, ProfileSettings, TrainSettings, TuneSettings, ValidateSettings
+from flows.flow_commands import SWEPT, OverheadSettings, ProfileSettings, TrainSettings, TuneSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
 from tasks.server import announce
 from tasks.step import Markdown, Rows, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import mark_rows, operation_rows, run_trial, trace, trial_rows
+from tasks.tools import overhead as timed
 from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.bench import Bench, validated
 from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
 from virnuc_core.measure.trace import Traces, counted
 from virnuc_core.measure.tune import KNOBS, Candidate, Recommendation, Sweep, candidates, recommend, rounds, values_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.files import run_names
 from virnuc_core.report.model import Report
-from virnuc_core.rundir import RUN_FILES, RunDir, discard, write_text_whole
+from virnuc_core.report.render import write_report
+from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import RunRecord, write
-from virnuc_core.validation import TUNING, TuningFile, TuningRound, read_usable
+from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable
 
 MEBIBYTE: Final = 1 << 20
 TUNED_TOKENS: Final = 4_000_000  # a minute or so on a GPU
@@ -190,3 +192,29 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
         if settings.install:
             install_head(summary.head, settings.models)
     return done(summary, str(summary))
+
+
+@flow(name="overhead", flow_run_name=named("out", "devices"))
+@with_parameters(OverheadSettings)
+def overhead(settings: OverheadSettings) -> State[OverheadFile]:
+    """Times what commits, the sampler and loading the models anew cost, over the first shards of a validation.
+
+    Its report is then made again. What was measured before, of the same all, is not measured again unless by `force`.
+    """
+    judged_by = validated(settings.out)
+    devices = start.check(settings, judged_by.engine)
+    announce(settings.out.name, judged_by.name, devices.kind)
+    bench = Bench(RunDir(settings.out).store, settings.models, devices, judged_by.sample_s)
+    with run_lock(settings.out):
+        found = timed(
+            settings.out,
+            bench,
+            settings.engine(judged_by.engine),
+            label=settings.out.name,
+            force=settings.force,
+            switches=settings.switches,
+            pairs=settings.pairs,
+            shards_a_device=settings.shards,
+        )
+        write_report(settings.out, judged_by)
+    return done(found.result(), found.message or "")

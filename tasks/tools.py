@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
 from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step
-from virnuc_core.config import Devices, EngineSpec, TraceSpec
+from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median, spread
 from virnuc_core.measure.head import TrainSpec, TrainSummary, train_head
@@ -23,6 +23,11 @@ from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.validation import OverheadFile
 
+COSTS: Final[dict[Switch, str]] = {
+    "commits": "commits cost",
+    "sampler": "the sampler costs",
+    "models": "loading the models twice costs",
+}
 NAME_WIDTH: Final = 90  # kernels of templates have names of a thousand letters
 STAGE_OF: Final = {"dnabert_s": "DNABERT-S", "esm2": "ESM-2", "head": "Model Prediction", WAIT: "(waiting for a batch)"}
 
@@ -42,16 +47,18 @@ def train(run: RunDir, *, truth: Path, models: Path, spec: TrainSpec, seed: int,
     return done(summary, str(summary))
 
 
-@step("commits", "commits of {label} on {bench.devices}")
-def overhead(out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False) -> State[OverheadFile]:
+@step("overhead", "overhead of {label} on {bench.devices}")
+def overhead(
+    out: Path, bench: Bench, engine: EngineSpec, *, label: str, force: bool = False, **asked: Any
+) -> State[OverheadFile]:
     """`checkpoint_overhead.json` of a validate directory; a measurement of the same work is used as it is."""
-    progress = progress_artifact(f"progress-{label}-commits", f"Runs with and without commits of {label}")
+    progress = progress_artifact(f"progress-{label}-overhead", f"Runs with and without what costs, of {label}")
     with device_slots(resolve(bench.devices)), progress as show:
-        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show)
-    publish_table(on_host(f"commits-{label}"), overhead_rows(found), f"What commits cost, {label} on {bench.devices}")
-    shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
-    cost = f"commits cost {percent(median(shares))} of the tokens/s, over {len(shares)} pairs of runs"
-    return done(found, cost if shares else "commits were not timed")
+        found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show, **asked)
+    publish_table(on_host(f"overhead-{label}"), overhead_rows(found), f"What these cost, {label} on {bench.devices}")
+    costs = {of: [p.overhead for p in found.pairs if p.of == of and p.overhead is not None] for of in SWITCHES}
+    told = [f"{COSTS[of]} {percent(median(shares))}" for of, shares in costs.items() if shares]
+    return done(found, f"of the tokens/s, {', '.join(told)}" if told else "nothing could be timed")
 
 
 @step("precision", "fp32 sequences of {label}")
@@ -116,7 +123,8 @@ def overhead_rows(found: OverheadFile) -> Rows:
     return [
         {
             "pair": place,
-            "tokens/s with commits": round(pair.with_tokens_per_s),
+            "of": pair.of,
+            "tokens/s with": round(pair.with_tokens_per_s),
             "tokens/s without": round(pair.without_tokens_per_s),
             "overhead": percent(pair.overhead),
             "worker restarts": pair.restarts,

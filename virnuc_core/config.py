@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
@@ -17,6 +17,8 @@ from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
+Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers, or loaded anew halfway
+SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 DEFAULT_MODEL_LENGTH = 500
 SETTINGS_BYTES = 1 << 16  # a file of settings at most

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from virnuc_core import runfiles
-from virnuc_core.config import BaselineName, explain
+from virnuc_core.config import BaselineName, Switch, explain
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
@@ -167,25 +167,26 @@ MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by t
 
 
 class OverheadPair(RunFile):
-    """Two runs over the same shards, one after the other."""
+    """Two runs over the same shards, one after the other, with what is switched and without."""
 
+    of: Switch = "commits"
     with_run: str  # run directory, relative to the validation's
     without_run: str
-    with_tokens_per_s: float  # from the first batch launched to the last shard committed
+    with_tokens_per_s: float  # from the first batch launched to the last shard committed; models: of the whole time
     without_tokens_per_s: float
     seconds: float  # of the shorter run
     restarts: int  # of workers in either run; more than none spoils the pair
 
     @property
     def overhead(self) -> float | None:
-        """1 − tokens/s with commits ÷ tokens/s without; `None` for a pair that says nothing."""
-        if self.without_tokens_per_s <= 0 or self.restarts:
-            return None
-        return 1.0 - self.with_tokens_per_s / self.without_tokens_per_s
+        """1 − tokens/s with what costs ÷ tokens/s without (models: loading anew); `None`: the pair says nothing."""
+        slow, fast = self.with_tokens_per_s, self.without_tokens_per_s
+        slow, fast = (fast, slow) if self.of == "models" else (slow, fast)
+        return None if fast <= 0 or self.restarts else 1.0 - slow / fast
 
 
 class OverheadFile(RunFile):
-    """`checkpoint_overhead.json`: pairs of runs with commits and without. Their telemetry stays, so that every rate can
+    """`checkpoint_overhead.json`: pairs of runs with and without. Their telemetry stays, so that every rate can
     be computed again."""
 
     schema_version: int = 1

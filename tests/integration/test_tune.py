@@ -14,10 +14,13 @@ from flows.cli import main
 from flows.flow_commands import TuneSettings
 from flows.parameters import ComputeSettings, RunSettings, read_settings
 from flows.predict import predict
-from flows.tools import tune
+from flows.tools import overhead, tune
 from tasks.step import on_host
 from virnuc_core.config import EngineSpec
 from virnuc_core.errors import ConfigError
+from virnuc_core.report.verify import verify_report
+
+from ..bare import validate
 
 TOLERANCE = 0.01
 
@@ -154,3 +157,21 @@ def test_predict_takes_the_settings_a_sweep_wrote(tmp_path: Path, few_reads: Pat
     predict(reads=[str(few_reads)], out=out, models=models, devices="cpu:1", settings=path)
     resolved = json.loads((out / "run.json").read_text())["resolved"]
     assert (resolved["token_budget"], resolved["shard_tokens"]) == (1024, 8192)
+
+
+@pytest.mark.slow
+def test_overhead_is_timed_in_a_validation_and_can_be_verified(
+    tmp_path: Path, few_reads: Path, models: Path, prefect_backend: Path
+) -> None:
+    out = tmp_path / "out"
+    validate(few_reads, models, out, "cpu:1")
+    state = overhead(out=out, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True)
+    assert state.is_completed(), state.message
+    assert all(word in str(state.message) for word in ("commits cost", "the sampler costs", "models twice costs"))
+    assert len(state.result().pairs) == 3
+    found = verify_report(out)
+    assert found.ok, found.differences
+    again = overhead(out=out, models=models, devices="cpu:1", pairs=1, shards=1, return_state=True)
+    assert again.result() == state.result(), "nothing was measured again"
+    refused = overhead(out=tmp_path, models=models, devices="cpu:1", return_state=True)
+    assert "run virnuc validate first" in str(refused.message)

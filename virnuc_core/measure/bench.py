@@ -1,4 +1,4 @@
-"""Rates of the engine, the same in every tool: of a job, of the same job with commits and without, of its layers alone.
+"""Rates of the engine, the same in every tool: of a job, with commits, sampler or kept models and without, of layers.
 
 The ceiling is what the linear layers sustain on each device, measured just before a run by a process of its own on
 each. Messages in: a WorkerSpec. Out: Measured, or Failed.
@@ -11,6 +11,7 @@ import json
 import logging
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import h5py
 import numpy as np
 import torch
 
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Switch
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
@@ -37,7 +38,14 @@ from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_h
 from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
 from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
-from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
+from virnuc_core.validation import (
+    MIN_PAIRS,
+    OVERHEAD,
+    OverheadFile,
+    OverheadPair,
+    ValidationRecord,
+    read_usable,
+)
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +54,7 @@ EXACT_TOKENS: Final = 4_096  # of a batch and of a shard in fp32, whose activati
 EXACT_UNIQUES: Final = 300
 AHEAD: Final = 4  # passes launched before the oldest is waited for
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
+NEVER_S: Final = 86_400.0  # between samples: none is taken
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 
 
@@ -148,6 +157,7 @@ def measure_overhead(
     bench: Bench,
     engine: EngineSpec,
     *,
+    switches: Sequence[Switch] = ("commits",),
     pairs: int = MIN_PAIRS,
     shards_a_device: int = SHARDS_A_DEVICE,
     force: bool = False,
@@ -161,52 +171,60 @@ def measure_overhead(
     """
     job, ids = bench.fingerprint(engine), tuple(device.id for device in resolve(bench.devices))
     before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
-    if before is not None and (before.job, before.devices) == (job, ids) and len(before.pairs) >= pairs:
-        return before
-    found, made = [], {}
+    if before is not None and (before.job, before.devices) == (job, ids):
+        made = Counter(pair.of for pair in before.pairs)
+        if all(made[switch] >= pairs for switch in switches):
+            return before
+    found, shards = [], shards_a_device * len(ids)
     for number in range(1, pairs + 1):
-        names = {commit: f"overhead/{number}-{'on' if commit else 'off'}" for commit in (True, False)}
-        # every other pair begins without commits, so that a drift of clocks and caches favours neither side
-        for commit in (True, False) if number % 2 else (False, True):
-            run = RunDir(out / names[commit])
-            with run_lock(run.root):
-                todo = bench.job(run, engine.model_copy(update={"commit": commit}))
-                made[commit] = measure(todo, shards=shards_a_device * len(ids), sample_s=bench.sample_s)
-                discard(run.root, *SHARDS)  # nobody asks for them
-        pair = OverheadPair(
-            with_run=names[True],
-            without_run=names[False],
-            with_tokens_per_s=made[True].committed_tokens_per_s,
-            without_tokens_per_s=made[False].committed_tokens_per_s,
-            seconds=min(one.committed_s for one in made.values()),
-            restarts=sum(one.restarts for one in made.values()),
-        )
-        with_commits, without = pair.with_tokens_per_s, pair.without_tokens_per_s
-        if not (with_commits and without):
-            raise VirnucError(f"{out}: no batch was launched, so commits cannot be timed")
-        log.info("pair %d: %.0f tokens/s with commits, %.0f without", number, with_commits, without)
-        found.append(pair)
+        found += [_pair(out, bench, engine, switch, number, shards) for switch in switches]
         on_run(number / pairs)
-    shards, size = made[True].shards, engine.shard_tokens
-    measured = OverheadFile(job=job, devices=ids, shards=shards, shard_tokens=size, pairs=tuple(found))
+    size, measured_pairs = engine.shard_tokens, tuple(pair for pair, _ in found)
+    measured = OverheadFile(job=job, devices=ids, shards=found[0][1], shard_tokens=size, pairs=measured_pairs)
     write(out / OVERHEAD, measured)
     return measured
 
 
-def measure_again(
-    out: Path, *, models: Path | None, devices: str | None, pairs: int, shards_a_device: int, force: bool = False
-) -> Profile:
-    """Measure in the directory of a finished validation, with its own settings; returns the profile to judge it by.
+def _pair(
+    out: Path, bench: Bench, engine: EngineSpec, of: Switch, number: int, shards: int
+) -> tuple[OverheadPair, int]:
+    """Two runs over the same shards, with what is switched and without; and how many shards those were."""
+    kind = "" if of == "commits" else f"{of}-"
+    names = {on: f"overhead/{number}-{kind}{'on' if on else 'off'}" for on in (True, False)}
+    rates, spans, restarts = {}, [], 0
+    # every other pair begins without, so that a drift of clocks and caches favours neither side
+    for on in (True, False) if number % 2 else (False, True):
+        run = RunDir(out / names[on])
+        with run_lock(run.root):
+            job = bench.job(run, engine.model_copy(update={"commit": on or of != "commits"}))
+            todo = job.todo[:shards]
+            parts = (todo,) if on or of != "models" else (todo[: len(todo) // 2], todo[len(todo) // 2 :])
+            sample_s = bench.sample_s if on or of != "sampler" else NEVER_S
+            made = [measure(replace(job, todo=part), sample_s=sample_s) for part in parts if part]
+            discard(run.root, *SHARDS)  # nobody asks for them
+        spans.append(sum(one.wall_s if of == "models" else one.committed_s for one in made))
+        tokens = sum(one.tokens_per_s * one.window_s for one in made)
+        rates[on], restarts = tokens / spans[-1] if spans[-1] else 0.0, restarts + sum(one.restarts for one in made)
+    if not all(rates.values()):
+        raise VirnucError(f"{out}: no batch was launched, so {of} cannot be timed")
+    log.info("%s, pair %d: %.0f tokens/s with, %.0f without", of, number, rates[True], rates[False])
+    pair = OverheadPair(
+        of=of,
+        with_run=names[True],
+        without_run=names[False],
+        with_tokens_per_s=rates[True],
+        without_tokens_per_s=rates[False],
+        seconds=min(spans),
+        restarts=restarts,
+    )
+    return pair, len(todo)
 
-    Errors: `ConfigError` when `out` is no validation; those of `measure_overhead`.
-    """
+
+def validated(out: Path) -> Profile:
+    """The profile that the validation in `out` was started with; `ConfigError` when there is none."""
     record = read_usable(RunDir(out).record, ValidationRecord)[0]
     if record is None or record.profile is None:
         raise ConfigError(f"{out}: no validation (its run.json names no profile); run virnuc validate first")
-    settings, store = record.spec, RunDir(out).store
-    bench = Bench(store, models or Path(settings.get("models", "")), Devices.parse(devices or settings["devices"]))
-    engine = EngineSpec.model_validate(record.profile.engine.model_dump() | dict(settings.get("engine", {})))
-    measure_overhead(out, bench, engine, pairs=pairs, shards_a_device=shards_a_device, force=force)
     return record.profile
 
 

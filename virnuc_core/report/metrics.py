@@ -274,8 +274,9 @@ def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
     found = raw.read(OverheadFile, OVERHEAD)
     if found is None:
         return None
-    shares = [share for pair in found.pairs if (share := pair.overhead) is not None]
-    shortest_s = min((pair.seconds for pair in found.pairs), default=0.0)
+    pairs = [pair for pair in found.pairs if pair.of == "commits"]
+    shares = [share for pair in pairs if (share := pair.overhead) is not None]
+    shortest_s = min((pair.seconds for pair in pairs), default=0.0)
     problem = None
     if len(shares) < MIN_PAIRS:
         problem = f"{len(shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"

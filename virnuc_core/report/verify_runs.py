@@ -330,25 +330,32 @@ def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -
 
 
 def verify_overhead(found: Verification, raw: RawFolder) -> None:
-    """The pairs of runs with commits and without, against the telemetry and the records of both."""
+    """The pairs of runs with what is switched and without, against the telemetry and the records of both."""
     told = raw.read(OverheadFile, OVERHEAD)
     if told is None:
         return
     for pair in told.pairs:
         spans = []
-        with_commits, without = (pair.with_run, pair.with_tokens_per_s), (pair.without_run, pair.without_tokens_per_s)
-        for commits, (run, rate) in ((True, with_commits), (False, without)):
-            where, measured, record = f"{OVERHEAD}: {run}", raw.telemetry(run, None), raw.read(RunRecord, run, RECORD)
+        for on, run, rate in (
+            (True, pair.with_run, pair.with_tokens_per_s),
+            (False, pair.without_run, pair.without_tokens_per_s),
+        ):
+            where, record = f"{OVERHEAD}: {run}", raw.read(RunRecord, run, RECORD)
             spec = {} if record is None else record.spec
+            commits = on or pair.of != "commits"
             found.same(f"{where}: commits", commits, spec.get("engine", spec).get("commit"))
-            if measured is None:
-                found.wrong(f"{where} has no telemetry")
-                continue
-            batches, shards = measured[1].batches, measured[1].shards
-            again = committed_tokens_per_s(batches, shards)
-            found.same(f"{where}: tokens/s", rate, again)
-            found.same(f"{where}: shards", told.shards, len(shards))
-            spans += [float(batches.tokens.sum()) / again] if again else []
-            if not commits and (spent := float(shards.commit_s.sum())) > UNCOMMITTED_S * len(shards):
+            files = sorted((raw.root / run).glob("telemetry/telemetry_*.h5"))
+            parts = [part for file in files if (part := raw.telemetry(run, file.name)) is not None]
+            tokens = sum(float(part.batches.tokens.sum()) for _, part in parts)
+            if pair.of == "models":
+                told_s = (read((raw.root / name).with_suffix(".json"), TelemetryFile) for name, _ in parts)
+                spans.append(sum(one.summary.wall_s for one in told_s))
+            else:
+                rates = (committed_tokens_per_s(part.batches, part.shards) for _, part in parts)
+                spans.append(sum(tokens / one for one in rates if one))
+            found.same(f"{where}: tokens/s", rate, tokens / spans[-1] if spans[-1] else None)
+            found.same(f"{where}: shards", told.shards, sum(len(part.shards) for _, part in parts))
+            spent = sum(float(part.shards.commit_s.sum()) for _, part in parts)
+            if not commits and spent > UNCOMMITTED_S * told.shards:
                 found.wrong(f"{where} spent {spent:.3f} s on commits although they were off")
-        found.same(f"{OVERHEAD}: {pair.with_run} and its pair: seconds", pair.seconds, min(spans, default=0.0))
+        found.same(f"{OVERHEAD}: {pair.with_run} and its pair: seconds", pair.seconds, min(spans))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.config import ClassifySpec, EngineSpec
+from virnuc_core.config import SWITCHES, ClassifySpec, EngineSpec
 from virnuc_core.errors import ConfigError
-from virnuc_core.measure.bench import Bench, embed_sample, measure_again, measure_overhead, measure_precision
+from virnuc_core.measure.bench import Bench, embed_sample, measure_overhead, measure_precision, validated
 from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -16,17 +16,23 @@ from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.verify_runs import Verification, verify_overhead
 from virnuc_core.rundir import RunDir
+from virnuc_core.telemetry.reader import open_frame
 
 
 @pytest.mark.slow
 def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench, engine: EngineSpec) -> None:
     shares: list[float] = []
-    found = measure_overhead(tmp_path, bench, engine, pairs=1, shards_a_device=2, on_run=shares.append)
-    (pair,) = found.pairs
+    found = measure_overhead(
+        tmp_path, bench, engine, switches=SWITCHES, pairs=1, shards_a_device=2, on_run=shares.append
+    )
+    assert [pair.of for pair in found.pairs] == list(SWITCHES)
     assert found.shards == 2
     assert shares == [1.0]
-    assert pair.with_tokens_per_s > 0
-    assert pair.without_tokens_per_s > 0
+    assert all(pair.with_tokens_per_s > 0 and pair.without_tokens_per_s > 0 for pair in found.pairs)
+    kept, anew = (len(list(tmp_path.glob(f"overhead/1-models-{way}/telemetry/*.h5"))) for way in ("on", "off"))
+    assert (kept, anew) == (1, 2), "one start of the workers, and two"
+    unsampled = open_frame(tmp_path / "overhead/1-sampler-off", "host")
+    assert len(unsampled) < len(open_frame(tmp_path / "overhead/1-sampler-on", "host"))
     verify_overhead(again := Verification(), RawFolder(tmp_path))
     assert again.ok, again.differences
     assert not list(tmp_path.rglob("shards"))
@@ -61,4 +67,4 @@ def test_a_part_in_fp32_is_what_a_run_is_held_against(
 
 def test_a_folder_that_is_no_validation_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="run virnuc validate first"):
-        measure_again(tmp_path, models=None, devices=None, pairs=1, shards_a_device=2)
+        validated(tmp_path)
