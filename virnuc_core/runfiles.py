@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import platform
 import re
 import subprocess
@@ -83,14 +82,17 @@ class FileDigest(RunFile):
     sha256: str
 
 
+def sha256_of(path: Path) -> str:
+    """Of a file's content. Errors: `OSError`."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest(path: Path) -> FileDigest | None:
     """Of a file as it is now; None when it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileDigest(size=os.fstat(file.fileno()).st_size, sha256=sha256)
-    except OSError:
-        return None
+    with suppress(OSError):
+        return FileDigest(size=path.stat().st_size, sha256=sha256_of(path))
+    return None
 
 
 class Device(RunFile):

@@ -20,7 +20,8 @@ from virnuc_core.encoders.layers import Encoder, Read, choose_backend, inv_freq,
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
-from virnuc_core.errors import WeightsError
+from virnuc_core.errors import WeightsError, few
+from virnuc_core.runfiles import sha256_of
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
 E = TypeVar("E", bound=Encoder)
@@ -117,8 +118,7 @@ def part_digest(folder: Path, *further: Path) -> str:
 @functools.cache
 def _digest(path: Path, size: int, changed_ns: int) -> str:
     """SHA-256 of a file that has not changed since."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return sha256_of(path)
 
 
 # -- loading -----------------------------------------------------------------------------------------------------------
@@ -233,9 +233,9 @@ def fit(source: Checkpoint, shape: Shape) -> Read:
     used = {"", *chain.from_iterable(parts.values())}
     missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
     unexpected = [theirs for theirs, name in ours.items() if name not in used]
-    problems = [f"no {_few(missing)}"] * bool(missing) + [f"unexpected {_few(unexpected)}"] * bool(unexpected)
-    if problems:
-        raise WeightsError(f"{source.origin}: {'; '.join(problems)}; not the model that config.json describes")
+    lists = (("no", missing), ("unexpected", unexpected))
+    if said := [f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}" for what, found in lists if found]:
+        raise WeightsError(f"{source.origin}: {'; '.join(said)}; not the model that config.json describes")
     for name, needed in parts.items():
         size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
         for theirs in (theirs_of[part] for part in needed):
@@ -256,11 +256,6 @@ def fit(source: Checkpoint, shape: Shape) -> Read:
 def size_text(shape: Sequence[int]) -> str:
     """A tensor's size for messages: `512×64`."""
     return "×".join(map(str, shape)) or "a scalar"
-
-
-def _few(names: list[str], most: int = 4) -> str:
-    tail = f" and {len(names) - most} more" if len(names) > most else ""
-    return f"tensor{'s' * (len(names) > 1)} {', '.join(sorted(names)[:most])}{tail}"
 
 
 def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:

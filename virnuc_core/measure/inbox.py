@@ -36,7 +36,7 @@ from virnuc_core.errors import (
     WeightsError,
 )
 from virnuc_core.rundir import INBOX_LOCK, write_text_whole
-from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, write
+from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, sha256_of, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these
@@ -137,7 +137,7 @@ class Ledger:
                 return row.but(fate="arriving")
             if plain != name:
                 return row.but(note="its name is not UTF-8, or holds a line break; rename it")
-            sha256 = known.get((name, row.size, row.mtime_ns)) or _digest(path)
+            sha256 = known.get((name, row.size, row.mtime_ns)) or sha256_of(path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -155,7 +155,7 @@ class Ledger:
         of which is its fate. Raised, and no attempt, is what lies with the machine: `MACHINE`, what `predict` raises.
         """
         with suppress(OSError):  # which `predict` will meet; what a table said of another time proves nothing
-            row = row.but(sha256=_digest(self.inbox / row.file))
+            row = row.but(sha256=sha256_of(self.inbox / row.file))
         with self.claim(row.sha256) as mine:
             if not mine:
                 return row.but(fate="busy", note="another run predicts it")
@@ -242,11 +242,6 @@ class Ledger:
         if fate.file == row.file:
             return row.but(run=fate.run, reads=reads, viral=viral, fate=fate.fate, note=fate.error or "")
         return row.but(run=fate.run, reads=reads, viral=viral, fate="duplicate", note=SAME.format(fate.file))
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def _sweep(path: Path) -> None:

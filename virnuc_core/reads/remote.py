@@ -30,6 +30,7 @@ from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.reads.sources import HIDDEN, NCBI_PREFIX, hidden, is_address, whole_addresses
 from virnuc_core.rundir import check_room, storing, whole_file, write_text_whole
+from virnuc_core.runfiles import sha256_of
 
 NCBI_ADDRESS: Final = "https://eutils.ncbi.nlm.nih.gov/entrez/eutils/efetch.fcgi"
 PRIVATE: Final = "VIRNUC_PRIVATE_ADDRESSES"  # set to `allow`, addresses inside this network are fetched too
@@ -120,7 +121,7 @@ def _download(url: str, target: Path) -> None:
         if known.url == shown and known.validator and known.sha256 is None:
             have = part.stat().st_size
             headers |= {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
-        elif known.url == shown and known.validator and known.sha256 == _sha256(target):
+        elif known.url == shown and known.validator and known.sha256 == sha256_of(target):
             headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
     try:
         answer = _open(url, headers)
@@ -140,7 +141,7 @@ def _download(url: str, target: Path) -> None:
         write_text_whole(notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json())
         with storing(part), part.open("ab" if goes_on else "wb") as out:
             _copy(answer, out, shown)
-    whole = _Remembered(url=shown, validator=validator, sha256=_sha256(part))
+    whole = _Remembered(url=shown, validator=validator, sha256=sha256_of(part))
     os.replace(part, target)
     write_text_whole(notes, whole.model_dump_json())
 
@@ -165,11 +166,6 @@ def _copy(answer: Any, out: BinaryIO, name: str) -> None:
     os.fsync(out.fileno())
     if answer.length:
         raise http.client.IncompleteRead(b"", answer.length)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 # -- connections -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +13,7 @@ import h5py
 from virnuc_core.errors import VirnucError
 from virnuc_core.report.model import RawFile
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import File
+from virnuc_core.runfiles import File, sha256_of
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.validation import BitwiseEquality, read_usable
@@ -82,12 +81,8 @@ class RawFolder:
 
     def evidence(self) -> tuple[RawFile, ...]:
         """Size and digest of every file that was read, by name."""
-        found = []
-        for name, path in sorted(self.used.items()):
-            with path.open("rb") as handle:
-                sha256 = hashlib.file_digest(handle, "sha256").hexdigest()
-            found.append(RawFile(path=name, bytes=path.stat().st_size, sha256=sha256))
-        return tuple(found)
+        used = sorted(self.used.items())
+        return tuple(RawFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for name, path in used)
 
 
 def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:

@@ -102,7 +102,7 @@ def test_an_unchanged_file_is_not_hashed_again(ledger: Ledger, monkeypatch: pyte
     def never(_: Path) -> str:
         raise AssertionError("hashed again")
 
-    monkeypatch.setattr("virnuc_core.measure.inbox._digest", never)
+    monkeypatch.setattr("virnuc_core.measure.inbox.sha256_of", never)
     assert [row.sha256 for row in ledger.scan(settle_s=0)] == [before]
     put(ledger.inbox, "a.fa", ">a\nAA\n")
     with pytest.raises(AssertionError):
