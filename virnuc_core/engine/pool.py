@@ -367,13 +367,12 @@ class Embedding:
             own, said = batches[batches.device == busy.device], pool.records[busy.device]
             launched_s, finished_s = own.launched_s.min(), shards.finished_s[shards.device == busy.device].max()
             imported_s, loaded_s, ready_s = (said["started_s"] + said[n] for n in ("import_s", "load_s", "ready_s"))
-            start = [said["spawned_s"], imported_s, loaded_s, ready_s + said["waited_s"], launched_s]
+            spawned_s = min(said["spawned_s"], self._began_s)  # later for one that took the place of a dead one
+            start = [spawned_s, imported_s, loaded_s, ready_s + said["waited_s"], launched_s]
             for part, began_s, ended_s in zip(START_UP, start, start[1:], strict=False):
                 clock.add(part, ended_s - began_s, (began_s, ended_s))
             clock.add(START_UP[2], -said["waited_s"])  # for the job, with the weights loaded
-            hidden_s = self._began_s - said["spawned_s"] - said["waited_s"]
-            clock.add(OVERLAPPED, max(0.0, hidden_s))
-            clock.add("Restarts", max(0.0, -hidden_s))  # a worker died before it was ready
+            clock.add(OVERLAPPED, max(0.0, self._began_s - spawned_s - said["waited_s"]))
             still_s = max(0.0, finished_s - launched_s - busy.busy_s)
             waits_s = own.wait_ms[1:].sum() / 1e3  # the first batch's is part of the start
             causes = {"Restarts": pool.lost_s[busy.device], "Waiting for batches": waits_s, "Commits": busy.commit_s}

@@ -190,8 +190,9 @@ def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
         own = sorted(((spent[row], row) for row in rows if row in spent), reverse=True)
         # what passed while the reads were staged saves nothing, whichever of the two is removed
         hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
-        detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own)
-        found.append((sum(seconds for seconds, _ in own) - hidden_s, kind, detail, advice, False))
+        whole_s = sum(seconds for seconds, _ in own)
+        detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own if seconds > WORTH * whole_s)
+        found.append((whole_s - hidden_s, kind, detail, advice, False))
     ranked = tuple(
         Bottleneck(
             kind=kind, detail=detail, advice=advice, saves_s=saves_s, share=share, expected=good or share < WORTH
@@ -219,10 +220,4 @@ def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[fl
         slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
     good = not idle and still_s <= slow_s / 2
     yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else BUSY_ADVICE, good
-    yield (
-        empty_s,
-        "packing",
-        "slots without a token",
-        "raise token_budget or shard_tokens: fewer half-empty batches",
-        False,
-    )
+    yield empty_s, "packing", "slots without a token", "raise token_budget or shard_tokens", False

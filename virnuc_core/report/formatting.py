@@ -130,7 +130,7 @@ def stage_text(run: RunMetrics, stage: str) -> str:
         return "0s (fused)" if stage in run.stages else f"{UNKNOWN} (not measured)"
     spent = f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
     share = number(seconds / run.total_s, 1, "%", 100) if run.total_s else UNKNOWN
-    return f"{'-' * (stage == OVERLAPPED)}{spent} ({share})"
+    return f"{'-' * (stage == OVERLAPPED and seconds > 0)}{spent} ({share})"
 
 
 def overhead_text(found: OverheadMetrics | None) -> str:

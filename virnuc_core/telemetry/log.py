@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Final, Self, get_args
+from typing import Any, Final, get_args
 
 import h5py
 import numpy as np
@@ -47,23 +47,6 @@ class Telemetry:
     stages: tuple[StageTime, ...]
     origin_s: float  # time.monotonic() at the run's start
     started: str  # wall clock at the same moment, ISO 8601
-
-    @classmethod
-    def of(
-        cls,
-        shards: Sequence[ShardDone],
-        samples: pd.DataFrame,
-        host: pd.DataFrame,
-        stages: Sequence[StageTime],
-        *,
-        origin_s: float,
-        started: datetime,
-    ) -> Self:
-        """The shards committed, with their batches, beside what was sampled."""
-        devices = list(samples.device.cat.categories)
-        batches = statistics.frame(BatchRecord, (batch for shard in shards for batch in shard.batches), devices)
-        done = statistics.frame(ShardDone, shards, devices)
-        return cls(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
 
     def get_throughput(self) -> Numbers:
         """Tokens, sequences (each once) and batches per second over the embedding span."""
@@ -133,10 +116,10 @@ def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
     start, *deaths = noted[str]
     origin_s, started, *devices = json.loads(start)
     samples, host = (statistics.frame(kind, noted[kind], devices) for kind in (DeviceSample, HostSample))
-    measured = Telemetry.of(
-        noted[ShardDone], samples, host, (), origin_s=origin_s, started=datetime.fromisoformat(started)
-    )
-    last_s = max([origin_s, *(one.time_s for one in noted[HostSample]), *measured.shards.finished_s])
+    shards = statistics.frame(ShardDone, noted[ShardDone], devices)
+    batches = statistics.frame(BatchRecord, (batch for one in noted[ShardDone] for batch in one.batches), devices)
+    measured = Telemetry(batches, samples, host, shards, (), origin_s, started)
+    last_s = max([origin_s, *(one.time_s for one in noted[HostSample]), *shards.finished_s])
     return measured, last_s - origin_s, tuple(deaths)
 
 

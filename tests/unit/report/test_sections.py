@@ -21,11 +21,12 @@ from virnuc_core.report.verify_runs import Verification, verify_overhead
 from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
-from virnuc_core.telemetry.log import Telemetry, write_telemetry
+from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import committed_tokens_per_s
 from virnuc_core.validation import OVERHEAD, OverheadFile, OverheadPair
 
+from ..telemetry.measurements import telemetry_of
 from .validate_directory import (
     ORIGIN_S,
     STARTED,
@@ -112,7 +113,7 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
             done = [replace(shard, commit_s=spent_s) for shard in done]
             end_s = max(shard.finished_s for shard in done)
             samples = device_samples(recipe, list(GPUS), end_s)
-            made = Telemetry.of(done, samples, host_samples(end_s), (), origin_s=ORIGIN_S, started=STARTED)
+            made = telemetry_of(done, samples, host_samples(end_s), (), origin_s=ORIGIN_S, started=STARTED)
             told = write_telemetry(run.telemetry, made, n_reads=300, wall_s=end_s - ORIGIN_S)
             write_json(run.record, {"spec": {"commit": commit}, "fingerprints": {}})
             measured = read_telemetry(told.with_suffix(".h5"))

@@ -17,11 +17,12 @@ from virnuc_core.report.formatting import near, target_text
 from virnuc_core.report.model import Regression, Report
 from virnuc_core.report.render import fill
 from virnuc_core.runfiles import write
-from virnuc_core.telemetry.log import Telemetry, write_telemetry
+from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import STAGES, BatchRecord, DeviceSample, HostSample, ShardDone
 from virnuc_core.validation import Comparison, ComparisonFile, LabelAgreement
 
+from ..telemetry.measurements import telemetry_of
 from .validate_directory import ORIGIN_S, PRINTS, STARTED, Recipe, build, write_json
 
 DATA = Path(__file__).resolve().parents[2] / "data"
@@ -67,7 +68,7 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         for i, device in enumerate(devices)
         for tick in range(20)
     ]
-    measured = Telemetry.of(
+    measured = telemetry_of(
         shards, frame(DeviceSample, samples), frame(HostSample, []), (), origin_s=ORIGIN_S, started=STARTED
     )
     write_telemetry(folder / "telemetry", measured, n_reads=numbers["n_reads"], wall_s=summary["wall_s"])

@@ -18,7 +18,7 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.runfiles import digest
-from virnuc_core.telemetry.log import Telemetry, write_telemetry
+from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, frame
 from virnuc_core.telemetry.tables import (
     BatchRecord,
@@ -27,6 +27,8 @@ from virnuc_core.telemetry.tables import (
     ShardDone,
     StageClock,
 )
+
+from ..telemetry.measurements import telemetry_of
 
 STARTED = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 ORIGIN_S = 5_000.0
@@ -146,7 +148,7 @@ def build_run(out: Path, name: str, recipe: Recipe, rows: Rows, *, count: int, w
     clock.add("Model Prediction", 0.5, (end_s, end_s + 0.5))
     clock.add("Consensus Scoring", 0.25, (end_s + 0.5, end_s + 0.75))
     wall_s = end_s - ORIGIN_S + 1.0
-    measured = Telemetry.of(done, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED)
+    measured = telemetry_of(done, samples, host, clock.times(), origin_s=ORIGIN_S, started=STARTED)
     figures = {"n_reads": recipe.reads, "wall_s": wall_s, "sequences_per_hour": 3600 * recipe.reads / (5.0 + wall_s)}
     told = write_telemetry(run.telemetry, measured, window_s=window_s, **figures)
     n_rows = sum(len(ids) for ids in rows.ids)

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
-from virnuc_core.telemetry.tables import BatchRecord, ShardDone
+from collections.abc import Sequence
+from datetime import datetime
+
+import pandas as pd
+
+from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.statistics import frame
+from virnuc_core.telemetry.tables import BatchRecord, ShardDone, StageTime
+
+
+def telemetry_of(
+    shards: Sequence[ShardDone],
+    samples: pd.DataFrame,
+    host: pd.DataFrame,
+    stages: Sequence[StageTime],
+    *,
+    origin_s: float,
+    started: datetime,
+) -> Telemetry:
+    """The shards committed, with their batches, beside what was sampled."""
+    devices = list(samples.device.cat.categories)
+    batches = frame(BatchRecord, (batch for shard in shards for batch in shard.batches), devices)
+    done = frame(ShardDone, shards, devices)
+    return Telemetry(batches, samples, host, done, tuple(stages), origin_s, started.isoformat())
 
 
 def batch(

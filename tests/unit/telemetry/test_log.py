@@ -13,7 +13,7 @@ import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.telemetry import log as module
-from virnuc_core.telemetry.log import Telemetry, write_telemetry
+from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.reader import latest, open_frame, read_telemetry
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import (
@@ -24,7 +24,7 @@ from virnuc_core.telemetry.tables import (
     StageTime,
 )
 
-from .measurements import batch, shard
+from .measurements import batch, shard, telemetry_of
 
 STARTED = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 DEVICES = ("GPU-a", "GPU-b")
@@ -53,7 +53,7 @@ def write(
     wall_s: float,
 ) -> Path:
     """The `.h5` file of what was measured; the JSON lies beside it."""
-    measured = Telemetry.of(shards, samples, host, stages, origin_s=origin_s, started=STARTED)
+    measured = telemetry_of(shards, samples, host, stages, origin_s=origin_s, started=STARTED)
     return write_telemetry(folder, measured, n_reads=n_reads, wall_s=wall_s, window_s=60.0).with_suffix(".h5")
 
 
