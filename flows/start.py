@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, MutableMapping
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -43,19 +43,13 @@ ANSWERS_S: Final = 10.0  # a disk that is there
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
 BASES_IN_FILE: Final = 6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
-SERVER: Final = ("uvicorn", "--factory", "prefect.server.api.server:create_app", "--log-level", "error")
-# A module as a program that ends when another process has adopted it: nobody is left who would want an orderly end. The
-# kernel's parent-death signal would not do, it is sent when the *thread* that started it ends.
-# Arguments: the parent's number, the module, its arguments.
-DYING: Final = """
-import os, runpy, signal, sys, threading, time
-def end_after(parent):
-    while os.getppid() == parent:
-        time.sleep(1)
-    os.kill(os.getpid(), signal.SIGKILL)
-threading.Thread(target=end_after, args=(int(sys.argv[1]),), daemon=True).start()
-del sys.argv[:2]
-runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+# a server's program, bound to its parent before what takes time is imported. Arguments: the parent's number, the socket
+SERVER: Final = """
+import sys
+from virnuc_core.rundir import die_with_parent
+die_with_parent(int(sys.argv[1]))
+import uvicorn
+uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.argv[2]), log_level="error")
 """
 PREFECT_DEFAULTS: Final = {
     "DO_NOT_TRACK": "1",  # and no notice that use is counted
@@ -189,7 +183,6 @@ def own_server(*, debug: bool) -> Callable[[], None]:
     it cannot use; `VirnucError` of what is returned, where it does not come to answer.
     """
     usable_home()
-    import prefect
     from prefect.context import refresh_global_settings_context
     from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings
 
@@ -201,9 +194,8 @@ def own_server(*, debug: bool) -> Callable[[], None]:
         door.bind(("127.0.0.1", 0))
         door.listen(128)
         os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
-        words = (*SERVER, "--app-dir", str(prefect.__module_path__.parent), "--fd", str(door.fileno()))
         server = subprocess.Popen(
-            dying_with_parent(*words),
+            [sys.executable, "-P", "-c", SERVER, str(os.getpid()), str(door.fileno())],
             env={**os.environ, **own},
             pass_fds=[door.fileno()],
             start_new_session=True,
@@ -231,19 +223,12 @@ def own_server(*, debug: bool) -> Callable[[], None]:
     return wait
 
 
-def dying_with_parent(module: str, *arguments: str) -> list[str]:
-    """`python -m MODULE …` as a command that ends when this process does, however that ends."""
-    return [sys.executable, "-P", "-c", DYING, str(os.getpid()), module, *arguments]
-
-
 def _end(server: subprocess.Popen[bytes]) -> None:
     """At the very end: what Prefect's threads still had to tell has been told."""
     server.terminate()
-    try:
+    with suppress(subprocess.TimeoutExpired):
         server.wait(timeout=5)
-    except subprocess.TimeoutExpired:
-        server.kill()
-        server.wait()
+    server.kill()
 
 
 def say(*lines: object) -> None:
