@@ -165,12 +165,14 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     return stage(spec, RunDir(settings.out).store, label=label, email=settings.email, force=settings.force).result()
 
 
-def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTerminal, *, told: bool) -> State[Any]:
+def run_flow(
+    flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTerminal, ready: Callable[[], object] | None
+) -> State[Any]:
     """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 
     Bars and log lines share one console: the core's lines, plainly, and Prefect's warnings, unless to debug; errors are
-    for the caller to say, once. A flow that is not `told` has no server, and nothing is recorded. Errors: what the flow
-    raised; `CancelledError`; `KeyboardInterrupt`; `VirnucError` where no server answers.
+    for the caller to say, once. `ready` waits for the server; without it there is none, and nothing is recorded.
+    Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`; `VirnucError` where no server answers.
     """
     logging.raiseExceptions = seen.debug  # a lost server is said once, not once a line of the log
     console = live.shared_console()
@@ -188,7 +190,9 @@ def run_flow(flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTermin
                 handler.addFilter(is_shown)
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     with _ended_in_time(by_hand=True):
-        state = _told(flow, parameters) if told else _untold(flow, parameters)
+        if ready is not None:
+            ready()
+        state = _untold(flow, parameters) if ready is None else _told(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found

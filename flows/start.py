@@ -57,8 +57,6 @@ PREFECT_DEFAULTS: Final = {
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     # the first start migrates the database: 12 to 18 s on two cores, too close to the stock limit of 20 s
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
-    # leases kept in a server's memory leak their slot when that server ends
-    "PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE": "prefect.server.concurrency.lease_storage.filesystem",
     # threads of the core log without a run context; their records carry the run's id instead (tasks/step.py)
     "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
 }
@@ -122,10 +120,9 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
         sys.stderr.write(f"{now}  {name} into {printable(str(settings.out))} on {devices}: reads and weights will do\n")
     from prefect.settings import PREFECT_API_URL
 
-    told, ready = not getattr(settings, "no_prefect", False), None
-    if told and PREFECT_API_URL.value() is None:
-        told = not settings.is_done()
-        ready = own_server(debug=settings.debug) if told else None
+    ready: Callable[[], object] | None = None if getattr(settings, "no_prefect", False) else lambda: None
+    if ready is not None and PREFECT_API_URL.value() is None:
+        ready = None if settings.is_done() else own_server(debug=settings.debug)
     from flows import flow_run
     from virnuc_core.reads.sources import hidden
 
@@ -133,9 +130,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
     values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
     if "reads" in values:  # which Prefect keeps
         values["reads"] = tuple(map(hidden, values["reads"]))
-    if ready is not None:
-        ready()
-    return flow_run.run_flow(called, values, settings, told=told)
+    return flow_run.run_flow(called, values, settings, ready)
 
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
