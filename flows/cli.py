@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import sys
 import traceback
 import warnings
@@ -20,6 +19,7 @@ from typing import Any, Final
 
 from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError
 
+from flows.ending import ended_in_time
 from virnuc_core.errors import ConfigError, VirnucError, printable
 
 INTERRUPTED: Final = 130
@@ -68,9 +68,8 @@ for _name, (_module, _help) in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, this process's own where none is given; returns the exit code."""
-    if arguments is None:  # before anything is started that would have to be ended
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-    code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
+    with ended_in_time(by_hand=True, final=arguments is None):
+        code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
     if arguments is None and (server := sys.modules.get("tasks.server")) is not None:
         server.connection.leave(code)
     return code
@@ -89,7 +88,6 @@ def _outcome(words: list[str]) -> int:
         code = _run([word for word in words if word != "--debug"], debug)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is ended; one more must not spoil the exit code
         return _complain("interrupted; what was committed stays, the same command goes on from there", INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; there is nobody to tell

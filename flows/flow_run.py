@@ -10,8 +10,6 @@ import os
 import platform
 import re
 import signal
-import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -30,11 +28,11 @@ from prefect.flows import Flow
 from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
+from flows.ending import ended_in_time
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, beside, core_logs, no_orphans
-from virnuc_core.engine.process import INTERRUPTED
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.sources import hidden, is_address
@@ -47,9 +45,7 @@ T = TypeVar("T")
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
-ENDING_S: Final = 7.5  # for a run that was told to end; with the last word to the server it has ended in 10
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
-_timed: ContextVar[bool] = ContextVar("whether an ending has its time", default=False)
 logger = logging.getLogger(__name__)
 
 
@@ -75,7 +71,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             planned = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
             settings = settings.placed(planned.astimezone(UTC))
             with (
-                _ended_in_time(),
+                ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
                 connection.hearing(),
                 no_orphans(),
                 core_logs(),
@@ -189,10 +185,9 @@ def run_flow(
             if not seen.debug:
                 handler.addFilter(is_shown)
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
-    with _ended_in_time(by_hand=True):
-        if ready is not None:
-            ready()
-        state = _untold(flow, parameters) if ready is None else _told(flow, parameters)
+    if ready is not None:
+        ready()
+    state = _untold(flow, parameters) if ready is None else _told(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
@@ -273,44 +268,3 @@ def _ended_when_cancelled() -> Iterator[None]:
 
     with beside(watch):
         yield
-
-
-@contextmanager
-def _ended_in_time(*, by_hand: bool = False) -> Iterator[None]:
-    """Once SIGTERM or SIGINT tells the run to end, this process is gone within `ENDING_S`, and so are its children,
-    whatever holds the ending; a worker's child also while Prefect tells the server.
-
-    Signals are heard beside their handlers, which may be Prefect's, and also while the main thread cannot run one.
-    `by_hand`: SIGTERM does what Ctrl-C does, and pressing again does not disturb the ending.
-    """
-    if _timed.get() or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    (ours, pythons), ended, signals = socket.socketpair(), threading.Event(), (signal.SIGTERM, signal.SIGINT)
-
-    def cut_off() -> None:
-        with ours:
-            while heard := ours.recv(1):
-                if heard[0] in signals and not ended.wait(ENDING_S):
-                    sys.stderr.write(f"virnuc: {INTERRUPTED.removeprefix('the run was ')}\n")
-                    os._exit(130)
-
-    def interrupt(*_: object) -> None:
-        for number in signals:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    pythons.setblocking(False)
-    threading.Thread(target=cut_off, daemon=True).start()
-    before, within = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False), _timed.set(True)
-    handlers = {number: signal.signal(number, interrupt) for number in signals} if by_hand else {}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-        _timed.reset(within)
-        signal.set_wakeup_fd(before)
-        if "PREFECT__FLOW_RUN_ID" not in os.environ:  # a worker's child
-            ended.set()
-        pythons.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.convert import init_random
+
+from .scene import python_path
 
 HERE = Path(__file__).resolve().parent
 ENGINE = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=8192, heartbeat_s=0.2)
@@ -57,7 +60,8 @@ def prepare(folder: Path, reads: int = 250, seed: int = 11) -> Scene:
     scene = Scene(folder / "reads.fasta", folder / "orfs.h5", folder / "models", {})
     write_reads(scene.reads, reads, seed)
     init_random(scene.models, "tiny", "tiny", model_length=LENGTH, seed=3)
-    subprocess.run(command(folder / "reference", scene, "cpu:1", ENGINE), check=True)
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    subprocess.run(command(folder / "reference", scene, "cpu:1", ENGINE), env=environment, check=True)
     scene.reference.update(result_bytes(folder / "reference"))
     return scene
 

@@ -15,6 +15,7 @@ import pytest
 from virnuc_core.reads.store import OrfStore
 
 from . import injected
+from .scene import INJECT, python_path
 
 HERE = Path(__file__).resolve().parent
 
@@ -29,7 +30,7 @@ def guilty_row(core_scene: injected.Scene) -> tuple[int, str]:
 
 
 def run(core_scene: injected.Scene, root: Path, fault: dict[str, Any], **engine: Any) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "PYTHONPATH": str(HERE / "inject"), "VIRNUC_FAULT": json.dumps(fault)}
+    environment = {**os.environ, "PYTHONPATH": python_path(INJECT), "VIRNUC_FAULT": json.dumps(fault)}
     settings = injected.ENGINE.model_copy(update=engine)
     return subprocess.run(
         injected.command(root, core_scene, "cpu:1", settings),

@@ -190,8 +190,8 @@ def test_the_room_that_reads_surely_need_is_known_before_they_are_staged(
 STUCK = """
 import threading, time
 from prefect.utilities.engine import capture_sigterm
-from flows import flow_run
-flow_run.ENDING_S = 0.5
+from flows import ending
+ending.ENDING_S = 0.5
 with {}:
     try:
         print("here", flush=True)
@@ -204,7 +204,7 @@ with {}:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "started",
-    ["flow_run._ended_in_time(by_hand=True)", "capture_sigterm(), flow_run._ended_in_time()"],
+    ["ending.ended_in_time(by_hand=True)", "capture_sigterm(), ending.ended_in_time(final=True)"],
     ids=["hand", "worker"],
 )
 def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) -> None:
@@ -218,6 +218,23 @@ def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) ->
             assert (
                 run.communicate(timeout=30)[1] == "virnuc: interrupted; what was committed stays, run again to go on\n"
             )
+        finally:
+            run.kill()
+    assert run.returncode == 130
+
+
+@pytest.mark.slow
+def test_what_a_run_does_after_its_last_words_is_ended_too() -> None:
+    """Threads of libraries, servers that do not go: they had their time, and the message is there already."""
+    program = STUCK.format("ending.ended_in_time(by_hand=True, final=True)").replace(
+        "    finally:\n        ", "    except:\n        pass\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=-1, stderr=-1, text=True) as run:
+        assert run.stdout is not None
+        assert run.stdout.readline() == "here\n"
+        run.terminate()
+        try:
+            assert run.communicate(timeout=30)[1] == ""
         finally:
             run.kill()
     assert run.returncode == 130

@@ -1,0 +1,66 @@
+"""A process that is told to end has ended within ten seconds, whatever holds its ending; its children die with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final
+
+ENDING_S: Final = 7.5
+TELLING: Final = (signal.SIGTERM, signal.SIGINT)
+_timed: ContextVar[bool] = ContextVar("whether an ending has its time", default=False)
+
+
+@contextmanager
+def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[None]:
+    """Once SIGTERM or SIGINT is heard in the body, this process is gone within `ENDING_S`, unless the body is sooner.
+
+    Signals are heard beside their handlers, which may be Prefect's, and also while the main thread cannot run one.
+    `by_hand`: SIGTERM does what Ctrl-C does, and pressing again does not disturb the ending. `final`: the process ends
+    with the body, and what is done after that counts, too.
+    """
+    if _timed.get() or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    (ours, pythons), ended = socket.socketpair(), threading.Event()
+
+    def cut_off() -> None:
+        with ours:
+            while heard := ours.recv(1):
+                until_s = time.monotonic() + ENDING_S
+                if heard[0] not in TELLING:
+                    continue
+                if not ended.wait(ENDING_S):
+                    sys.stderr.write("virnuc: interrupted; what was committed stays, run again to go on\n")
+                elif final:
+                    time.sleep(max(0.0, until_s - time.monotonic()))
+                else:
+                    return
+                os._exit(130)
+
+    def interrupt(*_: object) -> None:
+        for number in TELLING:
+            signal.signal(number, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    pythons.setblocking(False)
+    threading.Thread(target=cut_off, daemon=True).start()
+    before, within = signal.set_wakeup_fd(pythons.fileno(), warn_on_full_buffer=False), _timed.set(True)
+    handlers = {number: signal.signal(number, interrupt) for number in TELLING} if by_hand else {}
+    try:
+        yield
+    finally:
+        ended.set()
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is interrupt:  # once told, it stays told
+                signal.signal(number, handler)
+        _timed.reset(within)
+        signal.set_wakeup_fd(before)
+        pythons.close()
