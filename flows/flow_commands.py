@@ -185,6 +185,13 @@ GRIDS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {  # named sweeps: each va
     "quick": {"num_workers": (4, 8, 12), "prefetch_factor": (2, 4, 8)},
     "full": {"num_workers": (4, 8, 12, 16), "prefetch_factor": (2, 4, 8), "token_budget": (4_096, 8_192, 12_288)},
 }
+BUDGETS: Final = dict.fromkeys(("token_budget", "dna_token_budget"), (8_192, 16_384, 32_768))
+KNOBS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {  # what may lessen a loss of time, by its class
+    "loader": GRIDS["quick"],
+    "packing": BUDGETS,
+    "GPU compute": BUDGETS,
+    "commits": {"shard_tokens": (262_144, 524_288, 1_048_576)},
+}
 
 
 class TuneSettings(RunSettings):

@@ -212,28 +212,14 @@ def compare(
     """
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
+    from virnuc_core.report.formatting import cell
+    from virnuc_core.report.views import correctness
 
     found = hold(vanilla, refactored, tolerance=tolerance, mode=mode, subset_of_a=subset, embeddings=embeddings)
-    lines = [found.model_dump_json(indent=2) if as_json else f"{found.a} with {found.b}"]
-    for title, part in (("per frame", found.frames), ("consensus", found.consensus)):
-        if part is None or as_json:
-            continue
-        agreement = "nothing to compare" if part.agreement is None else f"{100 * part.agreement:.2f} %"
-        lines.append(f"  {title + ':':<12}{agreement} ({part.agreeing:,} of {part.total:,} ids)")
-        if part.only_in_a or part.only_in_b:
-            lines.append(f"    only in A {part.only_in_a:,}, only in B {part.only_in_b:,}: counted as disagreements")
-        if (score := part.score) is not None:
-            lines.append(
-                f"    score difference: mean {score.mean:.2e}, median {score.median:.2e}, p99 {score.p99:.2e}, "
-                f"max {score.max:.2e}; {100 * score.share_within_tolerance:.2f} % within {score.tolerance:g}"
-            )
-        lines += [f"    {name}: {one.agreeing:,} of {one.ids:,} agree" for name, one in part.classes.items()]
-        lines += [f"    {example}" for example in part.examples]
-    lines += [
-        f"  cosine, {one.part}: least {one.minimum:.6f}, p1 {one.p1:.6f}, mean {one.mean:.6f} ({one.n:,} sequences)"
-        for one in found.cosines
-        if not as_json
-    ]
+    section = correctness((found,))
+    lines = [found.model_dump_json(indent=2)] if as_json else [*section.prose]
+    for row in () if as_json else (row for table in section.tables for row in table.rows):
+        lines += ["", *(f"{name + ':':<20}{cell(value)}" for name, value in row.items() if value is not None)]
     print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE
 

@@ -14,7 +14,15 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_commands import SWEPT, OverheadSettings, ProfileSettings, TrainSettings, TuneSettings, ValidateSettings
+from flows.flow_commands import (
+    KNOBS,
+    SWEPT,
+    OverheadSettings,
+    ProfileSettings,
+    TrainSettings,
+    TuneSettings,
+    ValidateSettings,
+)
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
@@ -28,8 +36,8 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, validated
 from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
 from virnuc_core.measure.trace import Traces, counted
-from virnuc_core.measure.tune import KNOBS, Candidate, Recommendation, Sweep, candidates, recommend, rounds, values_of
-from virnuc_core.profiles import Profile, load_profile
+from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
+from virnuc_core.profiles import load_profile
 from virnuc_core.report.files import run_names
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import write_report
@@ -56,34 +64,26 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     label = sample_of(settings.reads)
     announce(label, profile.name, devices.kind)
     stage_input(settings, label)
-    sweep = Sweep(settings.out, Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s), base)
+    bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
+    sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search, settings.allow_changed_results)
     if settings.force:
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
-    allowed = settings.allow_changed_results
-    chosen = sweep_all(sweep, tried, profile, label, settings.repeats, settings.search, allow_changed=allowed)
+    chosen = sweep_all(sweep, tried, label)
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
     message = chosen.reason + ("; nothing had to be measured" if old else "")
     return done(chosen, message, reused=old)
 
 
-def sweep_all(
-    sweep: Sweep,
-    tried: Sequence[Candidate],
-    profile: Profile,
-    label: str,
-    repeats: int,
-    search: str,
-    *,
-    allow_changed: bool = False,
-) -> Recommendation:
+def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommendation:
     """The settings to use of those tried, all measured; `tune.json`, `settings.toml` and a table tell of them."""
-    for candidate, repeat, name in rounds(tried, repeats, halving=search == "halving"):
+    for candidate, repeat, name in rounds(tried, sweep.repeats, halving=sweep.search == "halving"):
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
-    chosen = recommend(tried, tolerance=profile.score_tolerance, allow_changed=allow_changed)
-    rows, devices = trial_rows(tried, chosen, profile.score_tolerance), sweep.bench.devices
+    tolerance, devices = sweep.profile.score_tolerance, sweep.bench.devices
+    chosen = recommend(tried, tolerance=tolerance, allow_changed=sweep.allow_changed)
+    rows = trial_rows(tried, chosen, tolerance)
     told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
     publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
-    sweep.write(tried, chosen, profile, search, tuple(SWEPT.values()))
+    sweep.write(tried, chosen, tuple(SWEPT.values()))
     return chosen
 
 
@@ -116,8 +116,8 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
     chosen = None
     if loss is not None:
         bench, knobs = Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s), KNOBS[loss.kind]
-        sweep, tried = Sweep(out, bench, base, TUNED_TOKENS), candidates(base, values_of(knobs, base))
-        chosen = sweep_all(sweep, tried, judged.profile, sample_of(settings.reads), TUNED_REPEATS, "halving")
+        sweep = Sweep(out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
+        chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.reads))
         beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
     better = None if chosen is None or chosen.candidate.number == 0 else chosen.candidate.engine
     found = None if better is None else better.model_dump(mode="json")

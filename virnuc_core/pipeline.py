@@ -183,7 +183,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
         runfiles.RunRecord,
         found,
         spec=spec.parameters | spec.model_dump(mode="json", exclude={"parameters"}),
-        inputs=() if staging is None else staging.inputs,
+        inputs=() if staging is None else staging.by_file,
         model_length=length,
         widths=widths,
         fingerprints=fingerprints,

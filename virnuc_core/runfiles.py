@@ -81,6 +81,9 @@ class FileDigest(RunFile):
     size: Count
     sha256: str
 
+    def __str__(self) -> str:
+        return f"{self.size:,} bytes, SHA-256 {self.sha256}"
+
 
 def sha256_of(path: Path) -> str:
     """Of a file's content. Errors: `OSError`."""

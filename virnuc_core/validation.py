@@ -96,7 +96,7 @@ def record_validation(
         model_length=staging.model_length,
         fingerprints={"reads": staging.fingerprint, **fingerprint(models)},
         store=RunDir(out).store.name,
-        inputs=staging.inputs,
+        inputs=staging.by_file,
         # the CUDA that torch was built for; a torch without names none
         versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         profile=profile,
@@ -254,11 +254,6 @@ class ClassAgreement(RunFile):
 
     ids: int
     agreeing: int
-
-    @property
-    def agreement(self) -> float | None:
-        """0 to 1; None when there is no such id."""
-        return self.agreeing / self.ids if self.ids else None
 
 
 class LabelAgreement(RunFile):

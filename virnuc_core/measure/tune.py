@@ -33,14 +33,6 @@ MAX_CANDIDATES: Final = 200
 FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
 DEVICE_WAIT_S: Final = 60.0  # a device that another run is just leaving is waited for, not held against a candidate
 
-KNOBS: Final[dict[str, tuple[str, ...]]] = {  # settings that may lessen a loss of time, by its class
-    "loader": ("num_workers", "prefetch_factor"),
-    "packing": ("token_budget", "dna_token_budget", "shard_tokens"),
-    "GPU compute": ("token_budget", "dna_token_budget"),
-    "commits": ("shard_tokens",),
-}
-COUNTS: Final = {"num_workers": (0, 2, 4, 8), "prefetch_factor": (2, 4, 8)}  # of token counts half and twice are tried
-
 Verdict = Literal["base", "usable", "changes scores", "changes labels", "cannot run"]
 
 
@@ -125,16 +117,6 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
     return tuple(found)
 
 
-def values_of(knobs: Sequence[str], base: EngineSpec) -> dict[str, tuple[int, ...]]:
-    """The values to try of each setting.
-
-    >>> values_of(("token_budget", "prefetch_factor"), EngineSpec(token_budget=4096))
-    {'token_budget': (2048, 4096, 8192), 'prefetch_factor': (2, 4, 8)}
-    """
-    sizes = {name: getattr(base, name) for name in knobs}
-    return {name: COUNTS.get(name) or (size // 2, size, size * 2) for name, size in sizes.items()}
-
-
 def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iterator[tuple[Candidate, int, str]]:
     """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next.
 
@@ -185,6 +167,10 @@ class Sweep:
     out: Path
     bench: Bench
     base: EngineSpec
+    profile: Profile
+    repeats: int
+    search: Literal["halving", "grid"]
+    allow_changed: bool = False  # scores beyond the profile's tolerance
     tokens: int | None = None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
 
     @property
@@ -237,9 +223,7 @@ class Sweep:
             write(kept, trial)
         return trial
 
-    def write(
-        self, found: Sequence[Candidate], chosen: Recommendation, profile: Profile, search: str, swept: Sequence[str]
-    ) -> None:
+    def write(self, found: Sequence[Candidate], chosen: Recommendation, swept: Sequence[str]) -> None:
         """`tune.json`: every trial, what they were made on, and how they were judged; and `settings.toml`.
 
         The latter has the recommended value of each setting in `swept` and is what `--settings` takes.
@@ -248,9 +232,9 @@ class Sweep:
         body = {
             "schema_version": SCHEMA_VERSION,
             "created": runfiles.now(),
-            "profile": profile.name,
-            "score_tolerance": profile.score_tolerance,
-            "search": search,
+            "profile": self.profile.name,
+            "score_tolerance": self.profile.score_tolerance,
+            "search": self.search,
             "devices": [device.model_dump() for device in resolve(self.bench.devices)],
             "cores": len(os.sched_getaffinity(0)),
             "versions": runfiles.versions(),
@@ -262,7 +246,7 @@ class Sweep:
                     "tokens_per_s": list(candidate.rates),
                     "median_tokens_per_s": median(candidate.rates) or None,
                     "spread": spread(candidate.rates) if len(candidate.rates) > 1 else None,
-                    "verdict": candidate.verdict(profile.score_tolerance),
+                    "verdict": candidate.verdict(self.profile.score_tolerance),
                     "dropped": candidate.dropped,
                     "reason": candidate.refused,
                     "trials": [trial.model_dump(mode="json") for trial in candidate.trials],

@@ -77,14 +77,6 @@ class StageSummary(Timings):
     on_error: OnError = "stop"  # as they were read
 
     @property
-    def inputs(self) -> tuple[InputFile, ...]:
-        """`by_file` with the whole paths of files."""
-        return tuple(
-            one.model_copy(update={"file": str(Path(one.file).absolute())}) if one.content else one
-            for one in self.by_file
-        )
-
-    @property
     def tally(self) -> dict[str, int]:
         """The counts that say what became of the input, by name."""
         counts = self.counts

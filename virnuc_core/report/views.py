@@ -23,7 +23,6 @@ from virnuc_core.report.formatting import (
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.report.speed import attempts, bottleneck, economy, runs, telemetry_sections
-from virnuc_core.runfiles import FileDigest
 from virnuc_core.telemetry.tables import ROWS, STAGES
 from virnuc_core.validation import QUESTIONS, Comparison
 
@@ -54,7 +53,7 @@ def sections(report: Report) -> list[Section]:
         Section("GPU Scaling", (), (scaling(report),)),
         *telemetry_sections(report),
         Section("Efficiency and cost", (), (economy(report),)),
-        _correctness(report),
+        correctness(report.comparisons),
         bottleneck(report),
         _regression(report),
         Section("Every read has a fate", (), (accounts(report),)),
@@ -150,9 +149,10 @@ def scaling(report: Report) -> Table:
     return Table(dict.fromkeys(rows[0]) | one for one in rows)
 
 
-def _correctness(report: Report) -> Section:
-    prose = []
-    for c in report.comparisons:
+def correctness(comparisons: Iterable[Comparison]) -> Section:
+    """Who was held against whom: labels, scores, bytes, embeddings, and a few ids that disagree."""
+    prose, found = [], tuple(comparisons)
+    for c in found:
         if (e := c.bitwise) is not None:
             word = "the same bytes" if e.identical else f"DIFFERENT bytes: {'; '.join(e.differing)}"
             prose.append(f"{c.a} and {c.b}: {word} ({e.files_compared} files, {e.shards_compared} shards)")
@@ -168,12 +168,12 @@ def _correctness(report: Report) -> Section:
                 "p1": number(cosine.p1, 7),
                 "Mean": number(cosine.mean, 7),
             }
-            for c in report.comparisons
+            for c in found
             for cosine in c.cosines
         ),
         "Cosine of pooled embeddings",
     )
-    return Section("Correctness", prose, (agreements(report.comparisons), cosines))
+    return Section("Correctness", prose, (agreements(found), cosines))
 
 
 def agreements(comparisons: Iterable[Comparison]) -> Table:
@@ -188,7 +188,7 @@ def agreements(comparisons: Iterable[Comparison]) -> Table:
             "In both": part.in_both,
             "Only A / B": Number(f"{part.only_in_a:,} / {part.only_in_b:,}"),
             "Agreement": percent(part.agreement, 3),
-            **{f"Of {name}": f"{percent(c.agreement, 2) or '–'} of {c.ids:,}" for name, c in part.classes.items()},
+            **{f"Of {name}": Number(f"{one.agreeing:,} of {one.ids:,}") for name, one in part.classes.items()},
             **{title: part.score and Number(f"{getattr(part.score, name):.2e}") for title, name in differences},
             "Within tolerance": part.score and percent(part.score.share_within_tolerance, 2),
             "allclose 1e-3": part.score and said[part.score.allclose],
@@ -237,17 +237,13 @@ def accounts(report: Report) -> Table:
     )
 
 
-def _content(found: FileDigest | None) -> str:
-    return ", through a pipe" if found is None else f", {found.size:,} bytes, SHA-256 {found.sha256}"
-
-
 def _provenance(report: Report) -> Table:
     made = report.provenance
     rows = [
         ("created", made.created),
         ("host", made.host),
         ("sample", made.sample),
-        *((f"reads: {f.file}", f"{f.reads:,}{_content(f.content)}") for f in made.inputs),
+        *((f"reads: {f.file}", f"{f.reads:,}{f', {f.content}' if f.content else ''}") for f in made.inputs),
         ("virnuc", made.virnuc_version),
         ("commit", made.git_commit),
         ("model length", made.model_length and str(made.model_length)),

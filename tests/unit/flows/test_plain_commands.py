@@ -36,3 +36,20 @@ def test_what_is_no_length_is_refused(word: str, tmp_path: Path, capsys: pytest.
     (line,) = capsys.readouterr().err.splitlines()
     assert "--head" in line
     assert not (tmp_path / "models").exists()
+
+
+def test_compare_takes_v1s_words_and_shows_what_the_report_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head, rows = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n", ["a_chunk_1\tTrue\t0.1\t0.9\n"]
+    vanilla, ours = tmp_path / "vanilla.csv", tmp_path / "ours.csv"
+    vanilla.write_text(head + "".join([*rows, "b_chunk_1\tFalse\t0.51\t0.49\n"]))
+    ours.write_text(head + "".join([*rows, "b_chunk_1\tTrue\t0.49\t0.51\n"]))
+    words = ["compare", "--vanilla", str(vanilla), "--refactored", str(ours), "--mode", "consensus"]
+    assert main([*words, "--tolerance", "0.01"]) == 5
+    said = capsys.readouterr().out
+    assert "vanilla.csv / ours.csv: b_chunk_1: others / virus" in said
+    shown = {name: value.strip() for name, _, value in (line.partition(":") for line in said.splitlines())}
+    assert shown["Agreement"] == "50.000 %"
+    assert (shown["Of viral"], shown["Of non-viral"], shown["Of near threshold"]) == ("1 of 1", "0 of 1", "0 of 1")
+    assert main(["compare", str(vanilla), str(vanilla)]) == 0

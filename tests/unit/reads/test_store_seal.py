@@ -77,7 +77,7 @@ def test_a_damaged_store_is_replaced_by_the_reads_of_its_run_only(
     spec: StageSpec, tmp_path: Path, write: WriteReads
 ) -> None:
     out = tmp_path / "orfs.h5"
-    recorded = RunRecord(fingerprints={"reads": (made := stage(spec, out)).fingerprint}, inputs=made.inputs)
+    recorded = RunRecord(fingerprints={"reads": (made := stage(spec, out)).fingerprint}, inputs=made.by_file)
     flip(out, out.stat().st_size // 2)
     damaged = digest(out)
     other = spec.model_copy(update={"reads": (write(fasta(made_up_reads(20)), "other.fa"),)})
