@@ -202,6 +202,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
         )
     shards.write_plan(run, plan)
     write(run.record, record)
+    run.journal.unlink(missing_ok=True)  # the record has what it told
     done, damaged = shards.committed(run, plan)
     for line in damaged:
         log.warning("%s; it will be computed again", line)

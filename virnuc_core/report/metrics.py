@@ -76,9 +76,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     precision = resolved if isinstance(resolved, str) and resolved else None
     telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
     hours = device_hours = kwh = price = None
-    if (
-        counts.sequences_per_hour and counts.n_reads and counts.total_s
-    ):  # speed and cost are of a run that did all its work
+    if counts.sequences_per_hour and counts.n_reads and counts.total_s:  # of a run that did all its work
         hours, millions = profile.projection_reads / counts.sequences_per_hour, counts.n_reads / 1e6
         if devices:
             device_hours = len(devices) * counts.total_s / 3600.0 / millions

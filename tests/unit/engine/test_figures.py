@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
+from virnuc_core.config import ClassifySpec, Devices
+from virnuc_core.pipeline import prepare
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
@@ -15,11 +18,13 @@ from virnuc_core.report.files import RawFolder
 from virnuc_core.report.metrics import run_metrics
 from virnuc_core.report.model import RunMetrics
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import RunSummary, read
-from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.runfiles import RunSummary, read, read_record
+from virnuc_core.telemetry.log import Telemetry, journal
 from virnuc_core.telemetry.reader import latest, read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, windows
-from virnuc_core.telemetry.tables import OVERLAPPED
+from virnuc_core.telemetry.tables import OVERLAPPED, HostSample
+
+from .test_runs import SMALL, go
 
 
 @pytest.fixture(scope="module")
@@ -98,10 +103,6 @@ def test_the_host_is_in_the_metrics(run: RunMetrics) -> None:
 def test_worker_logs_are_searched_for_errors(
     tmp_path: Path, reference: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
-    from virnuc_core.config import Devices
-
-    from .test_runs import go
-
     summary = read(RunDir(reference).summary, RunSummary)
     assert (summary.log_errors, summary.warnings) == (0, ())
     root = tmp_path / "devices-1"
@@ -130,3 +131,23 @@ def test_the_rows_of_the_stage_table_sum_to_the_whole(reference: Path, run: RunM
     assert spent["Shutdown"] > 0
     assert spent[OVERLAPPED] < 0.01, "nothing was loaded while the reads were staged"
     assert {**run.stages} == summary.stages
+
+
+def test_what_a_killed_attempt_left_is_taken_once(
+    tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+) -> None:
+    """Also where the attempt after it was killed before it measured anything."""
+    run, spec = RunDir(tmp_path / "run"), ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=SMALL)
+    prepare(run, staged[0], spec)
+    with journal(run.journal, 100.0, datetime(2026, 3, 1, tzinfo=UTC), ["cpu-core-0"]) as note:
+        note(HostSample(107.0, 50.0, 1 << 20, None, None))
+        note("worker on cpu-core-0 ended")
+    with run.journal.open("ab") as file:
+        file.write(b'{"device": "cpu-co')  # cut off by the kill
+    for _ in range(2):
+        prepare(run, staged[0], spec)
+    first, second, third = read_record(run).attempts
+    assert (first.wall_s, first.deaths, first.shards) == (7.0, ("worker on cpu-core-0 ended",), 0)
+    assert [path.name for path in run.telemetry.glob("*.json")] == [first.telemetry]
+    assert second.wall_s is None
+    assert third.wall_s is None
