@@ -260,10 +260,7 @@ def repeats_in(bucket: Bucket) -> Column:
     Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
     """
     made = Column(bucket.digests.path.with_suffix(f".{bucket.number}"), np.int64, 3)
-    known, counted = (
-        np.empty((0, 3), np.uint64),
-        np.empty(0, np.int64),
-    )  # the first of each kind, and how many there were
+    known, counted = np.empty((0, 3), np.uint64), np.empty(0, np.int64)  # the first of each kind, how many there were
     with made.path.open("wb") as out:
         for new, more in bucket.records():
             records = np.concatenate([known, new]) if len(known) else new

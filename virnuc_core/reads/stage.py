@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -32,7 +33,7 @@ from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.seals import is_intact
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import FORMAT, SCHEMA_VERSION, SEALED_AS, OrfStore, StoreCounts, StoreWriter
+from virnuc_core.reads.store import SEALED_AS, STORES, OrfStore, StoreCounts, StoreWriter
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, fingerprint_batch, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
@@ -93,20 +94,14 @@ class StageSummary(Timings):
 
     def warnings(self) -> list[str]:
         """What people should know about their files, a sentence each."""
-        said = []
-        for one in self.by_file:
-            if one.skipped:
-                said.append(f"{one.file}: {_many(one.skipped, 'broken record')} left out")
-            if one.empty:
-                said.append(f"{one.file}: {_many(one.empty, 'read')} without bases")
-            if one.duplicate_ids:
-                reads = _many(one.duplicate_ids, "read")
-                said.append(f"{one.file}: {reads} with the id of an earlier read, told apart by a number added to it")
+        told = (
+            ("skipped", "broken record", "left out"),
+            ("empty", "read", "without bases"),
+            ("duplicate_ids", "read", "with the id of an earlier read, told apart by a number added to it"),
+        )
+        met = ((one.file, getattr(one, name), what, end) for one in self.by_file for name, what, end in told)
+        said = [f"{file}: {count:,} {what}{'s' * (count != 1)} {end}" for file, count, what, end in met if count]
         return said + [f"{name}: neither FASTA nor FASTQ, not read" for name in self.ignored_files]
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None) -> StageSummary:
@@ -154,7 +149,7 @@ def _make(
     expected: RunRecord | None,
 ) -> dict[str, float]:
     """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
-    writer, fingerprint = StoreWriter(folder, spec.model_length), _no_reads(spec.model_length)
+    writer, fingerprint = StoreWriter(folder, spec.model_length), Fingerprint(f"{STORES} {spec.model_length}")
     seconds = defaultdict[str, float](float)
     work = partial(process, model_length=spec.model_length, folder=folder)
     ambiguous = False  # the long read whose parts are coming in
@@ -206,11 +201,6 @@ def _accept(
             raise InputError(problem, file=name, hint="mend the file or leave it out")
 
 
-def _no_reads(model_length: int) -> Fingerprint:
-    """The fingerprint of a store that holds no reads yet."""
-    return Fingerprint(f"{FORMAT} {SCHEMA_VERSION} {model_length}")
-
-
 def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
     files, counts = zip(*log.reads_by_file.items(), strict=True)
     ends = np.cumsum(counts)
@@ -238,7 +228,7 @@ def _is_current(
         return False  # unreadable, or of an earlier version: made anew
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
         return False
-    fingerprint = _no_reads(spec.model_length)
+    fingerprint = Fingerprint(f"{STORES} {spec.model_length}")
     for leaves in parse_by(workers, fingerprint_batch, inputs.files, log):
         fingerprint.add(leaves)
     _accept(spec, inputs.files, out, log, fingerprint, expected)
@@ -275,7 +265,7 @@ def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[In
         high = low + log.reads_by_file[name]
         flags = store.read_flags[low:high]
         empty, again = (int(np.count_nonzero(flags & bit)) for bit in (EMPTY, DUPLICATE_ID))
-        content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if can_be_read_twice(name) else None
+        content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if Path(name).is_file() else None
         met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
         counted.append(InputFile(file=name, reads=high - low, content=content, **met))
         low = high
@@ -311,21 +301,10 @@ def _logs(spec: StageSpec, out: Path) -> Iterator[Callable[[], ParseLog]]:
 def _scratch(out: Path) -> Iterator[Path]:
     """A folder beside `out` for this run of staging; those that killed runs left behind are removed too."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for entry in out.parent.glob(f".{out.name}.*"):
-        match = re.fullmatch(rf"\.{re.escape(out.name)}\.(\d+)\.(scratch|part)", entry.name)
+    for entry in out.parent.glob(f".{out.name}.*.scratch*"):
+        match = re.match(rf"\.{re.escape(out.name)}\.(\d+)\.scratch", entry.name)
         if match is not None and not psutil.pid_exists(int(match[1])):
-            _remove(entry)
-    folder = out.with_name(f".{out.name}.{os.getpid()}.scratch")
-    _remove(folder)
-    folder.mkdir()
-    try:
-        yield folder
-    finally:
-        _remove(folder)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
+            shutil.rmtree(entry, ignore_errors=True)
+    prefix = f".{out.name}.{os.getpid()}.scratch"
+    with tempfile.TemporaryDirectory("", prefix, out.parent, ignore_cleanup_errors=True) as folder:
+        yield Path(folder)

@@ -29,6 +29,7 @@ from virnuc_core.rundir import check_room, whole_file
 
 FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
+STORES: Final = f"{FORMAT} {SCHEMA_VERSION}"  # every fingerprint begins with it, and with the model's length
 SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
 HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them

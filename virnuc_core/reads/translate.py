@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -224,14 +225,10 @@ class Segment:
 
     def read(self, name: str) -> NDArray[Any]:
         """One column."""
-        at = 0
-        for other, size in self.sizes.items():
-            kind = SEGMENT_COLUMNS[other]
-            if other == name:
-                values: NDArray[Any] = np.fromfile(self.path, kind, size, offset=at)
-                return values
-            at += size * np.dtype(kind).itemsize
-        raise KeyError(name)
+        before = takewhile(name.__ne__, SEGMENT_COLUMNS)
+        at = sum(self.sizes[other] * np.dtype(SEGMENT_COLUMNS[other]).itemsize for other in before)
+        values: NDArray[Any] = np.fromfile(self.path, SEGMENT_COLUMNS[name], self.sizes[name], offset=at)
+        return values
 
 
 def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment | LongPart, Leaves, dict[str, float]]:

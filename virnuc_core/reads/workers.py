@@ -34,7 +34,9 @@ _POLL_S: Final = 0.5
 _AHEAD: Final = 3  # items of each other process: one under way, one in its pipe, one to come
 _WINDOW: Final = 16  # items for each other process whose turn has not come: so long nobody waits for one that is slow
 _MOST_HELD_BYTES: Final = 64_000_000  # of items under way, for each other process
-_KEPT_BYTES: Final = 30 << 20  # half of the memory that is kept; glibc's own limit is 32 MiB
+# glibc keeps up to twice the largest block that was freed so far, of 32 MiB at most, and gives other memory back to the
+# system; to get it again takes a tenth of staging. To free a block as large that nobody touched costs nothing.
+_KEPT_BYTES: Final = 30 << 20
 I = TypeVar("I")  # noqa: E741  # an item
 O = TypeVar("O")  # noqa: E741  # what comes of it
 
@@ -50,7 +52,7 @@ class Workers:
         self._others, self._folder = count - 1, folder
         self._pool: ProcessPoolExecutor | None = None
         self._members: set[BaseProcess] = set()
-        _keep_freed_memory()
+        np.empty(_KEPT_BYTES, np.uint8)
 
     def map(
         self,
@@ -95,7 +97,7 @@ class Workers:
         with _start_of_processes():
             if self._pool is None:
                 context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._others, context, _begin, (os.getpid(),))
+                self._pool = ProcessPoolExecutor(self._others, context, die_with_parent, (os.getpid(),))
             try:
                 return self._pool.submit(_work_on_file, work, file.name)
             except BrokenProcessPool as error:
@@ -161,24 +163,12 @@ class Workers:
         self._leave(GRACE_S if kind is None else 0)  # after an error nobody waits for what they are at
 
 
-def _begin(parent: int) -> None:
-    die_with_parent(parent)
-    _keep_freed_memory()
-
-
-def _keep_freed_memory() -> None:
-    """What is freed from now on stays with this process, up to some 60 MB: to get it again takes a tenth of staging.
-
-    glibc keeps up to twice the largest block that was freed so far. This one's pages are never touched.
-    """
-    np.empty(_KEPT_BYTES, np.uint8)
-
-
 def _work_on_file(work: Callable[[I], O], path: str) -> O:
     """What `work` makes of the item in a file: through a pipe megabytes come bit by bit, and both ends wait."""
     with Path(path).open("rb") as file:
         item = pickle.load(file)
     Path(path).unlink()
+    np.empty(_KEPT_BYTES, np.uint8)
     return work(item)
 
 
@@ -188,24 +178,18 @@ def _start_of_processes() -> Iterator[None]:
 
     multiprocessing's own removes what killed ones leave in memory and then ends, also when it was stopped.
     """
-    main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH")
+    main, launch = sys.modules["__main__"], util.spawnv_passfds
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a terminal sends it to all
     sys.modules["__main__"] = ModuleType("__main__")
-    os.environ["PYTHONSAFEPATH"] = "1"
-    launch = util.spawnv_passfds
 
-    def launch_waking(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
-        if "resource_tracker" in str(words[-1]):
-            words = [*words[:-1], TRACKER_WAKES + words[-1]]
-        return launch(path, words, handles)
+    def launch_safely(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
+        first = TRACKER_WAKES if "resource_tracker" in str(words[-1]) else ""
+        return launch(path, [words[0], "-P", *words[1:-1], first + words[-1]], handles)
 
-    vars(util)["spawnv_passfds"] = launch_waking
+    vars(util)["spawnv_passfds"] = launch_safely
     try:
         yield
     finally:
         vars(util)["spawnv_passfds"] = launch
         sys.modules["__main__"] = main
-        os.environ.pop("PYTHONSAFEPATH")
-        if safe is not None:
-            os.environ["PYTHONSAFEPATH"] = safe
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
