@@ -114,11 +114,8 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     if not isinstance(error, OSError) or error.errno not in _STORAGE:
         return None
     path = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
-    free = (
-        next((shutil.disk_usage(folder).free for folder in (path, *path.parents) if folder.is_dir()), 0)
-        if path
-        else None
-    )
+    above = (path, *path.parents) if path else ()
+    free = next((shutil.disk_usage(folder).free for folder in above if folder.is_dir()), 0 if path else None)
     left = "" if free is None else f"; {size(free)} free there"
     place = "" if path is None else f"{path}: "
     way_out = _STORAGE[error.errno]

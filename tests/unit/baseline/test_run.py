@@ -104,7 +104,7 @@ def test_v1_gives_the_same_bytes_on_any_number_of_devices_and_vanillas_scores(
     models: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(baseline_run, "FILE_ROWS", 60)
+    monkeypatch.setattr(baseline_run.worker, "FILE_ROWS", 60)
     runs = []
     for count in (1, 2):
         runs.append(RunDir(tmp_path / str(count)))
@@ -252,7 +252,7 @@ def kill_once(found: list[int]) -> Callable[[float], None]:
 def test_a_killed_worker_ends_the_baseline_and_leaves_nothing(
     tmp_path: Path, store: OrfStore, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(baseline_run, "FILE_ROWS", 30)
+    monkeypatch.setattr(baseline_run.worker, "FILE_ROWS", 30)
     killed: list[int] = []
     run = RunDir(tmp_path)
     with pytest.raises(WorkerError, match=r"ended \(status -9\)"):
