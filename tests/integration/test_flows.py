@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from uuid import UUID
 
@@ -16,11 +18,12 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId
 from prefect.client.schemas.objects import State, TaskRun
 
+import tasks.step
 from flows.predict import predict
 from flows.predict_inbox import predict_inbox
 from flows.tools import train
 from flows.validate import validate
-from tasks.step import on_host
+from tasks.step import beside, on_host
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.measure.inbox import Ledger
 from virnuc_core.measure.tune import Candidate, Recommendation
@@ -228,15 +231,17 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     out, enough = tmp_path / "validation", 0
     run = out / "devices-1"
 
-    class AfterShards(threading.Timer):
+    def after_shards(work: Callable[[Any], None]) -> AbstractContextManager[None]:
         """The limit of an hour is over once there are `enough` shards: the machine may be as slow as it likes."""
 
-        def run(self) -> None:
-            while self.interval == 3600 and committed(run) < enough and not self.finished.wait(0.02):
+        def end(stop: threading.Event) -> None:
+            while committed(run) < enough and not stop.wait(0.02):
                 pass
-            super().run() if self.interval != 3600 else self.finished.is_set() or self.function()
+            work(stop if stop.is_set() else SimpleNamespace(wait=lambda _: False))
 
-    monkeypatch.setattr(threading, "Timer", AfterShards)
+        return beside(end if work.__name__ == "end" else work)
+
+    monkeypatch.setattr(tasks.step, "beside", after_shards)
     given = {"reads": [str(many_reads)], "out": out, "models": models, "devices": "cpu:1"}
     given |= {"profile": write_profile(tmp_path / "hasty.toml", settings, 3600)}
     enough = 2
