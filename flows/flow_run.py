@@ -72,7 +72,6 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             settings = settings.placed(planned.astimezone(UTC))
             with (
                 ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
-                connection.hearing(),
                 no_orphans(),
                 core_logs(),
                 _ended_when_cancelled(),

@@ -49,7 +49,6 @@ from virnuc_core.runfiles import Device
 
 ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
-HURRY_S: Final = 1.5  # for the last word of a run that was told to end
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
@@ -79,28 +78,22 @@ class Connection:
 
     def __init__(self) -> None:
         self.answered = self.lost = False
-        self.hurried = False  # a signal ends the run
         self.untold: list[str] = []
         self.embedded: subprocess.Popen[Any] | None = None  # the server that this process started
         self._silent_until_s = 0.0
         self._patient_until_s = 0.0
 
-    @property
-    def answer_s(self) -> float:
-        """How long an answer is waited for."""
-        return HURRY_S if self.hurried else ANSWER_S
-
     def send(self, request: httpx.Request, transport: httpx.BaseTransport) -> httpx.Response:
         """The answer; the server's own word on a state, or ours when it has none. Errors: `ServerLostError`."""
         state = _proposed_state(request)
-        until_s = max(self._patient_until_s, time.monotonic() + (self.answer_s if state else 0.0))
+        until_s = max(self._patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
         while True:
             try:
                 answer = self._try(request, transport, at_once=state is not None or time.monotonic() < until_s)
                 break
             except ServerLostError:
                 gone = self.embedded is not None and self.embedded.poll() is not None
-                if not gone and not self.hurried and time.monotonic() < until_s:
+                if not gone and time.monotonic() < until_s:
                     time.sleep(1.0)
                     continue
                 if state is None or state["type"] == "PAUSED":  # nobody could ever end that pause
@@ -121,11 +114,10 @@ class Connection:
             raise ServerLostError("the Prefect server did not answer before")
         request.extensions = {
             **request.extensions,
-            "timeout": dict.fromkeys(("connect", "read", "write", "pool"), self.answer_s),
+            "timeout": dict.fromkeys(("connect", "read", "write", "pool"), ANSWER_S),
         }
         try:
-            with self.hearing():
-                response = transport.handle_request(request)
+            response = transport.handle_request(request)
         except httpx.TransportError as error:
             self._silent_until_s = time.monotonic() + SILENT_S
             if self.answered and not self.lost:
@@ -148,17 +140,6 @@ class Connection:
             self.untold.append(what)
 
     @contextmanager
-    def hearing(self) -> Iterator[None]:
-        """A signal that ends the body hurries whatever is said to the server from then on."""
-        try:
-            yield
-        except Exception:
-            raise
-        except BaseException:
-            self.hurried = True
-            raise
-
-    @contextmanager
     def patience(self, seconds: float) -> Iterator[None]:
         """The body may wait for a server that is away: it waits for a person anyway."""
         self._patient_until_s = time.monotonic() + seconds
@@ -170,7 +151,7 @@ class Connection:
     @contextmanager
     def limited(self, retries: int) -> Iterator[None]:
         """Clients that Prefect makes for itself in the body wait no longer than others."""
-        limits = {PREFECT_API_REQUEST_TIMEOUT: self.answer_s, PREFECT_CLIENT_MAX_RETRIES: retries}
+        limits = {PREFECT_API_REQUEST_TIMEOUT: ANSWER_S, PREFECT_CLIENT_MAX_RETRIES: retries}
         with temporary_settings(updates=limits):
             yield
 
@@ -178,7 +159,7 @@ class Connection:
         """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
         if self.lost:
             self._end(code)
-        self._end_after(self.answer_s, code)
+        self._end_after(ANSWER_S, code)
 
     def _end_after(self, seconds: float, code: int) -> None:
         timer = threading.Timer(seconds, self._end, (code,))
@@ -212,7 +193,6 @@ class _Limited(httpx.BaseTransport):
 
 def limit(client: SyncPrefectClient) -> None:
     """Let this client, which a flow run and all within it share, ask through `connection`."""
-    connection.hurried = False
     own = client._client  # Prefect knows settings for all of its clients only, made before ours are read
     if not isinstance(own._transport, _Limited):
         own._transport = _Limited(own._transport)
@@ -256,8 +236,7 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
             connection.untold.append(f"slots of {', '.join(names)}")
         before = _held.set(_held.get() | set(names))
         try:
-            with connection.hearing():
-                yield
+            yield
         finally:
             _held.reset(before)
             with connection.telling(f"that {', '.join(names)} are free"), connection.limited(retries=0):

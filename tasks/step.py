@@ -35,7 +35,7 @@ from prefect.logging.handlers import APILogHandler
 from prefect.states import Completed, Failed
 from prefect.tasks import exponential_backoff
 
-from tasks.server import connection, with_server
+from tasks.server import ANSWER_S, connection, with_server
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError, printable, storage_error
 
@@ -348,7 +348,7 @@ def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> I
                         update_progress_artifact(made, progress=percent)
                     shown = percent
 
-    with beside(publish), connection.hearing():
+    with beside(publish):
         yield show
 
 
@@ -362,4 +362,4 @@ def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(timeout=connection.answer_s)
+        thread.join(timeout=ANSWER_S)
