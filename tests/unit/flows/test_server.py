@@ -94,6 +94,15 @@ def test_devices_are_not_waited_for_at_a_server_that_is_gone() -> None:
     server.connection.untold.clear()
 
 
+def test_an_embedded_server_which_nobody_else_sees_is_asked_for_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.connection, "embedded", object())
+    with (
+        temporary_settings(updates={PREFECT_API_URL: "http://127.0.0.1:9/api"}),
+        device_slots([Device(id="GPU-unasked", kind="cuda", name="a GPU")]),
+    ):
+        assert server.connection.untold == []
+
+
 @pytest.mark.parametrize(("error", "attempts"), [(WorkerError("died"), 4), (InputError("truncated"), 1)])
 def test_without_a_server_a_task_is_tried_again_where_that_can_help(
     monkeypatch: pytest.MonkeyPatch, error: VirnucError, attempts: int
