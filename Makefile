@@ -11,7 +11,7 @@ JOBS ?= 1
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-slow check lint lines sound deploy alerts test-ui test-postgres faults clean
+.PHONY: help setup demo test test-slow check lint lines sound deploy alerts test-ui test-postgres faults bench clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -20,6 +20,7 @@ help:
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
+	@echo "make bench     what fits this machine, in rounds; JSON in bench-out/, compared with the last"
 
 setup: $(STAMP)
 
@@ -94,5 +95,11 @@ test-postgres: setup
 faults: setup
 	$(BIN)/python -m tests.faults.harness --rounds $(N) --jobs $(JOBS)
 
+# machines are told apart by their folder in bench-out/; a first run has nothing to be compared with
+bench: setup
+	$(BIN)/pytest -p benchmark -W "default::pytest_benchmark.logger.PytestBenchmarkWarning" -o timeout=0 tests/benchmarks \
+		--benchmark-storage=file://bench-out --benchmark-autosave --benchmark-compare --benchmark-columns=median,mean,stddev,rounds \
+		--benchmark-json=bench-out/latest.json
+
 clean:
-	rm -rf $(VENV) $(DEMO) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(DEMO) bench-out build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -62,7 +62,10 @@ def set_aside(run: RunDir, unique: int) -> None:
     told = write_results(run, OrfStore.open(run.root.parent / "orfs.h5"), scores, failed)
     files = {path.name: digest(path).model_dump() for path in run.listed if path.is_file()}
     said = {name: getattr(told, name) for name in ("fates", "rows_virus", "chunks_virus", "chunks_scored")}
-    edit_json(run.summary, lambda body: body.update(said, files=files))
+    edit_json(run.summary, lambda body: body.update(said, files=files, rows_set_aside=1))
+    (path,) = run.telemetry.glob("*.h5")
+    with h5py.File(path, "r+") as file:
+        file["shards/skipped"][shard] = 1
 
 
 @pytest.fixture
@@ -171,6 +174,11 @@ def score_edited(out: Path) -> None:
     text(f"{TWO}/prediction_results.txt", r"\t0\.\d+$", "\t0.5000001")(out)
 
 
+def shorter(summary: dict) -> None:
+    summary.update(wall_s=1.0, total_s=summary["staging_s"] + 1.0)
+    summary["attempts"][-1]["wall_s"] = 1.0
+
+
 def history_softened(out: Path) -> None:
     """An earlier run is made slower, in the file of past runs, so that this one looks no worse."""
     path = out.parent / HISTORY
@@ -238,9 +246,7 @@ FORGERIES: dict[str, tuple[Forgery, str]] = {  # how, and what the difference mu
     "a time shortened in the telemetry too": (
         reported(
             both(
-                lambda out: edit_json(
-                    out / TWO / "summary.json", lambda b: b.update(wall_s=1.0, total_s=b["staging_s"] + 1.0)
-                ),
+                lambda out: edit_json(out / TWO / "summary.json", shorter),
                 body(f"{TWO}/telemetry/*.json", "summary", "wall_s", to=1.0),
             )
         ),

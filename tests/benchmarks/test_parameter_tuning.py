@@ -1,0 +1,35 @@
+"""The sweep of settings: every candidate measured, and results that do not change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from virnuc_core.config import Devices
+from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.pool import Job
+from virnuc_core.measure.bench import Bench, median
+from virnuc_core.measure.tune import Sweep, candidates, recommend, rounds
+from virnuc_core.profiles import load_profile
+
+from .conftest import BUDGET, KIND, devices
+
+SWEPT = {"token_budget": (BUDGET // 2, BUDGET), "prefetch_factor": (2, 4)}
+
+
+def test_sweep(benchmark: Any, job: Callable[[str], Job], tmp_path: Path) -> None:
+    made, on = job("medium"), Devices.parse(devices(1))
+    base = resolve_engine(made.engine, resolve(on)[0].kind)
+    bench, tried = Bench(made.store.path, made.spec.models, on), candidates(base, SWEPT)
+    sweep = Sweep(tmp_path, bench, base, load_profile("ci-smoke"), 1, "grid")
+
+    def run() -> None:
+        for candidate, repeat, _ in rounds(tried, 1, halving=False):
+            candidate.add(sweep.trial(candidate, repeat))
+
+    benchmark.group = f"sweep of settings ({KIND})"
+    benchmark.pedantic(run, rounds=1)
+    chosen = recommend(tried, tolerance=0.01, allow_changed=False)
+    benchmark.extra_info.update({one.label: median(one.rates) for one in tried}, chosen=chosen.reason)
+    assert all(one.rates for one in tried)

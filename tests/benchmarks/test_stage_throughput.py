@@ -1,0 +1,95 @@
+"""Sequences a second of each stage alone, at three scales, and which of them the 30 % rule points at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from virnuc_core.encoders.checkpoint import load_encoder, load_head
+from virnuc_core.engine.pool import Job
+from virnuc_core.engine.shards import ShardResult, commit
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.results import write_results
+from virnuc_core.rundir import RunDir
+
+from .bench_engine import KINDS, batches_of
+from .conftest import GPUS, KIND, SCALES, StageThroughputResult, kept
+
+Measured = Callable[..., StageThroughputResult]
+LEAST_UTILISATION = 80.0  # percent, of a stage on a GPU
+LARGE_SHARE = 0.30
+DEVICE = torch.device("cuda:0" if GPUS else "cpu")
+
+
+@pytest.mark.parametrize("scale", SCALES)
+class TestStageThroughput:
+    def test_translation_throughput(
+        self, measured: Measured, reads: Callable[[str], Path], scale: str, tmp_path: Path
+    ) -> None:
+        spec = StageSpec(reads=(str(reads(scale)),), model_length=500)
+        measured("translation", scale, SCALES[scale], lambda: stage(spec, tmp_path / "orfs.h5", anew=True))
+
+    def test_dnabert_throughput(self, measured: Measured, job: Callable[[str], Job], scale: str) -> None:
+        self.embed(measured, job(scale), "dnabert_s", scale)
+
+    def test_esm2_throughput(self, measured: Measured, job: Callable[[str], Job], scale: str) -> None:
+        self.embed(measured, job(scale), "esm2", scale)
+
+    def embed(self, measured: Measured, job: Job, name: str, scale: str) -> None:
+        encoder = load_encoder(KINDS[name], job.spec.models, DEVICE, job.engine.precision, job.engine.attention)
+        batches = batches_of(job, name, DEVICE)
+        rows = sum(batch.rows for batch in batches)
+        found = measured(name, scale, rows, lambda: [encoder.embed(batch) for batch in batches])
+        if GPUS and scale != "small":
+            assert (found.gpu_util_avg or 0.0) >= LEAST_UTILISATION
+
+    def test_merge_throughput(self, measured: Measured, job: Callable[[str], Job], scale: str) -> None:
+        """The embeddings of both encoders joined and committed, shard by shard."""
+        made, dice = job(scale), np.random.default_rng(0)
+        parts = [np.zeros((made.store.n_uniques, width), np.float32) for width in (768, 2560)]
+        scores = dice.random((made.store.n_uniques, 2), dtype=np.float32)
+
+        def merge() -> None:
+            for shard in range(len(made.plan)):
+                rows = slice(*made.plan.range(shard))
+                joined = np.concatenate([part[rows] for part in parts], axis=1)
+                commit(made.run, made.plan, shard, ShardResult(joined, scores[rows]))
+
+        made.run.shards.mkdir(parents=True, exist_ok=True)
+        measured("merge", scale, made.store.n_rows, merge, rounds=3)
+        shutil.rmtree(made.run.shards)
+
+    def test_prediction_throughput(
+        self, measured: Measured, job: Callable[[str], Job], scale: str, tmp_path: Path
+    ) -> None:
+        """Scores of the head, and the result files."""
+        made = job(scale)
+        head, uniques = load_head(made.spec.models, DEVICE), made.store.n_uniques
+        rows = torch.zeros(uniques, head.shape.width, device=DEVICE)
+
+        def predict() -> None:
+            with torch.inference_mode():
+                scores = head.scores(rows).float().cpu().numpy()
+            write_results(RunDir(tmp_path), made.store, scores, np.zeros(uniques, bool))
+
+        measured("prediction", scale, made.store.n_rows, predict)
+
+
+def test_identify_bottlenecks(results: Path) -> None:
+    """Of what was measured above: stages with over 30 % of the time, or a GPU that was used less than 80 %."""
+    found = [one for one in kept(results) if one.get("scale") == "large" and "throughput_seq_per_sec" in one]
+    if not found:
+        pytest.skip("no stage was measured in this session")
+    whole = sum(one["total_time_seconds"] for one in found)
+    for one in sorted(found, key=lambda one: -one["total_time_seconds"]):
+        share, used = one["total_time_seconds"] / whole, one["gpu_util_avg"]
+        idle = KIND == "cuda" and one["stage"] in ("esm2", "dnabert_s") and (used or 0.0) < LEAST_UTILISATION
+        mark = "bottleneck" if share > LARGE_SHARE or idle else ""
+        pace = f"{one['total_time_seconds']:8.3f} s {share:6.1%} {one['throughput_seq_per_sec']:12,.0f}/s"
+        print(f"{one['stage']:<12} {pace} {mark}")
+    assert any(one["total_time_seconds"] > LARGE_SHARE * whole for one in found) or len(found) > 3
