@@ -102,15 +102,18 @@ class ValidateSettings(MeasureSettings):
     approval: bool = Field(False, description="pause after the report until a reviewer has answered")
     approval_timeout_s: int = Field(86_400, ge=1, description="without an answer by then the approval is pending")
 
-    def check_own_files(self) -> None:
-        """Refuse a time without a device, and results that are none; and a history of no use."""
+    def inputs(self) -> tuple[str, ...]:
+        """The files of local reads and of an earlier baseline. Errors: `InputError`, too for results that are none."""
         from virnuc_core.report.compare import result_files
 
+        given = {} if self.baseline_results is None else result_files(self.baseline_results)
+        return (*super().inputs(), *map(str, given.values()))
+
+    def check_own_files(self) -> None:
+        """Refuse a time without a device, and a history of no use."""
         super().check_own_files()
         if (self.baseline_seconds is None) != (self.baseline_device is None):
             raise ConfigError("baseline: a time needs the device it was measured on, and a device needs a time")
-        if self.baseline_results is not None:
-            result_files(self.baseline_results)
 
     def with_baseline(self, profile: Profile, reads: int) -> Profile:
         """The profile with the earlier baseline over these `reads` in place of its own, where one was given."""

@@ -110,7 +110,7 @@ def record_validation(
             said = "; ".join(f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items())
             raise RunMismatchError(f"{out} holds another validation ({said}); choose another directory or --force")
         same = all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile"))
-        if same and not force:
+        if same and not force and before.spec.get("engine") == record.spec.get("engine"):
             record = record.model_copy(update={"created": before.created})
     runfiles.write(path, record)
 

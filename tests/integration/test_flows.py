@@ -169,6 +169,9 @@ def test_results_and_time_of_an_earlier_baseline_take_the_place_of_a_run(
     assert (report.baseline.seconds, report.baseline.label) == (900.0, "2x RTX 4090")
     assert "for reference only: the recorded time is of 2x RTX 4090" in (report.baseline.problem or "")
     assert verify_report(out).ok
+    with pytest.raises(ConfigError, match=r"prediction_results\.txt is read, and would be overwritten"):
+        validate(**given, baseline_results=out / "baseline", force=True)
+    assert (out / "baseline" / RESULTS[0]).is_file()
     with pytest.raises(ConfigError, match="a time needs the device"):
         validate(**given | {"out": tmp_path / "other", "baseline_device": None})
 

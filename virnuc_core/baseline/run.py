@@ -61,8 +61,7 @@ def run_baseline(
     orfs = OrfStore.open(store)
     if spec.source == "recorded":
         summary = _recorded(orfs, spec)
-        if spec.results is None:
-            run.record.unlink(missing_ok=True)  # it is not of these reads and weights
+        run.record.unlink(missing_ok=True)  # it is not of these reads and weights
         write(run.summary, summary)
         return summary
     workers = LocalWorkers("virnuc_core.baseline.worker")
@@ -71,7 +70,7 @@ def run_baseline(
         "reads": orfs.fingerprint,
         "weights": weights,
         "devices": [device.model_dump() for device in chosen],
-        "spec": spec.model_dump(mode="json"),
+        "spec": spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),  # which say nothing of a run
         "seed": seed,
     }
     identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

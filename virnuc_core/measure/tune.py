@@ -215,9 +215,8 @@ class Sweep:
                 with whole_file(reference) as aside, aside.open("wb") as handle:
                     np.save(handle, scores)
             known = np.load(reference)
-            shared = (
-                None if self.tokens is None else min(len(known), len(scores))
-            )  # shards of other sizes end elsewhere
+            # shards of other sizes end elsewhere
+            shared = None if self.tokens is None else min(len(known), len(scores))
             difference, changed = compare_scores(known[:shared], scores[:shared])
             trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
             write(kept, trial)

@@ -210,10 +210,15 @@ def result_files(path: Path) -> dict[Part, Path]:
 
 
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
-    """Copy the result files of an earlier run of a baseline, over the reads of `store`, into `run`; and its run.json.
+    """Copy the result files of an earlier run of a baseline, over the reads of `store`, into `run`.
 
-    Errors: `InputError` for results of other reads: more than one in a hundred ids of either side is none of the other.
+    Errors: `InputError` for results of other reads: more than one in a hundred ids of either side is none of the other;
+    `RunMismatchError` where a run.json beside them tells of other reads or of another length.
     """
+    beside = RunDir(path if path.is_dir() else path.parent).record
+    told = made_from(read(beside, RunRecord)) if beside.is_file() else {}
+    if others := differing(told, {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}):
+        raise RunMismatchError(f"{beside.parent} holds results of other {', '.join(others)}; give those of these reads")
     frames, found = pd.Series(store.row_ids(0, store.n_rows, original=True), dtype="str"), result_files(path)
     for part, file in found.items():
         here = pd.Index(frames if part == "frames" else frames.str.slice(stop=-2)).unique()
@@ -223,9 +228,7 @@ def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
             problem = f"results of other reads: {len(strange):,} of its {len(there):,} ids are not among these reads"
             missing = f"{len(absent):,} of the {len(here):,} ids of these reads are missing"
             raise InputError(f"{problem}, {missing}", file=file, hint="give results of the very reads")
-    record = (path if path.is_dir() else path.parent) / run.record.name
-    sources = {run.predictions: found.get("frames"), run.consensus: found.get("consensus")}
-    for target, source in (sources | {run.record: record if record.is_file() else None}).items():
+    for target, source in {run.predictions: found.get("frames"), run.consensus: found.get("consensus")}.items():
         if source is None:
             target.unlink(missing_ok=True)
             continue

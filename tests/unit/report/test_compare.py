@@ -279,7 +279,8 @@ def test_results_of_an_earlier_baseline_are_taken_and_those_of_other_reads_refus
     tmp_path: Path, store: OrfStore
 ) -> None:
     ids, run = store.row_ids(0, store.n_rows), RunDir(tmp_path / "baseline")
-    given = run_dir(tmp_path / "given", [(name, 0.9) for name in reversed(ids)], **RECORD)
+    told = {"fingerprints": {"reads": store.fingerprint, "head": "h"}, "model_length": 500}
+    given = run_dir(tmp_path / "given", [(name, 0.9) for name in reversed(ids)], **told)
     for _ in range(2):  # the second time from the place it is in
         take_results(given, run, store)
         assert run.predictions.read_bytes() == (given / run.predictions.name).read_bytes()
@@ -289,6 +290,9 @@ def test_results_of_an_earlier_baseline_are_taken_and_those_of_other_reads_refus
     for rows, said in ((ROWS, "1 of its 4 ids are not among"), ([(ids[0], 0.9)], "0 of its 1 ids .* ids of these")):
         with pytest.raises(InputError, match=f"results of other reads: {said}"):
             take_results(frames(tmp_path / "other.txt", rows), run, store)
+    for other in (RECORD, {**told, "model_length": 300}):
+        with pytest.raises(RunMismatchError, match="results of other"):
+            take_results(run_dir(tmp_path / "given", ROWS, **other), run, store)
     assert run.consensus.is_file()
 
 
