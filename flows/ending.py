@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
-ENDING_S: Final = 7.5
+ENDING_S: Final = 6.0
 TELLING: Final = (signal.SIGTERM, signal.SIGINT)
 _timed: ContextVar[bool] = ContextVar("whether an ending has its time", default=False)
 
