@@ -135,12 +135,9 @@ def requirements() -> Iterator[Check]:
     yield Check("Python", verdict, f"{python} ({sys.executable}); wanted {bounds}")
     wanted = [Requirement(text) for text in told.get_all("Requires-Dist") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    pairs = [(one, _version(one.name)) for one in wanted]
-    broken = [
-        f"{one.name} {here} (wanted {one.specifier})"
-        for one, here in pairs
-        if here == ABSENT or not one.specifier.contains(here, prereleases=True)
-    ]
+    here = {one.name: _version(one.name) for one in wanted}
+    misfits = [one for one in wanted if here[one.name] == ABSENT or here[one.name] not in one.specifier]
+    broken = [f"{one.name} {here[one.name]} (wanted {one.specifier})" for one in misfits]
     yield Check("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
 CRITERION_FAILED, NOT_JUDGED = 5, 7
+NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 
@@ -140,8 +141,6 @@ validate = starts("flows.validate:validate", ValidateSettings, ending=_judged)
 
 def _missed(state: State[Any]) -> int:
     """The exit code by a state's name: whether what was asked was missed."""
-    from tasks.step import NOT_MET, REJECTED
-
     return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
 
 
@@ -349,16 +348,17 @@ def approve(answer: ApprovalOptions) -> int:
 
 def _find(client: Any, run: str) -> Any:
     """The flow run of that id, or the one of that name that waits."""
-    from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterId, FlowRunFilterName
+    from prefect.client.schemas.filters import FlowRunFilter
 
+    key, said = "id", "has the id"
     try:
-        wanted, which = FlowRunFilter(id=FlowRunFilterId(any_=[UUID(run)])), "has the id"
+        UUID(run)
     except ValueError:
-        wanted, which = FlowRunFilter(name=FlowRunFilterName(any_=[run])), "is named"
-    found = client.read_flow_runs(flow_run_filter=wanted)
+        key, said = "name", "is named"
+    found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({key: {"any_": [run]}}))
     waiting = [flow_run for flow_run in found if flow_run.state is not None and flow_run.state.is_paused()]
     if len(waiting) > 1:
         raise ConfigError(f"{len(waiting)} flow runs named '{run}' wait; name one by its id")
     if not found:
-        raise ConfigError(f"no flow run {which} '{run}'")
+        raise ConfigError(f"no flow run {said} '{run}'")
     return (waiting or found)[0]

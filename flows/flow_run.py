@@ -12,7 +12,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import wraps
@@ -32,7 +32,8 @@ from flows.ending import ended_in_time
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
-from tasks.step import NotMetError, beside, core_logs, no_orphans
+from tasks.step import NotMetError, beside, core_logs
+from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
 from virnuc_core.reads.sources import hidden, is_address
@@ -72,11 +73,14 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             settings = settings.placed(planned.astimezone(UTC))
             with (
                 ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
-                no_orphans(),
+                ExitStack() as around,
                 core_logs(),
                 _ended_when_cancelled(),
                 settings.hold(),
             ):
+                around.callback(
+                    end_all_children
+                )  # here: signals reach the main thread only, and a task may have another
                 return function(_without_queries(settings))
 
         @wraps(body)
@@ -186,31 +190,20 @@ def run_flow(
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     if ready is not None:
         ready()
-    state = _untold(flow, parameters) if ready is None else _told(flow, parameters)
+    state = untold(flow, parameters) if ready is None else _told(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
     return state
 
 
-def _untold(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
+def untold(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
     """The flow's function as it is; Prefect only checks what it is given."""
     core = logging.getLogger("virnuc_core")
     if core.getEffectiveLevel() > logging.INFO:
         core.setLevel(logging.INFO)
     with without_server():
         return cast(State[Any], flow.fn(**parameters))
-
-
-def inner_run(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
-    """The final state of a flow that another one calls; its function does as well when the server is lost meanwhile."""
-    try:
-        return cast(State[Any], flow(**parameters, return_state=True))
-    except ServerLostError:
-        try:
-            return _untold(flow, parameters)
-        except Exception as error:  # noqa: BLE001 - as Prefect does
-            return Failed(message=str(error), data=error)
 
 
 def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:

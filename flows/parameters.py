@@ -319,10 +319,6 @@ class VerdictSettings(Spec):
 class PredictSettings(VerdictSettings, RunSettings):
     """Which reads are viral."""
 
-    def placed(self, moment: datetime) -> Self:
-        """The settings of a run that starts at this moment."""
-        return self
-
     def is_done(self) -> bool:
         """Whether the directory holds a complete run, which is not to be made anew."""
         run = RunDir(self.out)

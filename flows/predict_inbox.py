@@ -10,10 +10,10 @@ from prefect.client.schemas.objects import State
 
 from flows import start
 from flows.flow_commands import InboxSettings
-from flows.flow_run import inner_run, named, with_parameters
+from flows.flow_run import named, untold, with_parameters
 from flows.parameters import ComputeSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
-from tasks.server import announce
+from tasks.server import ServerLostError, announce
 from tasks.step import done, publish_table
 from virnuc_core.config import EngineSpec
 from virnuc_core.measure.inbox import Ledger, Row, RowFate
@@ -30,7 +30,14 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     common = settings.model_dump(include={"models", *shared})
 
     def predicted(row: Row, out: Path) -> RunSummary | Exception:
-        state = inner_run(predict, {"reads": (str(settings.inbox / row.file),), "out": out, **common})
+        given = {"reads": (str(settings.inbox / row.file),), "out": out, **common}
+        try:
+            state = predict(**given, return_state=True)
+        except ServerLostError:  # meanwhile: the flow's function does as well
+            try:
+                state = untold(predict, given)
+            except Exception as error:  # noqa: BLE001 - as Prefect does
+                return error
         found: RunSummary | Exception = state.result(raise_on_failure=state.is_cancelled() or state.is_crashed())
         return found
 

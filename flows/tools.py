@@ -27,8 +27,8 @@ from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
 from tasks.server import announce
-from tasks.step import Markdown, Rows, cell, done, markdown_table, on_host, publish_markdown, publish_table
-from tasks.tools import mark_rows, operation_rows, run_trial, trace, trial_rows
+from tasks.step import Markdown, Rows, cell, done, on_host, publish_table
+from tasks.tools import mark_rows, markdown_table, operation_rows, publish_markdown, run_trial, trace, trial_rows
 from tasks.tools import overhead as timed
 from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec

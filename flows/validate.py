@@ -18,15 +18,16 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.flow_runs import pause_flow_run
+from prefect.states import Completed, Failed
 
 from flows import start
-from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
+from flows.flow_commands import NOT_MET, REJECTED, MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.tools import tune_round, tuned
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
-from tasks.step import NOT_MET, REJECTED, TimeLimitError, beside, done, not_met, publish_markdown
-from tasks.tools import ceiling, overhead, precision
+from tasks.step import NotMetError, TimeLimitError, beside, done
+from tasks.tools import ceiling, overhead, precision, publish_markdown
 from tasks.validate import (
     TIMED_OUT,
     Approval,
@@ -118,13 +119,15 @@ def steps(devices: int, profile: Profile) -> list[int]:
 def ended(
     settings: MeasureSettings, judged: Report, message: str, approval: ApprovalRecord | None = None
 ) -> State[Judged]:
-    """How a flow ends whose figures were judged, and perhaps answered by a reviewer."""
+    """How a flow ends whose figures were judged; where they or a reviewer say no, it fails or its name says so."""
     verdict = None if approval is None else approval.verdict
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
-    if verdict == "rejected" or judged.outcome == "failed":
-        name = REJECTED if verdict == "rejected" else NOT_MET
-        return not_met(result, message, fails=settings.fail_on_criteria, name=name)
-    return done(result, message)
+    if verdict != "rejected" and judged.outcome != "failed":
+        return done(result, message)
+    name = REJECTED if verdict == "rejected" else NOT_MET
+    if settings.fail_on_criteria:
+        return Failed(name=name, message=message, data=NotMetError(message))
+    return Completed(name=name, message=message, data=result)
 
 
 def measure(

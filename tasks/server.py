@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -26,22 +26,13 @@ from uuid import uuid4
 import httpx
 import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
-from prefect.client.schemas.filters import (
-    FlowRunFilter,
-    FlowRunFilterState,
-    FlowRunFilterStateType,
-    FlowRunFilterTags,
-)
-from prefect.client.schemas.objects import FlowRun, State, StateType
+from prefect.client.schemas.filters import FlowRunFilter
+from prefect.client.schemas.objects import FlowRun, State
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
 from prefect.exceptions import ObjectAlreadyExists, PrefectException
-from prefect.settings import (
-    PREFECT_API_REQUEST_TIMEOUT,
-    PREFECT_CLIENT_MAX_RETRIES,
-    temporary_settings,
-)
+from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from prefect.states import Crashed
 from prefect.utilities import callables
 
@@ -85,7 +76,8 @@ class Connection:
 
     def send(self, request: httpx.Request, transport: httpx.BaseTransport) -> httpx.Response:
         """The answer; the server's own word on a state, or ours when it has none. Errors: `ServerLostError`."""
-        state = _proposed_state(request)
+        proposed = request.method == "POST" and request.url.path.endswith("/set_state")
+        state: Mapping[str, Any] | None = json.loads(request.content)["state"] if proposed else None
         until_s = max(self._patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
         while True:
             try:
@@ -112,10 +104,7 @@ class Connection:
     def _try(self, request: httpx.Request, transport: httpx.BaseTransport, *, at_once: bool) -> httpx.Response:
         if time.monotonic() < self._silent_until_s and not at_once:
             raise ServerLostError("the Prefect server did not answer before")
-        request.extensions = {
-            **request.extensions,
-            "timeout": dict.fromkeys(("connect", "read", "write", "pool"), ANSWER_S),
-        }
+        request.extensions["timeout"] = httpx.Timeout(ANSWER_S).as_dict()
         try:
             response = transport.handle_request(request)
         except httpx.TransportError as error:
@@ -147,13 +136,6 @@ class Connection:
             yield
         finally:
             self._patient_until_s = 0.0
-
-    @contextmanager
-    def limited(self, retries: int) -> Iterator[None]:
-        """Clients that Prefect makes for itself in the body wait no longer than others."""
-        limits = {PREFECT_API_REQUEST_TIMEOUT: ANSWER_S, PREFECT_CLIENT_MAX_RETRIES: retries}
-        with temporary_settings(updates=limits):
-            yield
 
     def leave(self, code: int) -> None:
         """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
@@ -199,13 +181,6 @@ def limit(client: SyncPrefectClient) -> None:
         own._mounts = {what: inner and _Limited(inner) for what, inner in own._mounts.items()}
 
 
-def _proposed_state(request: httpx.Request) -> Mapping[str, Any] | None:
-    if request.method == "POST" and request.url.path.endswith("/set_state"):
-        state: Mapping[str, Any] = json.loads(request.content)["state"]
-        return state
-    return None
-
-
 def _accepted(request: httpx.Request, state: Mapping[str, Any]) -> httpx.Response:
     """The answer of a server that agrees."""
     kept = {name: state.get(name) for name in ("type", "name", "message", "state_details")}
@@ -239,8 +214,13 @@ def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> I
             yield
         finally:
             _held.reset(before)
-            with connection.telling(f"that {', '.join(names)} are free"), connection.limited(retries=0):
+            with connection.telling(f"that {', '.join(names)} are free"), limited(retries=0):
                 slots.close()
+
+
+def limited(retries: int) -> AbstractContextManager[object]:
+    """Clients that Prefect makes for itself in the body wait no longer than others."""
+    return temporary_settings({PREFECT_API_REQUEST_TIMEOUT: ANSWER_S, PREFECT_CLIENT_MAX_RETRIES: retries})
 
 
 def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
@@ -251,15 +231,10 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
     if connection.lost:
         return
     logger.info("waiting for %s", ", ".join(names))
-    with connection.limited(retries=2):  # a server that starts again while we wait keeps our place
+    with limited(retries=2):  # a server that starts again while we wait keeps our place
         # strict: a limit that is missing is an error, never a free pass
         held = concurrency(
-            names,
-            occupy=1,
-            strict=True,
-            timeout_seconds=wait_s,
-            lease_duration=LEASE_S,
-            raise_on_lease_renewal_failure=False,
+            names, strict=True, timeout_seconds=wait_s, lease_duration=LEASE_S, raise_on_lease_renewal_failure=False
         )
         slots.enter_context(held)
 
@@ -283,8 +258,8 @@ def announce(*tags: str) -> None:
         return
     own = psutil.Process()
     labels: dict[str, str | int | float | bool] = {PLACE: place(), PROCESS: own.pid, BEGAN: own.create_time()}
-    running = FlowRunFilterState(type=FlowRunFilterStateType(any_=[StateType.RUNNING, StateType.CANCELLING]))
-    ours = FlowRunFilter(tags=FlowRunFilterTags(all_=["virnuc"]), state=running)
+    running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
+    ours = FlowRunFilter.model_validate({"tags": {"all_": ["virnuc"]}, "state": running})
     gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
     with connection.telling("its process and tags"), get_client(sync_client=True) as client:
         client.update_flow_run_labels(context.flow_run.id, labels)

@@ -17,18 +17,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
 from prefect import Task, runtime
-from prefect.artifacts import (
-    create_markdown_artifact,
-    create_progress_artifact,
-    create_table_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import State, TaskRun
+from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
 from prefect.events import emit_event
 from prefect.logging.handlers import APILogHandler
@@ -41,8 +35,6 @@ from virnuc_core.errors import DeviceError, ShardError, VirnucError, WorkerError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-NOT_MET: Final = "Criteria not met"
-REJECTED: Final = "Rejected"
 HOPELESS: Final = (FileNotFoundError, PermissionError, IsADirectoryError)
 WORTH_A_RETRY: Final = (WorkerError, ShardError, DeviceError, OSError, MemoryError)
 MAX_BYTES: Final = 100 * 1024
@@ -87,7 +79,7 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Step[P, 
             retries=RETRIES,
             retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_S),
             retry_jitter_factor=0.2,
-            retry_condition_fn=_retry_condition,
+            retry_condition_fn=lambda _task, _run, state: can_help(state.result(raise_on_failure=False)),
         )
 
     return decorate
@@ -117,15 +109,6 @@ def can_help(error: BaseException) -> bool:
     return isinstance(error, WORTH_A_RETRY) and not isinstance(error, HOPELESS) and storage_error(error) is None
 
 
-def _retry_condition(_task: Any, _task_run: TaskRun, state: State[Any]) -> bool:
-    """Prefect's question after a failed attempt."""
-    try:
-        state.result()
-    except Exception as error:  # noqa: BLE001 - whatever the task raised is what has to be judged
-        return can_help(error)
-    return False
-
-
 def first_attempt() -> bool:
     """Whether this is not a retry; a retry must go on from what the attempt before it committed."""
     return _attempt.get() <= 1 if not with_server() else (runtime.task_run.run_count or 1) <= 1
@@ -134,13 +117,6 @@ def first_attempt() -> bool:
 def done(data: T, message: str, *, reused: bool = False) -> State[T]:
     """Completed, with a message; named `Reused` when no work had to be done."""
     return Completed(name="Reused" if reused else None, message=message, data=data)
-
-
-def not_met(data: T, message: str, *, fails: bool, name: str = NOT_MET) -> State[T]:
-    """Criteria that were not met, or a reviewer's no: a failed run, or a completed one whose name says so."""
-    if fails:
-        return Failed(name=name, message=message, data=NotMetError(message))
-    return Completed(name=name, message=message, data=data)
 
 
 @contextmanager
@@ -170,19 +146,6 @@ def core_logs() -> Iterator[None]:
         undone.callback(handler.removeFilter, named)
         handler.addFilter(named)
         yield
-
-
-@contextmanager
-def no_orphans() -> Iterator[None]:
-    """End every child process of this process when the body ends, however it ends.
-
-    It belongs around a flow's body: signals reach the main thread only, so that a guard inside a task which runs in
-    another thread would never be asked.
-    """
-    try:
-        yield
-    finally:
-        end_all_children()
 
 
 class TimeLimitError(VirnucError):
@@ -268,23 +231,6 @@ def bounded_rows(rows: Rows, limit: int = MAX_BYTES) -> list[dict[str, str]]:
     return kept
 
 
-def bounded_markdown(text: str, full_text: Path | str, limit: int = MAX_BYTES) -> str:
-    """The text, cut at a line's end below `limit` bytes with a word on where the whole stands."""
-    if len(text.encode()) <= limit:
-        return text
-    note = f"\n\n… cut here; the whole text is `{full_text}`\n"
-    head = text.encode()[: limit - len(note.encode())].decode("utf-8", "ignore")
-    return head[: head.rfind("\n")] + note
-
-
-def markdown_table(rows: Rows) -> str:
-    """Rows as a Markdown table; empty text for no rows."""
-    if not rows:
-        return ""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def publish_table(name: str, rows: Rows, description: str) -> None:
     """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing.
 
@@ -293,13 +239,6 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
     if inside_a_run():
         with connection.telling(f"table {name}"):
             create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
-
-
-def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
-    """Record a text under `name`, cut to size."""
-    if inside_a_run():
-        with connection.telling(f"text {name}"):
-            create_markdown_artifact(bounded_markdown(text, full_text), key=key(name), description=cell(description))
 
 
 def inside_a_run() -> bool:

@@ -6,10 +6,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from prefect.artifacts import create_markdown_artifact
 from prefect.client.schemas.objects import State
 
-from tasks.server import device_slots
-from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step
+from tasks.server import connection, device_slots
+from tasks.step import (
+    MAX_BYTES,
+    Markdown,
+    Rows,
+    cell,
+    done,
+    first_attempt,
+    inside_a_run,
+    key,
+    on_host,
+    progress_artifact,
+    publish_table,
+    step,
+)
 from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median, spread
@@ -77,6 +91,26 @@ def ceiling(out: Path, *, models: Path, devices: Devices, engine: EngineSpec) ->
         flops = measure_ceilings(models, found, resolve_engine(engine, found[0].kind), out / "logs")
     rates = ", ".join(f"{rate:,.0f}" for rate in flops.esm2_ceiling_tokens_s.values())
     return done(flops, f"linear layers of ESM-2 alone: {rates} tokens/s" if rates else "no GPU, no ceiling")
+
+
+def markdown_table(rows: Rows) -> str:
+    """Rows as a Markdown table; empty text for no rows."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
+    """Record a text under `name`, cut at a line's end below `MAX_BYTES` with a word on where the whole stands."""
+    if not inside_a_run():
+        return
+    if len(text.encode()) > MAX_BYTES:
+        note = f"\n\n… cut here; the whole text is `{full_text}`\n"
+        head = text.encode()[: MAX_BYTES - len(note.encode())].decode("utf-8", "ignore")
+        text = head[: head.rfind("\n")] + note
+    with connection.telling(f"text {name}"):
+        create_markdown_artifact(text, key=key(name), description=cell(description))
 
 
 def mark_rows(tables: Sequence[TraceTable]) -> Rows:

@@ -53,7 +53,6 @@ import os, sys
 from pathlib import Path
 from prefect import flow
 from tasks.server import device_slots
-from tasks.step import no_orphans
 from virnuc_core.config import EngineSpec
 from virnuc_core.runfiles import Device
 from virnuc_core.engine.process import Closed, LocalWorkers, WorkerSpec
@@ -64,7 +63,7 @@ gpu = Device(id="GPU-guarded", kind="cuda", name="a GPU by name")
 
 @flow(name="guarded", flow_run_name=run)
 def guarded():
-    with no_orphans(), device_slots([gpu]), LocalWorkers("guarded_worker") as workers:
+    with device_slots([gpu]), LocalWorkers("guarded_worker") as workers:
         workers.start(WorkerSpec(models=run, device=gpu, engine=EngineSpec()), Path(log + ".errors"))
         while not isinstance(event := workers.receive(600)[1], Closed):
             Path(log + ".errors").write_text(event.message)  # Failed is all that it may say

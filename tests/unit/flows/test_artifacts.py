@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 from tasks.step import (
     MAX_BYTES,
     Markdown,
-    bounded_markdown,
     bounded_rows,
     cell,
     key,
-    markdown_table,
-    publish_markdown,
     publish_table,
 )
+from tasks.tools import markdown_table, publish_markdown
 
 
 @pytest.mark.parametrize(
@@ -81,13 +79,17 @@ def test_a_long_table_is_cut_and_says_so() -> None:
     assert bounded_rows(rows[:3]) == rows[:3]
 
 
-def test_a_long_report_is_cut_at_a_line_and_names_the_file() -> None:
-    text = "\n".join("ä" * 100 for _ in range(2000))
-    cut = bounded_markdown(text, Path("/r/report.md"))
+def test_a_long_report_is_cut_at_a_line_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr("tasks.tools.inside_a_run", lambda: True)
+    monkeypatch.setattr("tasks.tools.create_markdown_artifact", lambda text, **_: texts.append(text))
+    for text in ("\n".join("ä" * 100 for _ in range(2000)), "short"):
+        publish_markdown("report", text, "", Path("/r/report.md"))
+    cut, short = texts
     assert len(cut.encode()) <= MAX_BYTES
     assert cut.endswith("the whole text is `/r/report.md`\n")
     assert set(cut.split("\n\n…")[0]) == {"ä", "\n"}
-    assert bounded_markdown("short", "f") == "short"
+    assert short == "short"
 
 
 def test_tables_as_markdown() -> None:
@@ -102,11 +104,10 @@ def test_outside_a_run_nothing_is_published() -> None:
 
 def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
-    for kind in ("table", "markdown"):
-        monkeypatch.setattr(
-            f"tasks.step.create_{kind}_artifact", lambda *_, description, **__: said.append(description)
-        )
+    for module, kind in (("step", "table"), ("tools", "markdown")):
+        monkeypatch.setattr(f"tasks.{module}.inside_a_run", lambda: True)
+        made = f"tasks.{module}.create_{kind}_artifact"
+        monkeypatch.setattr(made, lambda *_, description, **__: said.append(description))
     odd = "[x](javascript:alert(1))\x1b"
     publish_table("t", [{"a": 1}], f"What became of {odd}")
     publish_markdown("m", "text", odd, Path("/r"))
