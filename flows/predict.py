@@ -58,8 +58,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve(spec.devices), wait_s=FREE_NOW_S))
-                prewarmed = prewarm(spec.models, spec.devices, spec.engine)
-                held.callback(prewarmed.close)
+                prewarmed = held.enter_context(prewarm(spec.models, spec.devices, spec.engine))
         yield StagedRun(run, stage_input(settings, label), label, spec, prewarmed)
 
 

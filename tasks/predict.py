@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -95,7 +95,7 @@ def embed(
         write(run.summary, stopped)
 
     before = read_summary(run)
-    with device_slots(resolve(devices)), progress as show, closing(prewarmed) if prewarmed else nullcontext():
+    with device_slots(resolve(devices)), progress as show, prewarmed or nullcontext():
         watch = replace(watch or Watch(), on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)

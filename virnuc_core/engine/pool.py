@@ -2,8 +2,8 @@
 
 Shards are handed out one by one, so that a slow device simply takes fewer. A worker that dies is restarted and what it
 held is handed out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is
-searched for the row that does it (`Search`); it is set aside and the rest is computed. A device that runs out of memory
-gets the shard again with half the token budget. Errors of reads, weights, settings and devices stop the run at once.
+searched for the row that does it (`poison_rows`), which is set aside. A device that runs out of memory gets the shard
+again with half the token budget. Errors of reads, weights, settings and devices stop the run at once.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask, Stop
-from virnuc_core.errors import DeviceError, ShardError, StorageError, WorkerError, named, size
+from virnuc_core.errors import DeviceError, StorageError, WorkerError, named, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -29,6 +29,9 @@ from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
 from virnuc_core.telemetry.tables import OVERLAPPED, START_UP, Encoder, ShardDone, Stage, StageClock, StageTime
+
+if TYPE_CHECKING:
+    from virnuc_core.engine.poison_rows import Search
 
 log = logging.getLogger(__name__)
 
@@ -39,9 +42,6 @@ TICK_S: Final = 0.5
 SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, and of its last block
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
-PROOFS: Final = 2
-MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
-MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +116,6 @@ class Pool:
         self._todo: deque[ShardTask] = deque()
         self._killed: Counter[int] = Counter()  # deaths with this shard first in line
         self._searches: dict[int, Search] = {}
-
-    @property
-    def set_aside(self) -> list[int]:
-        """Uniques that end every worker."""
-        return sorted(row for search in self._searches.values() for row in search.guilty)
 
     def run(self, tasks: Sequence[ShardTask]) -> None:
         """Compute shards; returns when all are committed. Workers are gone when it returns or raises.
@@ -238,6 +233,8 @@ class Pool:
         self._killed[task.shard] += 1
         if self._killed[task.shard] < self._attempts:
             return task
+        from virnuc_core.engine.poison_rows import Search  # few runs need it
+
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, self._killed[task.shard])
         return self._searches.setdefault(task.shard, Search(task)).begin(said)
 
@@ -250,63 +247,6 @@ def _doubled(divisor: int, what: str) -> int:
         )
     log.warning("%s: out of memory, trying 1/%d of the token budget", what, divisor * 2)
     return divisor * 2
-
-
-class Search:
-    """The search within one shard for the row that ends workers, by halving. Each answer says what to do next.
-
-    A worker may also be killed from outside, and no innocent row may be accused. So a row is set aside only when it has
-    ended `PROOFS` workers all alone, and a search in which every part survives clears the shard, which is then simply
-    computed again.
-    """
-
-    def __init__(self, whole: ShardTask) -> None:
-        self.whole = whole
-        self.guilty: list[int] = []
-        self._in_vain = 0
-
-    def begin(self, said: str) -> ShardTask:
-        """Start, or start again; `ShardError` when the shard cannot be cleared."""
-        if self._in_vain >= MAX_SEARCHES or len(self.guilty) > MAX_GUILTY:
-            raise ShardError(
-                f"ends workers, and no single row of it is the cause; last words: {said}", shard=self.whole.shard
-            )
-        self._probes = self._halve()
-        return next(self._probes)
-
-    def answer(self, *, survived: bool) -> ShardTask:
-        """A worker computed the probe, or died at it: the next one, or the shard again without the rows found."""
-        try:
-            return self._probes.send(survived)
-        except StopIteration:
-            self.whole = self.whole.model_copy(update={"skip": tuple(sorted(self.guilty))})
-            return self.whole
-
-    def _halve(self) -> Generator[ShardTask, bool, None]:
-        """Probes; each is answered by whether a worker survived it."""
-        parts = _halves(self.whole.lo, self.whole.hi)
-        while parts:
-            lo, hi = parts.pop()
-            skip = tuple(row for row in self.guilty if lo <= row < hi)
-            probe = self.whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
-            if hi - lo > 1:
-                if not (yield probe):
-                    parts = _halves(lo, hi)  # it is in here; what is outside is looked at when the shard runs again
-                continue
-            deaths = 0
-            while deaths < PROOFS and not (yield probe):
-                deaths += 1
-            if deaths == PROOFS:
-                self.guilty.append(lo)
-                self._in_vain = 0
-                return
-        self._in_vain += 1
-
-
-def _halves(lo: int, hi: int) -> list[tuple[int, int]]:
-    """The parts of a range, the first one last; a single row is not cut."""
-    middle = (lo + hi) // 2
-    return [(middle, hi), (lo, middle)] if hi - lo > 1 else [(lo, hi)]
 
 
 class Embedding:

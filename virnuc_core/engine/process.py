@@ -248,7 +248,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         try:
             self._waiting = [self._start(spec) for spec in prewarm]
         except BaseException:
-            self.close()
+            self.__exit__()
             raise
 
     @property
@@ -307,12 +307,8 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
                     raise child.failure()
                 return received
 
-    def close(self) -> None:
-        """End every worker."""
-        end_children(self._started)
-
     def __exit__(self, *_: object) -> None:
-        self.close()
+        end_children(self._started)
 
 
 def serve(module: str) -> NoReturn:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import resource
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -292,31 +290,3 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, whole, dcpl=settings)
         file.attrs["fingerprint"] = plan.fingerprint
     return run.embeddings
-
-
-@contextmanager
-def open_embeddings(*runs: RunDir) -> Iterator[list[h5py.File]]:
-    """`embeddings.h5` of each run, of which every row can be read; meanwhile the limit of open files is higher.
-
-    Errors: `ShardError` names the shard that cannot be read, or the limit when it cannot be raised; `OSError`,
-    `KeyError` for a file that is none of ours.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with ExitStack() as held:
-        files = [held.enter_context(h5py.File(run.embeddings, "r")) for run in runs]
-        tables = [file["embeddings"] for file in files]
-        mapped = [table.virtual_sources() if table.is_virtual else [] for table in tables]
-        parts = [run.root / part.file_name for run, found in zip(runs, mapped, strict=True) for part in found]
-        needed = len(list(Path("/proc/self/fd").iterdir())) + len(parts) + 8
-        if needed > soft:
-            if hard != resource.RLIM_INFINITY and needed > hard:
-                raise ShardError(f"{len(parts)} shards are read at once, {hard} files may be open; raise `ulimit -n`")
-            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-            held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        for path in parts:
-            try:
-                with h5py.File(path, "r") as file:
-                    len(file["embeddings"])
-            except (OSError, KeyError, RuntimeError) as error:
-                raise ShardError(f"{path} cannot be read ({error}); run again to compute it") from error
-        yield files

@@ -179,10 +179,7 @@ class Worker:
     """Everything between the parent's messages and the device."""
 
     def __init__(
-        self,
-        parent: Parent,
-        spec: WorkerSpec,
-        recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext,
+        self, parent: Parent, spec: WorkerSpec, recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext
     ) -> None:
         self.parent, self.spec, self._recording = parent, spec, recording
         self._heard_s = time.monotonic()

@@ -36,16 +36,8 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
 from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
-from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
-from virnuc_core.validation import (
-    MIN_PAIRS,
-    OVERHEAD,
-    OverheadFile,
-    OverheadPair,
-    ValidationRecord,
-    read_usable,
-)
+from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +109,8 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     embedding = Embedding(job, Watch(sample_s=sample_s), started_s)
     pool = embedding.run()
     wall_s = time.monotonic() - started_s
-    found = read_telemetry(embedding.write((), wall_s).with_suffix(".h5"))
+    embedding.write((), wall_s)
+    found = embedding.measured
     whole, window = batch_metrics(found.batches), embedding_span(found.batches)
     stats = [device_usage(found.samples, device.id, window) for device in job.devices]
     committed = committed_tokens_per_s(found.batches, found.shards) or 0.0

@@ -19,11 +19,10 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.engine.shards import open_embeddings
 from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_reads_table
-from virnuc_core.report.files import BASELINE, COMPARISON, bitwise
+from virnuc_core.report.files import BASELINE, COMPARISON, bitwise, open_embeddings
 from virnuc_core.rundir import EXACT, RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.validation import (

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import filecmp
+import resource
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import h5py
 
-from virnuc_core.errors import VirnucError
+from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.report.model import RawFile
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import File, sha256_of
@@ -130,3 +132,31 @@ def _differences(a: Path, b: Path) -> Iterator[str]:
                     yield f"{name} differs"
     except OSError as error:
         yield f"cannot be read ({error})"
+
+
+@contextmanager
+def open_embeddings(*runs: RunDir) -> Iterator[list[h5py.File]]:
+    """`embeddings.h5` of each run, of which every row can be read; meanwhile the limit of open files is higher.
+
+    Errors: `ShardError` names the shard that cannot be read, or the limit when it cannot be raised; `OSError`,
+    `KeyError` for a file that is none of ours.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as held:
+        files = [held.enter_context(h5py.File(run.embeddings, "r")) for run in runs]
+        tables = [file["embeddings"] for file in files]
+        mapped = [table.virtual_sources() if table.is_virtual else [] for table in tables]
+        parts = [run.root / part.file_name for run, found in zip(runs, mapped, strict=True) for part in found]
+        needed = len(list(Path("/proc/self/fd").iterdir())) + len(parts) + 8
+        if needed > soft:
+            if hard != resource.RLIM_INFINITY and needed > hard:
+                raise ShardError(f"{len(parts)} shards are read at once, {hard} files may be open; raise `ulimit -n`")
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+            held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        for path in parts:
+            try:
+                with h5py.File(path, "r") as file:
+                    len(file["embeddings"])
+            except (OSError, KeyError, RuntimeError) as error:
+                raise ShardError(f"{path} cannot be read ({error}); run again to compute it") from error
+        yield files

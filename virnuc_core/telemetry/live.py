@@ -29,7 +29,6 @@ CALLBACK_EVERY_S: Final = 5.0
 WIDE: Final = 100  # columns of a terminal that has room for the packing, too
 GPU_UUIDS: Final = ("GPU-", "MIG-")
 TITLE: Final = "Embedding"
-UNIT: Final = "sequences"
 RULE: Final = "=" * 80
 
 Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
@@ -136,11 +135,9 @@ class Sampler:
             return DeviceSample(time_s, device)
 
     def _loop(self) -> None:
-        due = time.monotonic()
-        while not self._stop.is_set():
+        self.sample_once()
+        while not self._stop.wait(self._interval_s):
             self.sample_once()
-            due = max(due + self._interval_s, time.monotonic())  # after a stall: no burst to catch up
-            self._stop.wait(due - time.monotonic())
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -268,7 +265,7 @@ class InferenceProgressReporter:
     def _line(self) -> str:
         _, words = self.progress()
         return (
-            f"{TITLE}: {self._done:,} of {self._total:,} {UNIT} ({100 * self.share:.1f} %) | "
+            f"{TITLE}: {self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
             f"elapsed {clock_text(self._now() - self._started_s)} | ETA {self._eta()}"
         )

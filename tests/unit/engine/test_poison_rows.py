@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from virnuc_core.engine.pool import Search
+from virnuc_core.engine.poison_rows import Search
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ShardError
 

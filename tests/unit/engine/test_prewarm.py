@@ -25,9 +25,8 @@ ONE = Devices.parse("cpu:1")
 
 @pytest.fixture
 def prewarmed(tiny_models: Path) -> Iterator[LocalWorkers]:
-    made = prewarm(tiny_models, ONE, SMALL)
-    yield made
-    made.close()
+    with prewarm(tiny_models, ONE, SMALL) as made:
+        yield made
     assert no_children()
 
 

@@ -1,0 +1,70 @@
+"""The search within one shard for the row that ends workers, by halving.
+
+A worker may also be killed from outside, and no innocent row may be accused. So a row is set aside only when it has
+ended `PROOFS` workers all alone, and a search in which every part survives clears the shard, which is then simply
+computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Final
+
+from virnuc_core.engine.shards import ShardTask
+from virnuc_core.errors import ShardError
+
+PROOFS: Final = 2
+MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
+MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
+
+
+class Search:
+    """The search within one shard. Each answer says what to do next."""
+
+    def __init__(self, whole: ShardTask) -> None:
+        self.whole = whole
+        self.guilty: list[int] = []
+        self._in_vain = 0
+
+    def begin(self, said: str) -> ShardTask:
+        """Start, or start again; `ShardError` when the shard cannot be cleared."""
+        if self._in_vain >= MAX_SEARCHES or len(self.guilty) > MAX_GUILTY:
+            raise ShardError(
+                f"ends workers, and no single row of it is the cause; last words: {said}", shard=self.whole.shard
+            )
+        self._probes = self._halve()
+        return next(self._probes)
+
+    def answer(self, *, survived: bool) -> ShardTask:
+        """A worker computed the probe, or died at it: the next one, or the shard again without the rows found."""
+        try:
+            return self._probes.send(survived)
+        except StopIteration:
+            self.whole = self.whole.model_copy(update={"skip": tuple(sorted(self.guilty))})
+            return self.whole
+
+    def _halve(self) -> Generator[ShardTask, bool, None]:
+        """Probes; each is answered by whether a worker survived it."""
+        parts = _halves(self.whole.lo, self.whole.hi)
+        while parts:
+            lo, hi = parts.pop()
+            skip = tuple(row for row in self.guilty if lo <= row < hi)
+            probe = self.whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
+            if hi - lo > 1:
+                if not (yield probe):
+                    parts = _halves(lo, hi)  # it is in here; what is outside is looked at when the shard runs again
+                continue
+            deaths = 0
+            while deaths < PROOFS and not (yield probe):
+                deaths += 1
+            if deaths == PROOFS:
+                self.guilty.append(lo)
+                self._in_vain = 0
+                return
+        self._in_vain += 1
+
+
+def _halves(lo: int, hi: int) -> list[tuple[int, int]]:
+    """The parts of a range, the first one last; a single row is not cut."""
+    middle = (lo + hi) // 2
+    return [(middle, hi), (lo, middle)] if hi - lo > 1 else [(lo, hi)]
