@@ -213,7 +213,7 @@ def compare(
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
     from virnuc_core.report.formatting import cell
-    from virnuc_core.report.views import correctness
+    from virnuc_core.report.render import correctness
 
     found = hold(vanilla, refactored, tolerance=tolerance, mode=mode, subset_of_a=subset, embeddings=embeddings)
     section = correctness((found,))

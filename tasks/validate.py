@@ -37,8 +37,8 @@ from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, trend
-from virnuc_core.report.render import fill, write_report
-from virnuc_core.report.views import accounts, agreements, criteria, met_sentence, scaling
+from virnuc_core.report.render import correctness, fill, tables, write_report
+from virnuc_core.report.views import met_sentence
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import read, write
 from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison
@@ -88,7 +88,7 @@ def compare(
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
-    publish_table(f"comparison-{label}", rows_of(agreements(found)), f"Agreement of the runs of {label}")
+    publish_table(f"comparison-{label}", rows_of(correctness(found).tables[0]), f"Agreement of the runs of {label}")
     parts = []
     for c in found:
         if c.bitwise is not None:
@@ -121,11 +121,13 @@ def publish(judged: Report, out: Path, label: str) -> None:
     """
     name, folder = judged.profile.name, RunDir(out).report
     told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
-    publish_table(on_host(f"criteria-{name}"), rows_of(*criteria(judged)), told)
+    publish_table(on_host(f"criteria-{name}"), rows_of(*tables("criteria.view.j2", judged)), told)
     if judged.accounting is not None:
-        publish_table(f"reads-{name}", rows_of(accounts(judged)), f"What became of the reads of {label}")
+        publish_table(
+            f"reads-{name}", rows_of(*tables("fates.view.j2", judged)), f"What became of the reads of {label}"
+        )
     if len(judged.scaling) > 1:
-        publish_table(on_host(f"scaling-{name}"), rows_of(scaling(judged)), f"Scaling of {label}")
+        publish_table(on_host(f"scaling-{name}"), rows_of(*tables("scaling.view.j2", judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")
     white = '<svg style="background:#fff" '  # the charts are in dark ink, and the UI may be dark
@@ -192,7 +194,9 @@ def approval_form(judged: Report, out: Path) -> type[Approval]:
     A table stands above the form; in a low window the UI hides it, so that nothing may stand there alone.
     """
     wanted = ("Verdict", "Criterion", "Measured", "Required")
-    table = markdown_table([{name: row[name] for name in wanted} for row in rows_of(*criteria(judged))])
+    table = markdown_table(
+        [{name: row[name] for name in wanted} for row in rows_of(*tables("criteria.view.j2", judged))]
+    )
     missed = [cell(f"{c.title} {shown(c)} ({target_text(c.target, c.unit)})") for c in judged.failed]
     figures = {
         "all_criteria_met": f"**{met_sentence(judged)}**",

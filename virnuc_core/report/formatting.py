@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from virnuc_core.profiles import Target
@@ -33,22 +32,56 @@ class Mark:
         return f"[{(self.word or self.verdict).upper()}]"
 
 
+@dataclass(slots=True)
 class Table:
     """Rows of cells by column; a cell is text, a `Number`, a count, a `Mark`, or `None` for what was not measured."""
 
-    def __init__(self, rows: Iterable[Mapping[str, object]], title: str = "") -> None:
-        self.rows, self.title = tuple(rows), title
-        self.figures = {name for row in self.rows for name, value in row.items() if isinstance(value, int | Number)}
+    rows: list[dict[str, object]] = field(default_factory=list)
+    title: str = ""
+
+    @property
+    def figures(self) -> set[str]:
+        """The columns that hold figures."""
+        return {name for row in self.rows for name, value in row.items() if isinstance(value, int | Number)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Section:
     """One part of the report; one without prose and rows is left out."""
 
     title: str
-    prose: Sequence[str] = ()
-    tables: Sequence[Table] = ()
     lead: Mark | str = ""  # what the prose begins with, set off
+    prose: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=lambda: [Table()])
+
+
+class View:
+    """The sections that a template tells, one part after the other."""
+
+    def __init__(self) -> None:
+        self._told: list[Section] = []
+
+    @property
+    def sections(self) -> list[Section]:
+        """Those that say something."""
+        return [one for one in self._told if one.prose or any(table.rows for table in one.tables)]
+
+    def section(self, title: str, lead: Mark | str = "") -> None:
+        """Begin a section, and its first table."""
+        self._told.append(Section(title, lead))
+
+    def say(self, *lines: str) -> None:
+        """Add to the prose of the section."""
+        self._told[-1].prose += lines
+
+    def table(self, title: str) -> None:
+        """Begin a further table."""
+        self._told[-1].tables.append(Table(title=title))
+
+    def row(self, cells: dict[str, object]) -> None:
+        """Add to the table; a column of its first row that is not among `cells` was not measured."""
+        rows = self._told[-1].tables[-1].rows
+        rows.append(dict.fromkeys(rows[0] if rows else ()) | cells)
 
 
 def cell(value: object) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -21,16 +22,32 @@ from virnuc_core.profiles import Profile
 from virnuc_core.report import views
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import GENERATOR, all_charts
-from virnuc_core.report.formatting import Mark, answered_text, cell, number, shown, stage_text, target_text
+from virnuc_core.report.formatting import (
+    Mark,
+    Number,
+    Section,
+    Table,
+    View,
+    answered_text,
+    cell,
+    number,
+    overhead_text,
+    percent,
+    runs_text,
+    shown,
+    stage_text,
+    target_text,
+)
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
-from virnuc_core.report.speed import COSTS, ENCODER_TITLES
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.live import clock_text
-from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import ValidationRecord, read_usable
+from virnuc_core.telemetry.tables import ROWS, STAGES
+from virnuc_core.validation import QUESTIONS, Comparison, ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
+COSTS: Final = ("device_hours", "kwh", "price")  # of a million reads
+ENCODER_TITLES: Final = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
 GPU_STATS: Final = {"gpu_util_avg", "gpu_util_min", "gpu_util_max", "mem_used_avg", "mem_used_peak", "sample_count"}
 SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
 
@@ -100,15 +117,33 @@ def render(report: Report) -> dict[str, str]:
     }
 
 
-def fill(template: str, report: Report, only: str | None = None) -> str:
-    """The report by one of `templates/`; of its sections only the one of the title `only`, where that is given.
+def fill(template: str, report: Report, **more: object) -> str:
+    """The report by one of `templates/`; `only` a section by its title, of `sections.md.j2`.
 
     In HTML every value is escaped. A name that is not there is an error.
     """
     criteria = {criterion.id: criterion for criterion in report.criteria}
     telemetry = report.run.telemetry if report.run else None
-    found = _templates().get_template(template)
-    return found.render(report=report, criteria=criteria, telemetry=telemetry, only=only)
+    return _templates().get_template(template).render(report=report, criteria=criteria, telemetry=telemetry, **more)
+
+
+def sections(report: Report, template: str = "view.j2") -> list[Section]:
+    """What every form shows of the report, from top to bottom; or of it what one of `templates/*.view.j2` tells."""
+    view = View()
+    fill(template, report, view=view)
+    return view.sections
+
+
+def tables(template: str, report: Report) -> list[Table]:
+    """The tables that one of `templates/*.view.j2` tells."""
+    return [table for section in sections(report, template) for table in section.tables]
+
+
+def correctness(comparisons: Iterable[Comparison]) -> Section:
+    """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
+    view = View()
+    _templates().get_template("correctness.view.j2").render(view=view, comparisons=tuple(comparisons))
+    return next(iter(view.sections), Section("Correctness"))
 
 
 @cache
@@ -120,17 +155,22 @@ def _templates() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,
+        extensions=["jinja2.ext.do"],
     )
     found.filters |= {
         "cell": cell,
         "number": number,
+        "percent": percent,
+        "figure": Number,
         "one_line": lambda text: " ".join(cell(text).split()),
         "clock": lambda seconds: None if seconds is None else clock_text(seconds),
         "markdown": markdown_cell,
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, stage_text, answered_text, fill, stage_results, all_charts)
-    found.globals |= {"views": views, "stages": STAGES, "generator": GENERATOR} | {f.__name__: f for f in texts}
+    texts = (shown, target_text, stage_text, runs_text, answered_text, overhead_text)
+    found.globals |= {f.__name__: f for f in (*texts, Mark, fill, sections, tables, stage_results, all_charts)}
+    found.globals |= {"views": views, "rows": ROWS, "stages": STAGES, "generator": GENERATOR, "questions": QUESTIONS}
+    found.globals |= {"encoder_titles": ENCODER_TITLES, "gib": 1 / (1 << 30)}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 

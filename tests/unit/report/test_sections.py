@@ -15,10 +15,9 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
-from virnuc_core.report.render import fill, render, rerender, write_report
+from virnuc_core.report.render import fill, render, rerender, tables, write_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_runs import Verification, verify_overhead
-from virnuc_core.report.views import accounts
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
 from virnuc_core.telemetry.log import write_telemetry
@@ -363,15 +362,15 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     assert [row["pair"] for row in rows] == [1, 2, 3]
     assert all(str(row["overhead"]).endswith(" %") for row in rows)
     report = build_report(tmp_path, production)
-    counted = rows_of(accounts(report))
+    counted = rows_of(*tables("fates.view.j2", report))
     assert report.accounting is not None
     by_name = {row["What"]: row["Count"] for row in counted}
     assert by_name["sum of the fates"] == report.accounting.reads
     assert by_name["records skipped"] == "not recorded"
     doubtful = report.accounting.model_copy(update={"adds_up": False})
-    doubted = rows_of(accounts(report.model_copy(update={"accounting": doubtful})))
+    doubted = rows_of(*tables("fates.view.j2", report.model_copy(update={"accounting": doubtful})))
     assert any("does NOT add up" in str(row["What"]) for row in doubted)
-    assert rows_of(accounts(report.model_copy(update={"accounting": None}))) == []
+    assert rows_of(*tables("fates.view.j2", report.model_copy(update={"accounting": None}))) == []
 
 
 def test_remarks_of_staging_stand_below_the_fates() -> None:

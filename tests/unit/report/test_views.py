@@ -11,8 +11,7 @@ import pytest
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report.formatting import Mark, Number, Table, cell, number
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, markdown_cell, read_report, render
-from virnuc_core.report.views import scaling, sections
+from virnuc_core.report.render import fill, markdown_cell, read_report, render, sections, tables
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +45,15 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
     assert figure.judged is not None
     asked = {"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"}
     missed = {"speedup": 1.8996, "efficiency": 0.9498, "judged": figure.judged.model_copy(update=asked)}
-    row = scaling(report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})).rows[1]
+    changed = report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})
+    row = tables("scaling.view.j2", changed)[0].rows[1]
     assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == ("1.8996x", "94.98%", "[FAIL]")
+
+
+def test_a_baseline_without_frames_has_no_agreement_of_frames(report: Report) -> None:
+    alone = tuple(one.model_copy(update={"frames": None}) for one in report.comparisons)
+    text = fill("report.txt.j2", report.model_copy(update={"comparisons": alone}))
+    assert "Per-frame label agreement: n/a" in text
 
 
 def test_what_was_not_measured_is_no_number() -> None:
