@@ -1,7 +1,4 @@
-"""`virnuc doctor`: is this machine sound? Packages, room, locks, server, driver, weights, and whether it computes.
-
-Each check is a generator of `Check`s; the error that one ends with is a finding, too.
-"""
+"""`virnuc doctor`: is this machine sound? Packages, room, locks, server, driver, weights, and whether it computes."""
 
 from __future__ import annotations
 
@@ -106,8 +103,7 @@ def doctor(
     sound = not counts["fail"]
     if as_json:
         told = [{"check": check.name, "verdict": check.verdict, "detail": check.detail} for check in found]
-        body = {"sound": sound, "seconds": round(seconds, 2), "checks": told}
-        print(json.dumps(body, indent=2, ensure_ascii=False))
+        print(json.dumps({"sound": sound, "seconds": round(seconds, 2), "checks": told}, indent=2, ensure_ascii=False))
     else:
         said = f"{counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s"
         print(f"\nThis machine is {'sound' if sound else 'not sound'}: {said}")
@@ -131,8 +127,8 @@ def requirements() -> Iterator[Check]:
         yield Check("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
         return
     bounds, python = told["Requires-Python"], platform.python_version()
-    verdict: Verdict = "ok" if SpecifierSet(bounds).contains(python) else "fail"
-    yield Check("Python", verdict, f"{python} ({sys.executable}); wanted {bounds}")
+    fits: Verdict = "ok" if python in SpecifierSet(bounds) else "fail"
+    yield Check("Python", fits, f"{python} ({sys.executable}); wanted {bounds}")
     wanted = [Requirement(text) for text in told.get_all("Requires-Dist") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
     here = {one.name: _version(one.name) for one in wanted}
@@ -149,10 +145,8 @@ def tested_versions(constraints: Path) -> Iterator[Check]:
         yield Check("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
-    pairs = [(name, version, pins.get(name)) for name, version in here.items()]
-    other = [
-        f"{name} {version} (tested: {pin})" for name, version, pin in pairs if pin not in (None, version.split("+")[0])
-    ]
+    apart = {name for name, version in here.items() if pins.get(name) not in (None, version.split("+")[0])}
+    other = [f"{name} {here[name]} (tested: {pins[name]})" for name in IMPORTANT if name in apart]
     yield Check("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
 
 
@@ -279,8 +273,8 @@ def locks() -> Iterator[Check]:
 def room(folder: Path) -> Iterator[Check]:
     """Room where results would go, and in the shared memory that loader processes hand their batches over through."""
     free, shared = shutil.disk_usage(nearest(folder)).free, Path("/dev/shm")
-    verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if free < DISK_WARN else "ok"
-    more = "" if verdict == "ok" else "; a million reads of 150 bases leave some 13 GiB"
+    more = "; a million reads of 150 bases leave some 13 GiB" if free < DISK_WARN else ""
+    verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if more else "ok"
     yield Check("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
     free = shutil.disk_usage(shared).free if shared.is_dir() else 0
     more = "" if free >= GIB else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
@@ -288,10 +282,7 @@ def room(folder: Path) -> Iterator[Check]:
 
 
 def file_system(folder: Path) -> Iterator[Check]:
-    """Do locks exclude, and do renames and flushes work, where results would go?
-
-    The lock is that of a run directory, asked for twice; the file is written aside, flushed and renamed like a shard.
-    """
+    """Does a run directory's lock exclude, and is a file flushed and renamed like a shard, where results would go?"""
     with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=nearest(folder)) as name:
         excludes, place = True, Path(name)
         with suppress(ConfigError), run_lock(place), ExitStack() as again:
@@ -303,8 +294,8 @@ def file_system(folder: Path) -> Iterator[Check]:
         with whole_file(place / "shard") as aside:
             aside.write_bytes(bytes(1 << 20))
         seconds = time.perf_counter() - started
-        verdict: Verdict = "warn" if seconds > FSYNC_WARN_S else "ok"
-        yield Check("commits", verdict, f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms")
+        said = f"1 MiB flushed and renamed in {1e3 * seconds:.0f} ms"
+        yield Check("commits", "warn" if seconds > FSYNC_WARN_S else "ok", said)
 
 
 def weights(models: Path | None, *, hashed: bool) -> Iterator[Check]:
@@ -323,10 +314,9 @@ def weights(models: Path | None, *, hashed: bool) -> Iterator[Check]:
 
 
 def computes(devices: str) -> Iterator[Check]:
-    """Does each device (`cuda:0,cuda:1`, `cpu:2`, `auto`) compute what the reference computes, and the same bytes?
+    """Does each device compute what the reference computes, and the same bytes?
 
-    A tiny model with random weights goes the whole way, reads to scores, through a worker process on every device at
-    once; the reference is plain float32 on the CPU.
+    A tiny random model goes the whole way, reads to scores, through a worker process on every device at once.
     """
     found = resolve(Devices.parse(devices))
     with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, ExitStack() as quiet:
@@ -338,7 +328,6 @@ def computes(devices: str) -> Iterator[Check]:
         stage(StageSpec(reads=(str(reads),), model_length=LENGTH), store)
 
         def scored(device: Device) -> Scores:
-            """The scores by the engine on one device."""
             one = Devices(kind=device.kind, ids=(device.id,))
             job = Bench(store, models, one).job(RunDir(Path(name, device.id)), ENGINE)
             measure(replace(job, devices=(device,)))  # a core has no name in settings
@@ -368,8 +357,8 @@ def judge(device: Device, reference: Scores, answer: Scores) -> Check:
     apart = float(np.abs(reference.astype(np.float64) - answer).max(initial=0.0))
     same = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
     fine = apart <= tolerance
-    word = "equals" if fine else "DIFFERS from"
-    text = f"{device.name}: {len(answer)} sequences, end to end, {word} the float32 reference {same}"
+    what = f"{'equals' if fine else 'DIFFERS from'} the float32 reference {same}"
+    text = f"{device.name}: {len(answer)} sequences, end to end, {what}"
     return Check(f"compute {device.id}", "ok" if fine else "fail", text)
 
 

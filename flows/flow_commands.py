@@ -129,7 +129,6 @@ class ValidateSettings(MeasureSettings):
 
 
 def _judged(settings: ValidateSettings, state: State[Any]) -> Ending:
-    """Exit code 5 when a criterion was missed, 7 when none was, but not each could be judged here."""
     folder = settings.newest / "report"
     facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
     code = _missed(state) or (NOT_JUDGED if state.result().outcome == "not judged" else 0)
@@ -140,12 +139,10 @@ validate = starts("flows.validate:validate", ValidateSettings, ending=_judged)
 
 
 def _missed(state: State[Any]) -> int:
-    """The exit code by a state's name: whether what was asked was missed."""
     return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
 
 
 def _in_the_ui(flow_run_id: UUID | None) -> str:
-    """Where the run can be looked at."""
     from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
 
     from tasks.server import connection

@@ -1,7 +1,4 @@
-"""What surrounds every flow's work: its run named and tagged, its reads staged, and, by hand, a way to end it.
-
-A flow started by hand has a tidy terminal, a cancel button that works, and a server that ends when it does.
-"""
+"""What surrounds every flow's work: a name, staged reads; by hand a tidy terminal, and a cancel button that works."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
 from flows.ending import ended_in_time
-from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
+from flows.parameters import MOST_STAGING_PROCESSES, WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, beside, core_logs
@@ -59,8 +56,8 @@ class CancelledError(VirnucError):
 def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
     """Turn a function of one settings model into a flow's: parameters one by one, and all that surrounds its work.
 
-    Its child processes end with it, the core's log lines reach the run, a cancelled run ends, and an error of ours is
-    one sentence: the run's failed state, whose data is the error.
+    Its child processes end with it, the core's log lines reach the run, a cancelled run ends, and the sentence of an
+    error of ours is that of the run's failed state.
     """
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
@@ -78,9 +75,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
                 _ended_when_cancelled(),
                 settings.hold(),
             ):
-                around.callback(
-                    end_all_children
-                )  # here: signals reach the main thread only, and a task may have another
+                around.callback(end_all_children)  # not in a task: signals reach the main thread only
                 return function(_without_queries(settings))
 
         @wraps(body)
@@ -157,7 +152,7 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     spec = StageSpec(
         reads=settings.reads,
         model_length=model_length(settings.models),
-        workers=settings.staging_processes,
+        workers=settings.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0))),
         on_error=settings.on_error,
         strict=settings.strict,
     )
@@ -169,9 +164,9 @@ def run_flow(
 ) -> State[Any]:
     """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 
-    Bars and log lines share one console: the core's lines, plainly, and Prefect's warnings, unless to debug; errors are
-    for the caller to say, once. `ready` waits for the server; without it there is none, and nothing is recorded.
-    Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`; `VirnucError` where no server answers.
+    Bars, the core's log lines and Prefect's warnings share one console; errors are for the caller to say, once. `ready`
+    waits for the server; without it there is none. Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`;
+    `VirnucError` where no server answers.
     """
     logging.raiseExceptions = seen.debug  # a lost server is said once, not once a line of the log
     console = live.shared_console()
@@ -202,8 +197,7 @@ def untold(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
     core = logging.getLogger("virnuc_core")
     if core.getEffectiveLevel() > logging.INFO:
         core.setLevel(logging.INFO)
-    with without_server():
-        return cast(State[Any], flow.fn(**parameters))
+    return cast(State[Any], without_server(flow.fn, **parameters))
 
 
 def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
@@ -238,10 +232,7 @@ class _Printable(logging.Formatter):
 
 @contextmanager
 def _ended_when_cancelled() -> Iterator[None]:
-    """Interrupt the body of a flow that was started by hand when its run is cancelled.
-
-    A worker or `serve` ends the process of a cancelled run; nobody does that for a run started by hand.
-    """
+    """Interrupt the body of a flow started by hand when its run is cancelled, as a worker or `serve` would."""
     cancelled, context = _cancelled.get(), FlowRunContext.get()
     if cancelled is None or context is None or context.flow_run is None:
         yield

@@ -1,10 +1,8 @@
-"""What each flow takes: one flat model a flow. From it come the UI's form, the `virnuc` options and the checks.
-
-Here is what all flows take, and the model of predictions; those of the other flows are in `flows.flow_commands`.
+"""What flows take: one flat model a flow, here those of predictions. From it come UI form, options and checks.
 
 Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a deployment's other
 settings would silently fall back to the model's defaults. A flow therefore has its model's fields as parameters of its
-own, and so has the command that starts it: `flow_parameters` and `command` make the two signatures.
+own, and so has the command that starts it.
 """
 
 from __future__ import annotations
@@ -72,10 +70,7 @@ def _texts(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
 
 
 def within_roots(settings: BaseModel) -> None:
-    """Hold every path among the settings against the folders of `VIRNUC_ROOTS`, where that is set; links are followed.
-
-    Errors: `ConfigError` names the setting whose path lies in none of them.
-    """
+    """Refuse a path among the settings that lies in no folder of `VIRNUC_ROOTS`, where that is set; links followed."""
     if not (roots := [Path(root).resolve() for root in os.environ.get(ROOTS, "").split(os.pathsep) if root]):
         return
     from virnuc_core.reads.sources import STDIN, is_remote
@@ -101,12 +96,6 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return dict(sorted(fields.items(), key=lambda item: not item[1].is_required()))
 
 
-def _parameter(name: str, field: FieldInfo, annotation: Any, *, positional: bool = False) -> inspect.Parameter:
-    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD if positional else inspect.Parameter.KEYWORD_ONLY
-    default = inspect.Parameter.empty if field.is_required() else field.default
-    return inspect.Parameter(name, kind, annotation=annotation, default=default)
-
-
 def _signed(called: Callable[..., Result], like: Callable[..., Result], parameters: list[inspect.Parameter]) -> None:
     """Give `called` the name of `like` and this signature, where whoever inspects it looks."""
     functools.update_wrapper(called, like)
@@ -115,12 +104,11 @@ def _signed(called: Callable[..., Result], like: Callable[..., Result], paramete
 
 
 def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
-    """Turn a function of one settings model into one whose keyword parameters are the model's fields.
+    """Turn a function of one settings model into one that has the model's fields as keyword parameters.
 
-    Types, bounds and defaults stand in its signature; the descriptions in its docstring, where Prefect looks for them.
+    The descriptions stand in its docstring, where Prefect looks for them.
     """
-    fields = fields_of(model)
-    parameters = [_parameter(name, field, field.rebuild_annotation()) for name, field in fields.items()]
+    fields, own = fields_of(model), inspect.signature(model).parameters
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
         def called(**values: Any) -> Result:
@@ -128,7 +116,7 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
             within_roots(settings)
             return function(settings)
 
-        _signed(called, function, parameters)
+        _signed(called, function, [own[name] for name in fields])
         lines = [f"    {name}: {field.description}" for name, field in fields.items()]
         called.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Args:", *lines])
         return called
@@ -139,21 +127,18 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
 def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
     """Turn a function of settings into a command that has the model's fields as options.
 
-    Fields named in `positional` come without dashes. The command passes on what was given and nothing else: the model's
-    defaults stand for the rest.
+    Fields named in `positional` come without dashes. What was not given is left to the model's defaults.
     """
-    fields = fields_of(model)
-    names = [*positional, *(name for name in fields if name not in positional)]
-    parameters = [
-        _parameter(name, fields[name], _option(name, fields[name], name in positional), positional=name in positional)
-        for name in names
-    ]
+    fields, own = fields_of(model), inspect.signature(model).parameters
+    parameters = [own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
+    parameters += [own[name] for name in fields if name not in positional]
+    shown = [one.replace(annotation=_option(one.name, fields[one.name], one.name in positional)) for one in parameters]
 
     def decorate(function: Callable[[Settings], int]) -> Callable[..., int]:
         def called(*values: Any, **options: Any) -> int:
             return function(build(model, dict(zip(positional, values, strict=False)) | options))
 
-        _signed(called, function, parameters)
+        _signed(called, function, shown)
         return called
 
     return decorate
@@ -213,10 +198,7 @@ class ComputeSettings(Spec):
         return value
 
     def engine(self, base: EngineSpec) -> EngineSpec:
-        """`base` with what the file of settings says, and with what was set here.
-
-        Errors: `ConfigError` for a file that is not there or holds what is no setting.
-        """
+        """`base` with what the file of settings says, and what was set here. Errors: those of `read_settings`."""
         from_file = {} if self.settings is None else read_settings(self.settings)
         own = {name: value for name, value in self if name in EngineSpec.model_fields}
         given = {name: value for name, value in own.items() if value not in (None, "default")}
@@ -242,11 +224,6 @@ class ReadingSettings(Spec):
     on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
     strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
     email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
-
-    @property
-    def staging_processes(self) -> int:
-        """How many processes stage reads on this machine."""
-        return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 class FlowSettings(ComputeSettings, ReadingSettings):
@@ -298,7 +275,7 @@ class RunSettings(FlowSettings):
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Hold the output directory from before staging until after the last file. Errors: those of `run_lock`, too."""
+        """Hold the output directory, checked and locked. Errors: those of `run_lock`, too."""
         self.check_place()
         with run_lock(self.out):
             yield

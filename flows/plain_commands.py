@@ -136,7 +136,7 @@ def convert(
     """
     from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
 
-    if esm2 is None and dnabert_s is None and head is None:
+    if not (esm2 or dnabert_s or head):
         raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
     if esm2 is not None:
         convert_esm2(esm2, out, dtype)
@@ -241,19 +241,16 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
     else:
         write_report(out, load_profile(profile))
     print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
-    if serve:
-        show_to_browser(RunDir(out).report)
-    return 0
-
-
-def show_to_browser(folder: Path) -> None:
-    """Serve a report's directory on this machine's loopback address, to nobody else, until Ctrl-C."""
+    if not serve:
+        return 0
     from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=str(folder))) as server:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(RunDir(out).report))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:  # for this machine alone
         print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
         with suppress(KeyboardInterrupt):
             server.serve_forever()
+    return 0
 
 
 def verify(out: Directory, /, *, profile: str | None = None) -> int:

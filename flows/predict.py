@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -13,10 +13,10 @@ from prefect.client.schemas.objects import State
 from flows import start
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
-from tasks.predict import computed_before, embed, fate_rows
+from tasks.predict import embed, fate_rows
 from tasks.server import announce, device_slots
 from tasks.step import done, emit, publish_table
-from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import prewarm, read_summary
@@ -37,10 +37,10 @@ class StagedRun:
     spec: ClassifySpec
     prewarmed: LocalWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
 
-    def embed(self, *, threshold: float = THRESHOLD, write_viral: bool = False) -> RunSummary:
-        """Result files of the staged reads. Errors: those of the embed task."""
-        spec = self.spec.model_copy(update={"threshold": threshold, "write_viral": write_viral})
-        return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed).result()
+    def embed(self, **verdict: Any) -> State[RunSummary]:
+        """Result files of the staged reads, by a `verdict` of one's own. Errors: those of the embed task."""
+        spec = self.spec.model_copy(update=verdict)
+        return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed)
 
 
 @contextmanager
@@ -68,14 +68,14 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
     with staged_run(settings) as staged:
         run, label = staged.run, staged.label
-        before = read_summary(run)
-        summary = staged.embed(threshold=settings.threshold, write_viral=settings.write_viral)
+        embedded = staged.embed(threshold=settings.threshold, write_viral=settings.write_viral)
+        summary = embedded.result()
         fates = fate_rows(summary, staged.staging.tally)
         publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
         viral = summary.fates.get("viral", 0)
         payload = {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())}
         emit("prediction.done", f"prediction.{label}", label, payload)
-    already = "; nothing had to be computed" if computed_before(summary, before) else ""
+    already = "; nothing had to be computed" if embedded.name == "Reused" else ""
     failed = summary.fates.get("failed", 0)
     lost = f"; {failed:,} reads have rows that had to be set aside (failed.tsv)" if failed else ""
     return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{lost}{already}")

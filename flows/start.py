@@ -134,10 +134,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
 
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set what the user has not set himself.
-
-    Prefect reads its settings on import, and hands them to the temporary server it starts where none is configured.
-    """
+    """Set what the user has not set himself; Prefect reads it on import, and a server of our own inherits it."""
     for name, value in PREFECT_DEFAULTS.items():
         environment.setdefault(name, value)
 
@@ -173,9 +170,8 @@ def usable_home() -> None:
 def own_server(*, debug: bool) -> Callable[[], None]:
     """Start a Prefect server of this process's own, which from then on is the named one; returns what waits for it.
 
-    A Ctrl-C at the terminal does not reach it, and it ends with this process, however that ends. Prefect would start
-    one, too, but in this process's own time and after importing all of it here. Errors: `ConfigError` for a home that
-    it cannot use; `VirnucError` of what is returned, where it does not come to answer.
+    A Ctrl-C at the terminal does not reach it, and it ends with this process, however that ends. Prefect's own would
+    be imported here, and start later. Errors: those of `usable_home`; of what is returned `VirnucError`: no answer.
     """
     usable_home()
     from prefect.context import refresh_global_settings_context
@@ -233,12 +229,8 @@ def say(*lines: object) -> None:
 def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     """The devices by name, `auto` too, of a flow that can work; refuses at once what could only fail later.
 
-    Nothing is written. `base`: the profile's engine settings.
-
-    Errors: `InputError` for reads that are not there, are no reads, hold none, or are wanted twice from a pipe, for an
-    inbox that is no folder and for files that one flow alone takes; `WeightsError` for what the headers of the weights
-    tell; `DeviceError`; `ConfigError` for settings that cannot run on these devices or an output that cannot be
-    written.
+    Nothing is written. `base`: the profile's engine settings. Errors: those of the reads, of the weights' headers, of
+    devices, settings and output, and of the files that one flow alone takes.
     """
     from virnuc_core.encoders.checkpoint import check_models
     from virnuc_core.engine.devices import resolve, resolve_engine
@@ -268,8 +260,7 @@ def readable(
 ) -> int:
     """Parse the beginning of every file; `alone`: there are no other reads than these. The rows they surely have.
 
-    Pipes and standard input are left for staging, which alone may draw from them. An empty file among others is
-    counted by staging; `InputError` when all of them are empty.
+    Pipes and standard input are left for staging, and empty files among others; `InputError` when all are empty.
     """
     from virnuc_core.reads.fast_parser import ParseLog
     from virnuc_core.reads.parse import parse

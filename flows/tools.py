@@ -135,7 +135,7 @@ def profile(settings: ProfileSettings) -> State[Traces]:
     """
     with staged_run(settings) as staged:
         run, label, devices = staged.run, staged.label, staged.spec.devices
-        summary = staged.embed()
+        summary = staged.embed().result()
         spec = TraceSpec(
             folder=str((run.telemetry / "traces").resolve()),
             shards=settings.traced_shards,
@@ -180,7 +180,7 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
     """
     with staged_run(settings) as staged:
         run = staged.run
-        staged.embed()
+        staged.embed().result()
         summary = fit(
             run,
             truth=settings.truth,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,13 +77,13 @@ def validate(settings: ValidateSettings) -> State[Judged]:
 
     A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
     """
-    judged, message = measure(settings, one_two_and_all, with_baseline=True)
+    judged, message = measure(settings)
     again = settings.model_copy(update={"force": False})
     while (tried := tune_round(again, judged)) is not None:
         if tried.engine is None:
             judged = write_report(settings.out, judged.profile)  # it says what no setting mends
         else:
-            judged, message = measure(again, one_two_and_all, with_baseline=True)
+            judged, message = measure(again)
     emit_outcome(judged, settings.out)
     approval = _approval(settings, judged) if settings.approval else None
     if approval is not None:
@@ -91,16 +91,11 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     return ended(settings, judged, f"{met_sentence(judged)}{message}", approval)
 
 
-def one_two_and_all(devices: int, _: Profile) -> list[int]:
-    """Numbers of devices that a validation runs on."""
-    return sorted({1, min(2, devices), devices})
-
-
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
 @with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
-    judged, message = measure(settings, steps, with_baseline=False, repeats=settings.repeats)
+    judged, message = measure(settings)
     told = [
         f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)}), {runs_text(row)}"
         for row in judged.scaling[1:]
@@ -130,13 +125,10 @@ def ended(
     return Completed(name=name, message=message, data=result)
 
 
-def measure(
-    settings: MeasureSettings, steps: Callable[[int, Profile], list[int]], *, with_baseline: bool, repeats: int = 1
-) -> tuple[Report, str]:
-    """Stage the reads once, run them on several numbers of devices, after the baseline if it is wanted, and judge.
+def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
+    """Stage the reads once, run them on several numbers of devices, a validation's after the baseline, and judge.
 
-    `steps` tells from the number of devices and the profile on how many to run, `repeats` how often. Beside the report
-    comes `; nothing had to be computed` where that is so, that nobody takes old for new, and else nothing.
+    Beside the report comes `; nothing had to be computed` where that is so, that nobody takes old for new.
     """
     profile = load_profile(settings.profile)
     label = sample_of(settings.reads)
@@ -159,12 +151,14 @@ def measure(
         devices=resolve(devices),
         force=force,
     )
-    subset = False
-    if with_baseline:
+    subset, most = False, len(devices.ids)
+    if isinstance(settings, ScaleSettings):
+        counts = steps(most, profile) * settings.repeats
+    else:
+        counts = sorted({1, min(2, most), most})
         beside, asked = RunDir(out / BASELINE), profile.baseline
         slow = baseline(beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force)
         subset = slow.result().subset is not None
-    counts = steps(len(devices.ids), profile) * repeats
     names = _runs(out, staging, spec, profile, counts, label)
     if devices.kind == "cuda":  # cores compute in fp32
         precision(out, Bench(store, spec.models, devices), spec.engine, label=label).result()
@@ -179,8 +173,8 @@ def measure(
 
 def _finished_runs(out: Path) -> dict[str, int]:
     """When each complete run in `out` ended; a run that is used as it is keeps its time."""
-    found = {folder.name: RunDir(folder).summary for folder in sorted(out.glob(f"{RUN_PREFIX}*"))}
-    return {name: summary.stat().st_mtime_ns for name, summary in found.items() if summary.is_file()}
+    found = [RunDir(folder).summary for folder in out.glob(f"{RUN_PREFIX}*")]
+    return {str(summary): summary.stat().st_mtime_ns for summary in found if summary.is_file()}
 
 
 def _runs(
@@ -223,7 +217,7 @@ def _runs(
 def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
     """The reviewer's answer, which from then on stands in every form of the report."""
     folder = RunDir(settings.out).report
-    approval = ask(folder, approval_form(judged, settings.out), timeout_s=settings.approval_timeout_s)
+    approval = ask(folder, approval_form(judged), timeout_s=settings.approval_timeout_s)
     text = fill("sections.md.j2", rerender(settings.out), only="Approval")
     said = f"{approval.verdict} by {approval.reviewer}"
     publish_markdown(f"approval-{judged.profile.name}", text, said, folder)
@@ -233,9 +227,8 @@ def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
 def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
     """Pause the current flow run until a reviewer has answered; the answer is kept in the report's directory.
 
-    `form` is an `Approval` with the figures the answer is about. No device is held meanwhile. The time-out answers
-    `pending` by the same door a person would use, so that the run ends as it would have with an answer, and a run
-    nobody looked at is not a failed one.
+    `form` is an `Approval` with the figures the answer is about. The time-out answers `pending` by the same door a
+    person would use: a run nobody looked at is not a failed one.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:

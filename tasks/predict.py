@@ -11,17 +11,7 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
-from tasks.step import (
-    Markdown,
-    Rows,
-    done,
-    first_attempt,
-    on_host,
-    progress_artifact,
-    publish_table,
-    step,
-    time_limit,
-)
+from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.pool import Watch
@@ -76,8 +66,7 @@ def embed(
 ) -> State[RunSummary]:
     """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.
 
-    A run that takes longer than `time_limit_s` is ended and says so in its summary. Errors: `TimeLimitError` then,
-    which is not tried again; else those of `classify`.
+    A run that is ended at `time_limit_s` says so in its summary. Errors: `TimeLimitError` then; those of `classify`.
     """
     devices = spec.devices
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
@@ -101,7 +90,7 @@ def embed(
             summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
         show(1.0)
     publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
-    if computed_before(summary, before):
+    if before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
@@ -109,14 +98,8 @@ def embed(
     return done(summary, f"{computed} in {summary.wall_s:.1f} s{deaths}")
 
 
-def computed_before(summary: RunSummary, before: RunSummary | None) -> bool:
-    """Whether a run had nothing to compute: its times are those of the run `before`."""
-    return before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry)
-
-
 def stage_rows(summary: RunSummary) -> Rows:
-    """The nine stages of a run and the other parts that were measured: seconds, share of the whole, or that a stage is
-    fused with another. Together they are the whole."""
+    """The nine stages of a run and the other parts that were measured, in seconds and shares: together the whole."""
     total_s, rows = summary.total_s or 0.0, []
     for place, name in enumerate(row for row in ROWS if row in STAGES or row in summary.stages):
         seconds = summary.stages.get(name)

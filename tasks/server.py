@@ -1,9 +1,8 @@
 """The line to the Prefect server, which shows what a run does: no run waits for it long or fails because of it.
 
-Computing and committing need files only. A request to the server is given a few seconds; after one that was not
-answered others are not sent for a while; and a state which a run proposes in vain is taken as accepted. What could not
-be reported is said in the log. Devices wait for one another's slots there; the lock of the operating system, taken by
-the worker process itself, is what makes sharing impossible.
+A request is given a few seconds; after one that was not answered others are not sent for a while; a state which a run
+proposes in vain is taken as accepted. What could not be reported is said in the log. Runs wait for one another's
+devices there; the lock of the operating system, taken by the worker process itself, is what makes sharing impossible.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeVar
 from uuid import uuid4
 
 import httpx
@@ -38,6 +37,7 @@ from prefect.utilities import callables
 
 from virnuc_core.runfiles import Device
 
+T = TypeVar("T")
 ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
@@ -191,11 +191,10 @@ def _accepted(request: httpx.Request, state: Mapping[str, Any]) -> httpx.Respons
 
 @contextmanager
 def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
-    """Hold one slot of the server for each GPU of `devices`, waiting until all are free.
+    """Hold one slot of the server for each GPU of `devices`, waiting until all are free; those held already count.
 
-    CPU cores are shared by the machine's scheduler and want no slot. Without a server (the temporary one of an ad hoc
-    run is seen by nobody else), or when it is lost, the worker's own lock does the work. Slots that the flow holds
-    around this are held once. Errors: `TimeoutError` after `wait_s` seconds.
+    Without a server (an embedded one is seen by nobody else), or when it is lost, the worker's own lock does the work.
+    Errors: `TimeoutError` after `wait_s` seconds.
     """
     # a GPU's UUID names it on every machine
     names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
@@ -239,12 +238,6 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
         slots.enter_context(held)
 
 
-# --- runs of dead processes -------------------------------------------------------------------------------------------
-#
-# Prefect learns of a process that is killed from nobody: its run stays "Running" for ever. Every run of ours therefore
-# bears its process in its labels, and each new run on the same machine first looks for those whose process is gone.
-
-
 def place() -> str:
     """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
@@ -252,7 +245,10 @@ def place() -> str:
 
 
 def announce(*tags: str) -> None:
-    """Write on the current flow run who works for it, and its tags; then end the runs of dead processes."""
+    """Write on the current flow run its process and tags; then end the runs of this machine whose process is gone.
+
+    Prefect learns of a process that is killed from nobody: its run would stay "Running" for ever.
+    """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not with_server():
         return
@@ -282,8 +278,6 @@ def _is_dead(flow_run: FlowRun) -> bool:
         return True
 
 
-# --- without Prefect --------------------------------------------------------------------------------------------------
-
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar("runs without Prefect", default=False)
 
 
@@ -292,11 +286,8 @@ def with_server() -> bool:
     return not _alone.get()
 
 
-@contextmanager
-def without_server() -> Iterator[None]:
-    """Flows' functions and tasks called in the body are plain functions: nothing is recorded, nobody is asked."""
-    before = _alone.set(True)
-    try:
-        yield
-    finally:
-        _alone.reset(before)
+def without_server(called: Callable[..., T], **given: Any) -> T:
+    """What `called` returns when it and the tasks in it are plain functions: nothing is recorded, nobody is asked."""
+    context = contextvars.copy_context()
+    context.run(_alone.set, True)
+    return context.run(called, **given)

@@ -70,7 +70,6 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Step[P, 
                     raise
                 return Failed(message=str(error), data=error)
 
-        # each delay is stretched by up to a fifth, so that tasks felled together do not come back together
         return Step(
             body,
             name=name,
@@ -78,7 +77,7 @@ def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Step[P, 
             cache_policy=NO_CACHE,
             retries=RETRIES,
             retry_delay_seconds=exponential_backoff(backoff_factor=BACKOFF_S),
-            retry_jitter_factor=0.2,
+            retry_jitter_factor=0.2,  # tasks felled together do not come back together
             retry_condition_fn=lambda _task, _run, state: can_help(state.result(raise_on_failure=False)),
         )
 
@@ -232,10 +231,7 @@ def bounded_rows(rows: Rows, limit: int = MAX_BYTES) -> list[dict[str, str]]:
 
 
 def publish_table(name: str, rows: Rows, description: str) -> None:
-    """Record a table under `name`; outside a run, where Prefect has nothing to hang it on, do nothing.
-
-    A description that is not `Markdown` is shown as it stands, like a cell.
-    """
+    """Record a table under `name`, inside a run; a description that is not `Markdown` is shown as it stands."""
     if inside_a_run():
         with connection.telling(f"table {name}"):
             create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
@@ -260,10 +256,7 @@ def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> No
 
 @contextmanager
 def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> Iterator[Callable[[float], None]]:
-    """Gives what takes a share of work done, 0 to 1; the newest is sent every `every_s` seconds, and at the end.
-
-    Outside a run nothing is sent. A server that is away never stops the work.
-    """
+    """Gives what takes a share of work done, 0 to 1; in a run the newest is sent every `every_s` s, and at the end."""
     if not inside_a_run():
         yield lambda share: None
         return

@@ -114,23 +114,21 @@ def publish_markdown(name: str, text: str, description: str, full_text: Path | s
 
 
 def mark_rows(tables: Sequence[TraceTable]) -> Rows:
-    """The stages as the launch loop marks them: the host's time to launch each, and the device's to compute it.
-
-    The share is of the recorded window, by the device's time where it has one of its own.
-    """
-    rows = []
-    for table, mark in [(one, mark) for one in tables for mark in one.marks]:
-        own_ms = mark.device_ms if table.kind == "cuda" and mark.name != WAIT else mark.host_ms
-        row = {
+    """The stages as the launch loop marks them: the host's time to launch each, and the device's to compute it."""
+    return [
+        {
             "device": table.device,
             "stage": STAGE_OF.get(mark.name, mark.name),
             "calls": mark.calls,
             "host ms": round(mark.host_ms, 2),
-            "device ms": round(mark.device_ms, 2) if table.kind == "cuda" else None,
-            "share of the recording": percent(own_ms / table.window_ms),
+            "device ms": round(mark.device_ms, 2) if cuda else None,
+            "share of the recording": percent(
+                (mark.device_ms if cuda and mark.name != WAIT else mark.host_ms) / whole_ms
+            ),
         }
-        rows.append(row)
-    return rows
+        for table, cuda, whole_ms in ((one, one.kind == "cuda", one.window_ms) for one in tables)
+        for mark in table.marks
+    ]
 
 
 def operation_rows(tables: Sequence[TraceTable], limit: int) -> Rows:
@@ -184,7 +182,6 @@ def trial_rows(found: Sequence[Candidate], chosen: Recommendation, tolerance: fl
     for candidate in sorted(found, key=lambda one: median(one.rates), reverse=True):
         rates, engine = candidate.rates, candidate.engine
         last = candidate.trials[-1].model_dump() if candidate.trials else {}
-        verdict = Markdown("**recommended**") if candidate is chosen.candidate else candidate.verdict(tolerance)
         row = {
             "settings": candidate.label,
             "tokens/s": round(median(rates)) if rates else None,
@@ -197,7 +194,7 @@ def trial_rows(found: Sequence[Candidate], chosen: Recommendation, tolerance: fl
             "queue depth": engine.prefetch_factor * max(1, engine.num_workers),
             "score difference": candidate.difference,
             "labels changed": last.get("labels_changed"),
-            "verdict": verdict,
+            "verdict": Markdown("**recommended**") if candidate is chosen.candidate else candidate.verdict(tolerance),
             "why": candidate.refused or ("slower, dropped by halving" if candidate.dropped else ""),
         }
         rows.append(row)

@@ -115,10 +115,7 @@ def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[R
 
 
 def publish(judged: Report, out: Path, label: str) -> None:
-    """The verdicts in the UI; the same keys each time, so that each key's page is a history.
-
-    Called by the flow itself, whose artifacts its page shows before those of its tasks.
-    """
+    """The verdicts in the UI, under the same keys each time; on the flow's page they come before those of its tasks."""
     name, folder = judged.profile.name, RunDir(out).report
     told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
     publish_table(on_host(f"criteria-{name}"), rows_of(*tables("criteria.view.j2", judged)), told)
@@ -146,22 +143,18 @@ def publish(judged: Report, out: Path, label: str) -> None:
 
 def emit_outcome(judged: Report, out: Path) -> None:
     """One event for the validation as a whole."""
-    payload = {
-        "met": judged.met,
-        "asked": len(judged.asked),
-        "failed": list(judged.missed),
-        "report": str(RunDir(out).report.absolute()),
-    }
+    payload = {"met": judged.met, "asked": len(judged.asked), "failed": list(judged.missed)}
+    payload |= {"report": str(RunDir(out).report.absolute())}
     emit(f"validation.{key(judged.outcome)}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
 
 
 def rows_of(*tables: Table) -> Rows:
     """Tables of a report's view, one below the other, as Prefect shows them."""
-
-    def as_shown(value: object) -> object:
-        return Markdown(VERDICT_MARKS[value.verdict]) if isinstance(value, Mark) else value
-
-    return [{name: as_shown(value) for name, value in row.items()} for table in tables for row in table.rows]
+    return [
+        {name: Markdown(VERDICT_MARKS[cell.verdict]) if isinstance(cell, Mark) else cell for name, cell in row.items()}
+        for table in tables
+        for row in table.rows
+    ]
 
 
 class Approval(RunInput):
@@ -188,7 +181,7 @@ def record_answer(report_dir: Path, answer: Approval, *, flow_run: str) -> Appro
     return kept
 
 
-def approval_form(judged: Report, out: Path) -> type[Approval]:
+def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, with the figures of this validation beside the questions they belong to.
 
     A table stands above the form; in a low window the UI hides it, so that nothing may stand there alone.
@@ -213,13 +206,9 @@ def approval_form(judged: Report, out: Path) -> type[Approval]:
 
 
 def shares_of_time(judged: Report) -> str:
-    """Where the time went: the two encoders, and everything else.
-
-    What a stage that is fused takes is part of the stage it is fused with.
-    """
-    shares = {} if judged.run is None else judged.run.stage_shares
-    if not shares:
+    """Where the time went: the two encoders, and everything else."""
+    if judged.run is None or not (shares := judged.run.stage_shares):
         return "Stage times are not known."
     esm2, dnabert_s = shares.get("ESM-2", 0.0), shares.get("DNABERT-S", 0.0)
-    rest = max(0.0, 1.0 - (esm2 + dnabert_s))
+    rest = max(0.0, 1.0 - (esm2 + dnabert_s))  # a stage that is fused is part of another
     return f"**ESM-2 {100 * esm2:.1f} %, DNABERT-S {100 * dnabert_s:.1f} %, other work {100 * rest:.1f} %**"

@@ -116,8 +116,8 @@ def test_without_a_server_a_task_is_tried_again_where_that_can_help(
         firsts.append(step.first_attempt())
         raise error
 
-    with without_server(), pytest.raises(type(error)):
-        felled().result()
+    with pytest.raises(type(error)):
+        without_server(felled).result()
     assert firsts == [True, *[False] * (attempts - 1)]
     assert waited == [10, 20, 40][: attempts - 1]
 
