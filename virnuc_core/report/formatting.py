@@ -6,13 +6,10 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from virnuc_core.profiles import Target
-from virnuc_core.report.model import ApprovalState, Criterion, OverheadMetrics, RunMetrics, ScalingMetrics, Verdict
+from virnuc_core.report.model import Criterion, ScalingMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
-from virnuc_core.telemetry.tables import OVERLAPPED
 
 UNKNOWN: Final = "n/a"
-NOT_RUN: Final = "not run"
-TOTAL: Final = "Total"
 
 
 class Number(str):
@@ -156,35 +153,8 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
     return f"{target.op}{digits}{unit}"
 
 
-def stage_text(run: RunMetrics, stage: str) -> str:
-    """`502s (15.7%)`, `0s (fused)` or `n/a (not measured)`."""
-    seconds = run.total_s if stage == TOTAL else run.stages.get(stage)
-    if seconds is None:
-        return "0s (fused)" if stage in run.stages else f"{UNKNOWN} (not measured)"
-    spent = f"{seconds:.0f}s" if seconds >= 10 else f"{seconds:.1f}s"
-    share = number(seconds / run.total_s, 1, "%", 100) if run.total_s else UNKNOWN
-    return f"{'-' * (stage == OVERLAPPED and seconds > 0)}{spent} ({share})"
-
-
-def overhead_text(found: OverheadMetrics | None) -> str:
-    """`1.2% (median of 3 pairs of runs, 0.9 to 1.4%)`."""
-    if found is None or found.median is None or found.least is None or found.most is None:
-        return NOT_RUN if found is None or not found.problem else f"{NOT_RUN} ({found.problem})"
-    spread = f"{100 * found.least:.1f} to {100 * found.most:.1f}%"
-    why = f"; {found.problem}" if found.problem else ""
-    return f"{100 * found.median:.1f}% (median of {found.pairs} pairs of runs, {spread}{why})"
-
-
 def runs_text(figure: ScalingMetrics) -> str:
     """`one run`, or of how many the time is the median, and their spread: `median of 3 runs, 40.2 to 43.1 s`."""
     times_s = figure.times_s
     spread = f"{min(times_s):,.1f} to {max(times_s):,.1f} s"
     return "one run" if len(times_s) == 1 else f"median of {len(times_s)} runs, {spread}"
-
-
-def answered_text(found: ApprovalState) -> str:
-    """Who has answered and when."""
-    if found.reviewer is None:
-        return ": nobody has answered yet"
-    when = "" if found.when is None else f", {found.when.replace('T', ' ').replace('+00:00', ' UTC')}"
-    return f" by {found.reviewer}{when}{'; the answer is older than these figures' if found.of_earlier_run else ''}"

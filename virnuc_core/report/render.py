@@ -28,21 +28,18 @@ from virnuc_core.report.formatting import (
     Section,
     Table,
     View,
-    answered_text,
     cell,
     number,
-    overhead_text,
     percent,
     runs_text,
     shown,
-    stage_text,
     target_text,
 )
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
 from virnuc_core.telemetry.live import clock_text
-from virnuc_core.telemetry.tables import ROWS, STAGES
+from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
 from virnuc_core.validation import QUESTIONS, Comparison, ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
@@ -167,9 +164,16 @@ def _templates() -> Environment:
         "markdown": markdown_cell,
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, stage_text, runs_text, answered_text, overhead_text)
+    texts = (shown, target_text, runs_text)
     found.globals |= {f.__name__: f for f in (*texts, Mark, fill, sections, tables, stage_results, all_charts)}
-    found.globals |= {"views": views, "rows": ROWS, "stages": STAGES, "generator": GENERATOR, "questions": QUESTIONS}
+    found.globals |= {
+        "views": views,
+        "rows": ROWS,
+        "overlapped": OVERLAPPED,
+        "stages": STAGES,
+        "generator": GENERATOR,
+        "questions": QUESTIONS,
+    }
     found.globals |= {"encoder_titles": ENCODER_TITLES, "gib": 1 / (1 << 30)}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
