@@ -47,10 +47,9 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
-from virnuc_core.report.formatting import number, percent, runs_text
+from virnuc_core.report.formatting import met_sentence, number, percent, runs_text, skipped
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, rerender, write_report
-from virnuc_core.report.views import met_sentence, skipped
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
 

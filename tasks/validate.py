@@ -34,11 +34,10 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.build import APPROVAL, REGRESSION
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
-from virnuc_core.report.formatting import Mark, Table, percent, shown, target_text
+from virnuc_core.report.formatting import Mark, Table, met_sentence, percent, shown, target_text
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, trend
 from virnuc_core.report.render import correctness, fill, tables, write_report
-from virnuc_core.report.views import met_sentence
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import read, write
 from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison

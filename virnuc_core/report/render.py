@@ -1,7 +1,7 @@
 """Every form of the report from its data, and the folder they lie in.
 
 `render` is a pure function: the same `Report` gives the same bytes, whenever and wherever. `report.json` is that data;
-the other forms are `templates/`, filled with what `views` says of it, and the benchmark's figures for other tools.
+the other forms are `templates/`, filled with what `view.j2` tells of it, and the benchmark's figures for other tools.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
-from virnuc_core.report import views
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import GENERATOR, all_charts
 from virnuc_core.report.formatting import (
@@ -28,11 +27,15 @@ from virnuc_core.report.formatting import (
     Section,
     Table,
     View,
+    all_warnings,
+    baseline_title,
     cell,
     number,
     percent,
     runs_text,
+    share_of,
     shown,
+    skipped,
     target_text,
 )
 from virnuc_core.report.model import Report
@@ -164,17 +167,10 @@ def _templates() -> Environment:
         "markdown": markdown_cell,
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, runs_text)
+    texts = (shown, target_text, runs_text, all_warnings, baseline_title, skipped, share_of)
     found.globals |= {f.__name__: f for f in (*texts, Mark, fill, sections, tables, stage_results, all_charts)}
-    found.globals |= {
-        "views": views,
-        "rows": ROWS,
-        "overlapped": OVERLAPPED,
-        "stages": STAGES,
-        "generator": GENERATOR,
-        "questions": QUESTIONS,
-    }
-    found.globals |= {"encoder_titles": ENCODER_TITLES, "gib": 1 / (1 << 30)}
+    found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "encoder_titles": ENCODER_TITLES}
+    found.globals |= {"generator": GENERATOR, "questions": QUESTIONS, "gib": 1 / (1 << 30)}
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 

@@ -9,10 +9,9 @@ from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
 from tasks.validate import rows_of, shares_of_time
 from virnuc_core.profiles import Target, load_profile
-from virnuc_core.report.formatting import runs_text
+from virnuc_core.report.formatting import met_sentence, runs_text
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
 from virnuc_core.report.render import correctness, tables
-from virnuc_core.report.views import met_sentence
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BitwiseEquality, Comparison, LabelAgreement

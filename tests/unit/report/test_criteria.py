@@ -13,10 +13,10 @@ from virnuc_core.profiles import Profile, Target, load_profile, profile_names
 from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import SCALING, Finding, Measured, judge
+from virnuc_core.report.formatting import met_sentence
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
 from virnuc_core.report.render import fill
-from virnuc_core.report.views import met_sentence
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
 
