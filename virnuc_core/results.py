@@ -76,9 +76,8 @@ class _Block:
 
         Errors: `VirnucError` when the rows are not of these reads.
         """
-        self.margins_before = np.empty(
-            0
-        )  # of the chunks in blocks before, if this block goes on with the read of those
+        # of the chunks in blocks before, if this block goes on with the read of those
+        self.margins_before = np.empty(0)
         self.scored_before, self.lost_before = 0, False  # rows of those
         read = np.asarray(store.row_read[rows])
         if len(read) and (read[0] < reads.start or read[-1] >= reads.stop):

@@ -27,10 +27,9 @@ from typing import Any, Final, NoReturn
 
 from pydantic import Field
 
-from virnuc_core import errors
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment
-from virnuc_core.errors import VirnucError, WorkerError, storage_error
+from virnuc_core.errors import WorkerError, named, storage_error
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
@@ -199,14 +198,6 @@ class Child:
                 _children.discard(self)
         return status
 
-    def failure(self) -> VirnucError:
-        """What to raise for a worker that failed and may not: its own error where it is one of ours."""
-        if (failed := self.failed) is not None:
-            problem = f"worker on {self.device}: {failed.kind}: {failed.message}; see {self.log}"
-            return errors.named(failed.kind, failed.message) or WorkerError(problem, worker_traceback=failed.traceback)
-        ended = f"ended (status {self.end(0.5)}); last words: {self.last_words}"
-        return WorkerError(f"worker on {self.device} {ended}; see {self.log}")
-
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     """End several at once, so that the slowest sets the time."""
@@ -299,13 +290,18 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
                 rest_s = time.monotonic() - child.progress_s
                 if child.silent or rest_s > silence_s:
                     raise WorkerError(f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}")
-            if (received := self.receive(1.0)) is not None:
-                child, heard = received
-                if isinstance(heard, Closed) and self.cancelled:
+            if (received := self.receive(1.0)) is None:
+                continue
+            child, heard = received
+            if isinstance(heard, Failed):
+                problem = f"worker on {child.device}: {heard.kind}: {heard.message}; see {child.log}"
+                raise named(heard.kind, heard.message) or WorkerError(problem, worker_traceback=heard.traceback)
+            if isinstance(heard, Closed):
+                if self.cancelled:
                     raise WorkerError(INTERRUPTED)
-                if isinstance(heard, Failed | Closed):
-                    raise child.failure()
-                return received
+                ended = f"ended (status {child.end(0.5)}); last words: {child.last_words}"
+                raise WorkerError(f"worker on {child.device} {ended}; see {child.log}")
+            return received
 
     def __exit__(self, *_: object) -> None:
         end_children(self._started)

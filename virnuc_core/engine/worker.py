@@ -318,7 +318,6 @@ class Worker:
             esm2_s=sum(b.device_ms or 0.0 for b in batches if b.encoder == "esm2") / 1e3,
             head_s=milliseconds(pending.head) / 1e3,
             commit_s=commit_s,
-            merge_s=0.0,
             batches=batches,
             budget_divisor=task.divisor,
             skipped=len(task.skip),

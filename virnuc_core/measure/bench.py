@@ -36,7 +36,7 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
 from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
-from virnuc_core.telemetry.statistics import batch_metrics, committed_tokens_per_s, device_usage, embedding_span
+from virnuc_core.telemetry.statistics import batch_metrics, committed_span_s, device_usage, embedding_span
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
 
 log = logging.getLogger(__name__)
@@ -113,12 +113,12 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     found = embedding.measured
     whole, window = batch_metrics(found.batches), embedding_span(found.batches)
     stats = [device_usage(found.samples, device.id, window) for device in job.devices]
-    committed = committed_tokens_per_s(found.batches, found.shards) or 0.0
+    committed_s = committed_span_s(found.batches, found.shards)
     return Measurement(
         tokens_per_s=whole.tokens_per_s or 0.0,
-        committed_tokens_per_s=committed,
+        committed_tokens_per_s=whole.tokens / committed_s if committed_s else 0.0,
         window_s=whole.span_s,
-        committed_s=whole.tokens / committed if committed else 0.0,
+        committed_s=committed_s,
         wall_s=wall_s,
         packing=whole.packing_efficiency,
         starved=None if whole.queue is None else whole.queue.starved,

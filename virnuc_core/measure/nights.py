@@ -10,9 +10,8 @@ from typing import Final
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, discard, is_ours, run_lock
 
-DATED: Final = (
-    "%Y-%m-%dT%H%M"  # of the moment, UTC, for which a run was planned: a run tried again goes on where it was
-)
+# of the moment, UTC, for which a run was planned: a run tried again goes on where it was
+DATED: Final = "%Y-%m-%dT%H%M"
 SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
 LATEST: Final = "latest"
 log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunFile, RunRecord, RunSummary, digest, read
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
-from virnuc_core.telemetry.statistics import committed_tokens_per_s
+from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
     OVERHEAD,
@@ -351,8 +351,7 @@ def verify_overhead(found: Verification, raw: RawFolder) -> None:
                 told_s = (read((raw.root / name).with_suffix(".json"), TelemetryFile) for name, _ in parts)
                 spans.append(sum(one.summary.wall_s for one in told_s))
             else:
-                rates = (committed_tokens_per_s(part.batches, part.shards) for _, part in parts)
-                spans.append(sum(tokens / one for one in rates if one))
+                spans.append(sum(committed_span_s(part.batches, part.shards) for _, part in parts))
             found.same(f"{where}: tokens/s", rate, tokens / spans[-1] if spans[-1] else None)
             found.same(f"{where}: shards", told.shards, sum(len(part.shards) for _, part in parts))
             spent = sum(float(part.shards.commit_s.sum()) for _, part in parts)

@@ -199,7 +199,6 @@ class DeviceBusy(RunFile):
     dnabert_s: float
     esm2_s: float
     head_s: float
-    merge_s: float
     commit_s: float
     allocated_peak_bytes: float | None  # most that torch had allocated on it; None on a CPU
 
@@ -207,7 +206,7 @@ class DeviceBusy(RunFile):
     @property
     def busy_s(self) -> float:
         """Seconds of compute."""
-        return self.dnabert_s + self.esm2_s + self.head_s + self.merge_s
+        return self.dnabert_s + self.esm2_s + self.head_s
 
 
 def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
@@ -216,7 +215,7 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
         DeviceBusy(
             device=str(device),
             shards=len(own),
-            **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "merge_s", "commit_s")},
+            **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "commit_s")},
             allocated_peak_bytes=known(own.allocated_bytes.max()),
         )
         for device, own in shards.groupby("device", observed=True)
@@ -231,17 +230,8 @@ def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
     return 1.0 - min(seconds) / max(seconds)
 
 
-def committed_tokens_per_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float | None:
-    """Tokens over the time from the first launch to the last commit; `None` without batches or shards.
-
-    Unlike the rate over the embedding span it holds the commit of the last shard, which nothing hides.
-    """
-    span_s = committed_span_s(batches, shards)
-    return float(batches.tokens.sum() / span_s) if span_s > 0 else None
-
-
 def committed_span_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float:
-    """Seconds from the first launch to the last commit; 0 without either."""
+    """Seconds from the first launch to the last commit, which nothing hides; 0 without either."""
     return known((shards.finished_s + shards.commit_s).max() - batches.launched_s.min()) or 0.0
 
 

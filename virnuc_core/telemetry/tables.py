@@ -72,7 +72,6 @@ class ShardDone:
     esm2_s: float
     head_s: float
     commit_s: float
-    merge_s: float  # joining the two embeddings; 0 when both encoders write into one buffer
     batches: tuple[BatchRecord, ...]
     budget_divisor: int = 1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
     skipped: int = 0  # rows set aside because they end every worker

@@ -22,7 +22,7 @@ from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
 from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.reader import read_telemetry
-from virnuc_core.telemetry.statistics import committed_tokens_per_s
+from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.validation import OVERHEAD, OverheadFile, OverheadPair
 
 from ..telemetry.measurements import telemetry_of
@@ -116,9 +116,8 @@ def pairs_of_runs(out: Path, commit_s: tuple[float, ...] = (0.2, 0.25, 0.3), res
             told = write_telemetry(run.telemetry, made, n_reads=300, wall_s=end_s - ORIGIN_S)
             write_json(run.record, {"spec": {"commit": commit}, "fingerprints": {}})
             measured = read_telemetry(told.with_suffix(".h5"))
-            rate = committed_tokens_per_s(measured.batches, measured.shards)
-            assert rate is not None
-            rates[commit] = (rate, float(measured.batches.tokens.sum()) / rate)
+            span_s = committed_span_s(measured.batches, measured.shards)
+            rates[commit] = (float(measured.batches.tokens.sum()) / span_s, span_s)
         pairs.append(
             OverheadPair(
                 with_run=f"overhead/{number}-on",

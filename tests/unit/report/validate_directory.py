@@ -240,7 +240,6 @@ def shards_done(recipe: Recipe, devices: list[str]) -> list[ShardDone]:
                 esm2_s=0.75 * recipe.seconds_a_shard,
                 head_s=0.01,
                 commit_s=0.02,
-                merge_s=0.0,
                 batches=tuple(batches),
             )
         )

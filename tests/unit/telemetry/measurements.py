@@ -69,6 +69,5 @@ def shard(number: int, batches: list[BatchRecord], *, device: str = "GPU-a", esm
         esm2_s=esm2_s,
         head_s=0.1,
         commit_s=0.2,
-        merge_s=0.0,
         batches=tuple(batches),
     )

@@ -10,7 +10,7 @@ from virnuc_core.telemetry.statistics import (
     alarms,
     batch_metrics,
     by_encoder,
-    committed_tokens_per_s,
+    committed_span_s,
     device_busy,
     device_time_spread,
     device_usage,
@@ -144,12 +144,12 @@ def test_the_spread_of_the_devices() -> None:
     assert device_time_spread(busy[:1]) is None
 
 
-def test_the_committed_rate_ends_with_the_last_commit() -> None:
+def test_the_committed_span_ends_with_the_last_commit() -> None:
     batches = [batch(0.0, tokens=900), batch(1.0, tokens=300)]
     done = frame(ShardDone, [shard(0, batches)])  # finished at 2.0, committed 0.2 s later
-    assert committed_tokens_per_s(frame(BatchRecord, batches), done) == pytest.approx(1200 / 2.2)
-    assert committed_tokens_per_s(frame(BatchRecord, []), done) is None
-    assert committed_tokens_per_s(frame(BatchRecord, batches), frame(ShardDone, [])) is None
+    assert committed_span_s(frame(BatchRecord, batches), done) == pytest.approx(2.2)
+    assert committed_span_s(frame(BatchRecord, []), done) == 0
+    assert committed_span_s(frame(BatchRecord, batches), frame(ShardDone, [])) == 0
 
 
 def samples(device: str, levels: list[float | None], *, power: float | None = 360.0, every_s: float = 1.0):
