@@ -117,9 +117,8 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     above = (path, *path.parents) if path else ()
     free = next((shutil.disk_usage(folder).free for folder in above if folder.is_dir()), 0 if path else None)
     left = "" if free is None else f"; {size(free)} free there"
-    place = "" if path is None else f"{path}: "
-    way_out = _STORAGE[error.errno]
-    return StorageError(f"{place}{os.strerror(error.errno)}{left}; {way_out} and run again, what was committed stays")
+    said = f"{os.strerror(error.errno)}{left}; {_STORAGE[error.errno]} and run again, what was committed stays"
+    return StorageError(said if path is None else f"{path}: {said}")
 
 
 def size(nbytes: int) -> str:

@@ -95,11 +95,6 @@ class RunDir:
     former_summary = _Inside("summary.json.former")  # while the files it lists are written again
 
     @property
-    def results(self) -> tuple[Path, ...]:
-        """What a complete run has."""
-        return self.predictions, self.consensus, self.reads_table, self.embeddings
-
-    @property
     def viral(self) -> dict[str, Path]:
         """The viral reads of each format, `fasta` and `fastq`."""
         return {form: self.root / f"viral.{form}.gz" for form in ("fasta", "fastq")}
@@ -107,7 +102,8 @@ class RunDir:
     @property
     def listed(self) -> tuple[Path, ...]:
         """What the summary lists with size and digest, where it is there."""
-        return *self.results, self.failed_rows, *self.viral.values()
+        always = self.predictions, self.consensus, self.reads_table, self.embeddings
+        return *always, self.failed_rows, *self.viral.values()
 
 
 @contextmanager

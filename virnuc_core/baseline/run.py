@@ -246,9 +246,10 @@ class _Measurement:
         """The stages' seconds on the whole input."""
         growth, total = subset.total_tokens / subset.tokens, self.store.n_rows
         scaled = {name: value * total / rows for name, value in self.seconds.items()}
-        for stage, load_each_file in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
+        for stage, each in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
+            files = done[stage]
             scaled[stage] = scaled_seconds(
-                done[stage], growth, total_rows=total, devices=len(self.devices), load_each_file=load_each_file
+                files, growth, total_rows=total, devices=len(self.devices), load_each_file=each
             )
         return scaled
 
@@ -264,7 +265,7 @@ def scaled_seconds(
     files = [high - low for low, high in worker.cut(total_rows, worker.FILE_ROWS)]
     compute_s = sum(one.compute_s for one in done) * growth
     loads = [one.load_s for one in done if one.load_s > 0]
-    load_s = sum(loads) / len(loads) if loads else 0.0
+    load_s = sum(loads) / max(1, len(loads))
     costs = [compute_s * rows / total_rows + load_s * load_each_file for rows in files]
     busiest = max(sum(costs[i] for i in share) for share in worker.assign(files, devices))
     return busiest if load_each_file else busiest + load_s
@@ -276,8 +277,5 @@ def fetch(read: Callable[[int, int], list[T]], at: NDArray[np.int64]) -> list[T]
     >>> fetch(lambda lo, hi: list(range(lo, hi)), np.array([3, 4, 5, 9, 9]))
     [3, 4, 5, 9, 9]
     """
-    found: list[T] = []
-    for stretch in np.split(at, np.flatnonzero(np.diff(at) != 1) + 1):
-        if len(stretch):
-            found += read(int(stretch[0]), int(stretch[-1]) + 1)
-    return found
+    stretches = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
+    return [one for part in stretches if len(part) for one in read(int(part[0]), int(part[-1]) + 1)]

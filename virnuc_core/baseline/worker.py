@@ -65,9 +65,9 @@ def file_path(folder: Path, kind: str, number: int) -> Path:
 
 def write_fasta(path: Path, ids: Sequence[str], sequences: Sequence[bytes]) -> None:
     """Write rows as FASTA, one line each."""
-    heads = [f">{name}\n".encode() for name in ids]
+    rows = zip(ids, sequences, strict=True)
     with storing(path):
-        path.write_bytes(b"".join(head + line + b"\n" for head, line in zip(heads, sequences, strict=True)))
+        path.write_bytes(b"".join(b">%s\n%s\n" % (name.encode(), line) for name, line in rows))
 
 
 def save(path: Path, array: NDArray[np.float32]) -> None:
@@ -134,21 +134,11 @@ def cut(rows: int, file_rows: int) -> Iterator[tuple[int, int]]:
         yield low, min(low + file_rows, rows)
 
 
-def one_by_one(lengths: Sequence[int]) -> Batches:
-    """A batch for each row."""
-    return [[row] for row in range(len(lengths))]
-
-
-def estimated_batches(lengths: Sequence[int]) -> Batches:
-    """Batches of v1.0 for rows of so many bases, by its guess at their DNABERT-S tokens."""
-    return filled_batches([length // 6 + 2 for length in lengths])
-
-
-# how each method batches rows of these lengths, in bases and in residues
+# how each method batches rows of these lengths, in bases and in residues; v1.0 guesses at the tokens of DNABERT-S
 BATCHES: Final[dict[tuple[BaselineName, Operation], Callable[[Sequence[int]], Batches]]] = {
-    ("vanilla", "dnabert_s"): one_by_one,
+    ("vanilla", "dnabert_s"): lambda lengths: [[row] for row in range(len(lengths))],
     ("vanilla", "esm2"): sorted_batches,
-    ("v1", "dnabert_s"): estimated_batches,
+    ("v1", "dnabert_s"): lambda lengths: filled_batches([length // 6 + 2 for length in lengths]),
     ("v1", "esm2"): filled_batches,
 }
 
@@ -208,13 +198,11 @@ class FileWorker:
         self.parent.send(Ready())
         while isinstance(task := self.parent.receive(), FileTask):
             started = self._progress_s = time.monotonic()
-            match task.op:
-                case "merge":
-                    rows, load_s = merge_file(Path(task.folder), task.file), 0.0
-                case "predict":
-                    rows, load_s = self._predict(Path(task.folder), task.file)
-                case "dnabert_s" | "esm2":
-                    rows, load_s = self._embed(Path(task.folder), task)
+            folder = Path(task.folder)
+            if task.op == "merge":
+                rows, load_s = merge_file(folder, task.file), 0.0
+            else:
+                rows, load_s = self._predict(folder, task) if task.op == "predict" else self._embed(folder, task)
             self._progress_s = time.monotonic()
             compute_s = self._progress_s - started - load_s
             self.parent.send(FileDone(file=task.file, rows=rows, load_s=load_s, compute_s=compute_s))
@@ -244,18 +232,16 @@ class FileWorker:
             self.parent.send(RowsDone(rows=self._unsaid_rows))
             self._unsaid_rows, self._said_s = 0, self._progress_s
 
-    def _predict(self, folder: Path, file: int) -> tuple[int, float]:
+    def _predict(self, folder: Path, task: FileTask) -> tuple[int, float]:
         started = time.monotonic()
         shape, read = open_part(self.models, HeadShape)
         weights = placed(read, shape.tensors(), self.device, torch.float32)
         load_s = time.monotonic() - started
-        merged = file_path(folder, "merged.npy", file)
+        merged = file_path(folder, "merged.npy", task.file)
         features = torch.from_numpy(np.load(merged))
         with torch.inference_mode():
-            scores = torch.cat(
-                [plain_scores(weights, part, shape.norm_eps) for part in features.split(HEAD_BATCH_ROWS)]
-            )
-        save(file_path(folder, "scores.npy", file), scores.numpy())
+            parts = [plain_scores(weights, part, shape.norm_eps) for part in features.split(HEAD_BATCH_ROWS)]
+        save(file_path(folder, "scores.npy", task.file), torch.cat(parts).numpy())
         merged.unlink()
         return len(features), load_s
 

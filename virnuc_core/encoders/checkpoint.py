@@ -86,9 +86,9 @@ def _config(models: Path, part: str) -> Path:
 
 
 def _weights(folder: Path) -> list[Path]:
-    if files := tensor_files(folder):
-        return files
-    raise WeightsError(f"{folder / WEIGHTS}: no such file; convert a checkpoint with virnuc models convert")
+    if not (files := tensor_files(folder)):
+        raise WeightsError(f"{folder / WEIGHTS}: no such file; convert a checkpoint with virnuc models convert")
+    return files
 
 
 # -- fingerprints ------------------------------------------------------------------------------------------------------
@@ -139,8 +139,7 @@ def load_encoder(
 
 def load_head(models: Path, device: torch.device) -> Head:
     """The classifier of a models directory; `WeightsError` when its inputs are not what the encoders give."""
-    shape, read = open_part(models, HeadShape)
-    return Head(shape, read, device)
+    return Head(*open_part(models, HeadShape), device)
 
 
 def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Esm2, DnabertS, Head]:
@@ -171,9 +170,8 @@ def open_safetensors(files: list[Path]) -> Checkpoint:
         try:
             found |= load_file(file)
         except Exception as error:  # the library, and torch for it, raise many kinds
-            raise WeightsError(
-                f"{file}: cannot be read as safetensors: {error}; is it whole? copy or convert it again"
-            ) from error
+            problem = f"cannot be read as safetensors: {error}; is it whole? copy or convert it again"
+            raise WeightsError(f"{file}: {problem}") from error
     return Checkpoint(str(files[0] if len(files) == 1 else files[0].parent), found)
 
 
@@ -224,12 +222,9 @@ def fit(source: Checkpoint, shape: Shape) -> Read:
         given["inv_freq"] = inv_freq(shape.head_dim)
     ours = {theirs: theirs if theirs in wanted else our_name(theirs) for theirs in given}
     theirs_of = {name: theirs for theirs, name in reversed(ours.items())}  # the first of several
-    parts = {
-        name: [name.replace(".qkv.", f".{one}.") for one in "qkv"]
-        if ".qkv." in name and name not in theirs_of
-        else [name]
-        for name in wanted
-    }
+    parts = {name: [name] for name in wanted}  # q, k and v of one that is stored in three
+    for name in [name for name in wanted if ".qkv." in name and name not in theirs_of]:
+        parts[name] = [name.replace(".qkv.", f".{one}.") for one in "qkv"]
     used = {"", *chain.from_iterable(parts.values())}
     missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
     unexpected = [theirs for theirs, name in ours.items() if name not in used]

@@ -147,9 +147,8 @@ def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
         heads = width // head_dim
         return Esm2Shape(layers=max(layers) + 1, width=width, heads=heads, ffn_width=ffn_width, vocab=vocab)
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:  # no such tensor, or of other dimensions
-        raise WeightsError(
-            f"{source.origin}: no config.json beside it, and not the layout of fair-esm's ESM-2"
-        ) from error
+        problem = "no config.json beside it, and not the layout of fair-esm's ESM-2"
+        raise WeightsError(f"{source.origin}: {problem}") from error
 
 
 def _beside(source: Path, name: str) -> Path | None:
@@ -235,10 +234,9 @@ def init_random(
     protein, dna = model_config.ESM2_SIZES[esm2], model_config.DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
     vocabulary = functools.partial(train_tokenizer, vocab=dna.vocab, seed=seed)
-    parts: tuple[tuple[Shape, Storage, Callable[[Path], object] | None], ...]
-    parts = ((protein, dtype, None), (dna, dtype, vocabulary), (head, "fp32", None))
-    for shape, stored, write_tokenizer in parts:
+    for shape in (protein, dna, head):
         read = functools.partial(random_tensor, shape, seed=seed)
+        stored, write_tokenizer = "fp32" if shape is head else dtype, vocabulary if shape is dna else None
         write_part(out, shape, read, f"{model_config.RANDOM_ORIGIN}, seed {seed}", stored, write_tokenizer)
 
 

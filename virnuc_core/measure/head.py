@@ -76,10 +76,8 @@ class TrainSummary:
     head: Path
 
     def __str__(self) -> str:
-        return (
-            f"accuracy {self.test_accuracy:.3f}, AUC {self.test_auc:.3f} on {self.genomes['test']} unseen genomes "
-            f"after {self.epochs} epochs"
-        )
+        seen = f"on {self.genomes['test']} unseen genomes after {self.epochs} epochs"
+        return f"accuracy {self.test_accuracy:.3f}, AUC {self.test_auc:.3f} {seen}"
 
 
 def read_truth(path: Path) -> pd.DataFrame:
@@ -118,9 +116,8 @@ def split_genomes(genome: NDArray[np.int64], label: NDArray[np.int64], rng: np.r
         if np.isin(members, genome[label != value]).any():
             raise InputError("a genome has reads of both labels; give the parts different genome names")
         if len(members) < len(SPLITS):
-            raise InputError(
-                f"{len(members)} genomes labelled {name} have open frames; three are needed: to learn, stop and test"
-            )
+            problem = f"{len(members)} genomes labelled {name} have open frames"
+            raise InputError(f"{problem}; three are needed: to learn, stop and test")
         free = np.arange(len(members))
         for number, share in SHARES.items():
             chosen: list[int] = []
@@ -339,15 +336,13 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, read = open_folder(folder, HeadShape)
         if shape.model_length != store.model_length:
+            cut = f"the run's reads were cut at {store.model_length}"
+            raise ConfigError(f"the head in {folder} is for length {shape.model_length}, {cut}")
+        dna, protein = record.widths.get("dna"), record.widths.get("protein")
+        if record.widths and (shape.dna_width, shape.protein_width) != (dna, protein):
             raise ConfigError(
-                f"the head in {folder} is for length {shape.model_length}, "
-                f"the run's reads were cut at {store.model_length}"
-            )
-        made_for, has = (shape.dna_width, shape.protein_width), (record.widths.get("dna"), record.widths.get("protein"))
-        if record.widths and made_for != has:
-            raise ConfigError(
-                f"the head in {folder} is for embeddings of {made_for[0]} (DNA) + {made_for[1]} (protein), "
-                f"the run has {has[0]} + {has[1]}; it belongs to other encoders"
+                f"the head in {folder} is for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
+                f"the run has {dna} + {protein}; it belongs to other encoders"
             )
         head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):

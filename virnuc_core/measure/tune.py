@@ -105,13 +105,11 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
     >>> [c.label for c in candidates(EngineSpec(), {"num_workers": (0, 2), "prefetch_factor": (4,)})]
     ['base', 'num_workers=2']
     """
-    found, seen = [Candidate(0, {}, base)], {base}
-    for values in itertools.product(*swept.values()):
-        engine = EngineSpec.model_validate(base.model_dump() | dict(zip(swept, values, strict=True)))
-        if engine not in seen:
-            seen.add(engine)
-            changes = {name: getattr(engine, name) for name in swept if getattr(engine, name) != getattr(base, name)}
-            found.append(Candidate(len(found), changes, engine))
+    combined = (base.model_dump() | dict(zip(swept, one, strict=True)) for one in itertools.product(*swept.values()))
+    found = []
+    for number, engine in enumerate(dict.fromkeys([base, *map(EngineSpec.model_validate, combined)])):
+        changes = {name: getattr(engine, name) for name in swept if getattr(engine, name) != getattr(base, name)}
+        found.append(Candidate(number, changes, engine))
     if len(found) > MAX_CANDIDATES:
         raise ConfigError(f"{len(found)} combinations are too many (at most {MAX_CANDIDATES}); give shorter lists")
     return tuple(found)
@@ -173,11 +171,6 @@ class Sweep:
     allow_changed: bool = False  # scores beyond the profile's tolerance
     tokens: int | None = None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
 
-    @property
-    def trials(self) -> Path:
-        """Where each trial is kept."""
-        return self.out / "trials"
-
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
         """The engine's rate over the whole store with these settings, or why they cannot run on this machine.
 
@@ -190,8 +183,9 @@ class Sweep:
             return str(error)
         # what a trial depends on: all that a measurement does, and the settings it is held against
         against = self.base.model_dump(mode="json") | ({"tokens": self.tokens} if self.tokens else {})
-        run = RunDir(self.trials / f"{self.bench.fingerprint(candidate.engine, against)[:16]}-{repeat}")
-        reference = self.trials / f"{self.bench.fingerprint(self.base, against)[:16]}.npy"  # the base's scores
+        trials = self.out / "trials"
+        run = RunDir(trials / f"{self.bench.fingerprint(candidate.engine, against)[:16]}-{repeat}")
+        reference = trials / f"{self.bench.fingerprint(self.base, against)[:16]}.npy"  # the base's scores
         kept = run.root / "trial.json"
         with run_lock(run.root):
             before = read_usable(kept, Trial)[0]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from virnuc_core.baseline.run import scaled_seconds
 from virnuc_core.baseline.worker import (
+    BATCHES,
     FileDone,
     assign,
     cut,
-    estimated_batches,
     file_path,
     filled_batches,
     merge_file,
@@ -61,6 +61,7 @@ def test_the_budget_counts_one_token_more_than_residues() -> None:
 
 
 def test_dna_tokens_are_guessed_as_v1_does() -> None:
+    estimated_batches = BATCHES["v1", "dnabert_s"]
     assert estimated_batches([500] * 24 + [6, 5]) == [[*range(24), 24, 25]]  # 24 times 85, 3 and 2 are 2,045 tokens
     assert estimated_batches([500] * 24 + [36, 6]) == [[*range(24), 24], [25]]  # 8 and 3 were 2,051
 

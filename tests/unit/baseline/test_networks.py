@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from virnuc_core.baseline.networks import pad, placed, plain_scores
-from virnuc_core.baseline.worker import embed_rows, load, one_by_one
+from virnuc_core.baseline.worker import embed_rows, load
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
@@ -117,7 +117,7 @@ def test_dnabert_s_is_the_slow_one(models: Path) -> None:
 def test_padding_changes_nothing(models: Path, which: str) -> None:
     reader = load(models, which, CPU, torch.float32)
     rows = PROTEINS if which == "esm2" else DNAS
-    alone = embed_rows(reader, rows, one_by_one([len(r) for r in rows]))
+    alone = embed_rows(reader, rows, [[row] for row in range(len(rows))])
     together = embed_rows(reader, rows, [[4, 2], [3, 0, 1]])
     torch.testing.assert_close(together, alone, atol=5e-6, rtol=0)  # float32, other sizes of the same matrix products
     assert torch.equal(embed_rows(reader, rows, [[4, 2], [3, 0, 1]]), together)

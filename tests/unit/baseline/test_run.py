@@ -21,7 +21,7 @@ import torch
 
 from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.run import fetch, run_baseline
-from virnuc_core.baseline.worker import embed_rows, load, one_by_one
+from virnuc_core.baseline.worker import embed_rows, load
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint, load_head
 from virnuc_core.engine.process import end_all_children
@@ -71,7 +71,7 @@ def test_vanilla_is_the_method_row_by_row(
     unique = store.row_unique[:]
     dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
     rows = {"dnabert_s": dna, "esm2": protein}
-    each = [embed_rows(load(models, op, CPU, torch.float32), s, one_by_one(s)) for op, s in rows.items()]
+    each = [embed_rows(load(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))]) for op, s in rows.items()]
     scores = load_head(models, CPU).scores(torch.cat(each, dim=1)).numpy()
     written = predictions(vanilla[0])
     assert list(written) == list(dict.fromkeys(store.row_ids(0, store.n_rows, original=True)))
