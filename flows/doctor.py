@@ -314,10 +314,7 @@ def weights(models: Path | None, *, hashed: bool) -> Iterator[Check]:
 
 
 def computes(devices: str) -> Iterator[Check]:
-    """Does each device compute what the reference computes, and the same bytes?
-
-    A tiny random model goes the whole way, reads to scores, through a worker process on every device at once.
-    """
+    """Does each device compute, with a tiny model from reads to scores, what the reference does, and the same bytes?"""
     found = resolve(Devices.parse(devices))
     with tempfile.TemporaryDirectory(prefix="virnuc-doctor-") as name, ExitStack() as quiet:
         logging.disable(logging.CRITICAL)  # what matters of these runs is in the findings

@@ -164,9 +164,8 @@ def run_flow(
 ) -> State[Any]:
     """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
 
-    Bars, the core's log lines and Prefect's warnings share one console; errors are for the caller to say, once. `ready`
-    waits for the server; without it there is none. Errors: what the flow raised; `CancelledError`; `KeyboardInterrupt`;
-    `VirnucError` where no server answers.
+    Bars, the core's log lines and Prefect's warnings share one console. `ready` waits for the server; without it there
+    is none. Errors: what the flow raised; `CancelledError`; `VirnucError` where no server answers.
     """
     logging.raiseExceptions = seen.debug  # a lost server is said once, not once a line of the log
     console = live.shared_console()

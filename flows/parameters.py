@@ -104,10 +104,7 @@ def _signed(called: Callable[..., Result], like: Callable[..., Result], paramete
 
 
 def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
-    """Turn a function of one settings model into one that has the model's fields as keyword parameters.
-
-    The descriptions stand in its docstring, where Prefect looks for them.
-    """
+    """Turn a function of settings into one of the model's fields, described in its docstring, where Prefect looks."""
     fields, own = fields_of(model), inspect.signature(model).parameters
 
     def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
@@ -276,8 +273,7 @@ class RunSettings(FlowSettings):
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Hold the output directory, checked and locked. Errors: those of `run_lock`, too."""
-        self.check_place()
-        with run_lock(self.out):
+        with super().hold(), run_lock(self.out):
             yield
 
     def spec(self, devices: Devices, base: EngineSpec, sample: str) -> ClassifySpec:

@@ -1,8 +1,4 @@
-"""Flows that measure or fit something on reads: the sweep of settings, where the time goes, and a head.
-
-`profile` and `train` begin with a prediction like any other, in the same directory: one that stopped goes on, and one
-that is complete is not computed again.
-"""
+"""Flows that measure or fit something on reads: the sweep of settings, where the time goes, costs, and a head."""
 
 from __future__ import annotations
 

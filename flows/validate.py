@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
@@ -36,7 +38,6 @@ from tasks.validate import (
     compare,
     emit_outcome,
     publish,
-    record_answer,
     report,
 )
 from virnuc_core.config import ClassifySpec, Devices
@@ -46,11 +47,13 @@ from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
+from virnuc_core.report.build import APPROVAL
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
 from virnuc_core.report.formatting import met_sentence, number, percent, runs_text, skipped
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, rerender, write_report
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
+from virnuc_core.runfiles import write
 from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
 
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
@@ -104,12 +107,6 @@ def scale(settings: ScaleSettings) -> State[Judged]:
     return ended(settings, judged, "; ".join(told) + message)
 
 
-def steps(devices: int, profile: Profile) -> list[int]:
-    """Numbers of devices to run on: doubled from one, those the profile has a band for, and all of them."""
-    doubled = {1 << power for power in range(devices.bit_length())}
-    return sorted(count for count in doubled | set(map(int, profile.scaling_bands)) | {devices} if count <= devices)
-
-
 def ended(
     settings: MeasureSettings, judged: Report, message: str, approval: ApprovalRecord | None = None
 ) -> State[Judged]:
@@ -152,7 +149,8 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     )
     subset, most = False, len(devices.ids)
     if isinstance(settings, ScaleSettings):
-        counts = steps(most, profile) * settings.repeats
+        wanted = {most, *(1 << power for power in range(most.bit_length())), *map(int, profile.scaling_bands)}
+        counts = sorted(count for count in wanted if count <= most) * settings.repeats
     else:
         counts = sorted({1, min(2, most), most})
         beside, asked = RunDir(out / BASELINE), profile.baseline
@@ -226,8 +224,7 @@ def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
 def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
     """Pause the current flow run until a reviewer has answered; the answer is kept in the report's directory.
 
-    `form` is an `Approval` with the figures the answer is about. The time-out answers `pending` by the same door a
-    person would use: a run nobody looked at is not a failed one.
+    The time-out answers `pending` by the door a person would use: a run nobody looked at is not a failed one.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
@@ -239,10 +236,16 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
             with connection.telling("the time-out of the approval"), get_client(sync_client=True) as client:
                 client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)
 
+    connection.patient_until_s = time.monotonic() + timeout_s
     try:
-        with beside(answer_for_nobody), connection.patience(timeout_s):
+        with beside(answer_for_nobody):
             answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
     except UNTOLD as error:
         logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
         answer = form.model_validate(TIMED_OUT)
-    return record_answer(report_dir, answer, flow_run=str(flow_run_id))
+    finally:
+        connection.patient_until_s = 0.0
+    moment = datetime.now(UTC).isoformat(timespec="seconds")
+    kept = ApprovalRecord(when=moment, flow_run=str(flow_run_id), **answer.model_dump(mode="json"))
+    write(report_dir / APPROVAL, kept)
+    return kept

@@ -72,13 +72,13 @@ class Connection:
         self.untold: list[str] = []
         self.embedded: subprocess.Popen[Any] | None = None  # the server that this process started
         self._silent_until_s = 0.0
-        self._patient_until_s = 0.0
+        self.patient_until_s = 0.0  # while a person is waited for, a server that is away may be, too
 
     def send(self, request: httpx.Request, transport: httpx.BaseTransport) -> httpx.Response:
         """The answer; the server's own word on a state, or ours when it has none. Errors: `ServerLostError`."""
         proposed = request.method == "POST" and request.url.path.endswith("/set_state")
         state: Mapping[str, Any] | None = json.loads(request.content)["state"] if proposed else None
-        until_s = max(self._patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
+        until_s = max(self.patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
         while True:
             try:
                 answer = self._try(request, transport, at_once=state is not None or time.monotonic() < until_s)
@@ -127,15 +127,6 @@ class Connection:
         except UNTOLD as error:
             logger.debug("%s: not reported: %s", what, error)
             self.untold.append(what)
-
-    @contextmanager
-    def patience(self, seconds: float) -> Iterator[None]:
-        """The body may wait for a server that is away: it waits for a person anyway."""
-        self._patient_until_s = time.monotonic() + seconds
-        try:
-            yield
-        finally:
-            self._patient_until_s = 0.0
 
     def leave(self, code: int) -> None:
         """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""

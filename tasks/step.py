@@ -1,5 +1,4 @@
-"""What every task of ours is: tried again where that can help, heard in its run's log, brief about wrong input; what
-a flow holds while it works; and what Prefect shows of it.
+"""What every task of ours is: tried again where that can help, heard in its run's log; and what Prefect shows of it.
 
 Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9"; one infinite
 number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits.
@@ -54,10 +53,7 @@ class NotMetError(VirnucError):
 
 
 def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Step[P, State[T]]]:
-    """A decorator that makes a function a task. An error of ours that no retry can help becomes its failed state.
-
-    Such a state holds the error and says it in a sentence; `.result()` of what the task returns raises it.
-    """
+    """Makes a function a task; an error of ours that no retry can help becomes the sentence of its failed state."""
 
     def decorate(function: Callable[P, State[T]]) -> Step[P, State[T]]:
         @wraps(function)
@@ -153,10 +149,7 @@ class TimeLimitError(VirnucError):
 
 @contextmanager
 def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float], object]) -> Iterator[None]:
-    """End all child processes when the body takes longer than `limit_s`, which makes its work fail.
-
-    Errors: `TimeLimitError` then, after `on_reached` was told the seconds that had passed.
-    """
+    """End all child processes after `limit_s`. Errors: `TimeLimitError` then, once `on_reached` knows the seconds."""
     started_s, reached = time.monotonic(), threading.Event()
 
     def end(stop: threading.Event) -> None:

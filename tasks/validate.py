@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from base64 import b64encode
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -31,7 +30,7 @@ from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.build import APPROVAL, REGRESSION
+from virnuc_core.report.build import REGRESSION
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.formatting import Mark, Table, met_sentence, percent, shown, target_text
@@ -39,8 +38,8 @@ from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, trend
 from virnuc_core.report.render import correctness, fill, tables, write_report
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock
-from virnuc_core.runfiles import read, write
-from virnuc_core.validation import QUESTIONS, ApprovalRecord, BaselineSummary, Comparison
+from virnuc_core.runfiles import read
+from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison
 
 Answer = Literal["yes", "no", "not answered"]
 VERDICT_MARKS: Final = {
@@ -172,19 +171,8 @@ class Approval(RunInput):
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
 
 
-def record_answer(report_dir: Path, answer: Approval, *, flow_run: str) -> ApprovalRecord:
-    """Keep who decided what and when beside the report."""
-    moment = datetime.now(UTC).isoformat(timespec="seconds")
-    kept = ApprovalRecord(when=moment, flow_run=flow_run, **answer.model_dump(mode="json"))
-    write(report_dir / APPROVAL, kept)
-    return kept
-
-
 def approval_form(judged: Report) -> type[Approval]:
-    """What the reviewer is asked, with the figures of this validation beside the questions they belong to.
-
-    A table stands above the form; in a low window the UI hides it, so that nothing may stand there alone.
-    """
+    """What the reviewer is asked, each question with its figures; the UI may hide the table above the form."""
     wanted = ("Verdict", "Criterion", "Measured", "Required")
     table = markdown_table(
         [{name: row[name] for name in wanted} for row in rows_of(*tables("criteria.view.j2", judged))]
