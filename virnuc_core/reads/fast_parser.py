@@ -203,29 +203,17 @@ def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputE
     return ReadBatch(batch.file, batch.form, ids, bases, batch.lines[kept], text, batch.part), errors
 
 
-@dataclass(frozen=True, slots=True)
 class _Lines:
     """Whole lines of a block: `data[start:end]`, without line ends."""
 
-    data: bytes
-    letters: NDArray[np.uint8]
-    starts: NDArray[np.int64]
-    ends: NDArray[np.int64]
-    nexts: NDArray[np.int64]  # where the following line starts
-    low: NDArray[np.int64]  # places of blanks and control characters inside lines
-    stray_return: bool  # a carriage return that is not part of a line end
-
-    @classmethod
-    def of(cls, data: bytes) -> _Lines:
+    def __init__(self, data: bytes) -> None:
         letters = np.frombuffer(data, np.uint8)
         low = np.flatnonzero(letters <= 32)
         kinds = letters[low]
         is_newline = kinds == NEWLINE
         newlines = low[is_newline]
-        starts = np.empty_like(newlines)
-        starts[:1] = 0
-        starts[1:] = newlines[:-1] + 1
-        ends = newlines
+        nexts = newlines + 1  # where the following line starts
+        starts, ends = np.append(0, nexts)[:-1], newlines
         low = low[~is_newline]
         stray = False
         if b"\r" in data:
@@ -233,7 +221,9 @@ class _Lines:
             before = len(low)
             low = low[~np.isin(low, ends)]
             stray = bool((letters[low] == _RETURN).any()) or before == len(low)
-        return cls(data, letters, starts, ends, newlines + 1, low, stray)
+        self.data, self.letters, self.starts, self.ends, self.nexts = data, letters, starts, ends, nexts
+        self.low = low  # places of blanks and control characters inside lines
+        self.stray_return = stray  # a carriage return that is not part of a line end
 
     def pick(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
         """The bytes of the given stretches."""
@@ -262,7 +252,7 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     Ids may be unprintable.
     """
     data = piece.data
-    lines = _Lines.of(data if data.endswith(b"\n") else data + b"\n")
+    lines = _Lines(data if data.endswith(b"\n") else data + b"\n")
     n = len(lines.starts) // 4
     if lines.stray_return or n == 0:
         return None, len(data) if data.strip() else 0
@@ -308,7 +298,7 @@ def _regular_fastq(lines: _Lines, starts: NDArray[np.int64], ends: NDArray[np.in
 def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
     """The same for FASTA: all records of a piece, or none. No comments."""
     header = b">%b\n" % piece.part.id if piece.part and not piece.part.first else b""
-    lines = _Lines.of(header + piece.data + b"\n" * (not piece.data.endswith(b"\n")))
+    lines = _Lines(header + piece.data + b"\n" * (not piece.data.endswith(b"\n")))
     first = lines.letters[lines.starts]
     is_header = first == _HEADER_FASTA
     is_sequence = ~is_header & (lines.ends > lines.starts)

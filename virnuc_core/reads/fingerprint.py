@@ -60,24 +60,24 @@ def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDAr
     # longest first: those that fill a block come before the others; 16 bits are sorted by radix
     order = np.argsort((-lengths).astype(np.int16), kind="stable")
     lengths = lengths[order]
-    h1, h2 = np.zeros(len(order), np.uint64), np.zeros(len(order), np.uint64)
+    h1, h2 = state = np.zeros((2, len(order)), np.uint64)
     blocks = -(-int(lengths.max(initial=0)) // _BLOCK)
     if blocks:
         words = _words(letters, starts[order], lengths, blocks)
         full = np.searchsorted(-lengths, -_BLOCK * np.arange(1, blocks + 1), side="right").tolist()
         for block in range(blocks):
             _mix_in(words[2 * block], words[2 * block + 1], h1, h2, full[block])
-    length = lengths.astype(np.uint64)
-    h1 ^= length
-    h2 ^= length
+    state ^= lengths.astype(np.uint64)
     h1 += h2
     h2 += h1
-    _finalise(h1)
-    _finalise(h2)
+    for factor in (_FINAL1, _FINAL2):
+        state ^= state >> np.uint64(33)
+        state *= factor
+    state ^= state >> np.uint64(33)
     h1 += h2
     h2 += h1
     made = np.empty((len(order), 2), np.uint64)
-    made[order, 0], made[order, 1] = h1, h2
+    made[order] = state.T
     return made
 
 
@@ -117,14 +117,6 @@ def _rotate(values: Words, bits: int) -> None:
     values |= low
 
 
-def _finalise(values: Words) -> None:
-    values ^= values >> np.uint64(33)
-    values *= _FINAL1
-    values ^= values >> np.uint64(33)
-    values *= _FINAL2
-    values ^= values >> np.uint64(33)
-
-
 @dataclass(frozen=True, slots=True)
 class Leaves:
     """A batch, hashed as far as that can be done without its neighbours."""
@@ -153,53 +145,37 @@ def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
     return Leaves(head, b"".join(hashes), others[-1])
 
 
-class _Leaf:
-    """Consecutive reads; how they come in pieces makes no difference."""
-
-    def __init__(self, content: tuple[bytes, ...] = (b"",) * 4) -> None:
-        self._parts = [sha256(data) for data in content]
-
-    def add(self, content: tuple[bytes, ...]) -> None:
-        for part, data in zip(self._parts, content, strict=True):
-            part.update(data)
-
-    def copy(self) -> _Leaf:
-        made = _Leaf()
-        made._parts = [part.copy() for part in self._parts]
-        return made
-
-    def digest(self) -> bytes:
-        return sha256(b"".join(part.digest() for part in self._parts)).digest()
-
-
 class Fingerprint:
     """Hash over the reads, in order, and the settings that decide what a store holds."""
 
     def __init__(self, settings: str) -> None:
         self._root = sha256(settings.encode())
-        self._leaf = _Leaf()
-        self._before: _Leaf | None = None  # of the long read whose parts are coming in
+        self._leaf = [sha256() for _ in range(4)]  # of a column each: how its reads come in pieces makes no difference
+        self._before = self._leaf[:0]  # the same as it was before the long read whose parts are coming in
 
     def add(self, leaves: Leaves) -> None:
         """Take in the next reads. What was taken in of a long one that is dropped is forgotten."""
         if leaves.part is not None:
-            before = self._leaf.copy() if leaves.part.first else self._before
-            self._before = None if leaves.part.last else before
+            before = [column.copy() for column in self._leaf] if leaves.part.first else self._before
+            self._before = [] if leaves.part.last else before
             if leaves.part.dropped:
                 self._leaf = before or self._leaf
                 return
-        self._leaf.add(leaves.head)
+        for column, data in zip(self._leaf, leaves.head, strict=True):
+            column.update(data)
         if leaves.hashes is None:
             return
-        self._root.update(self._leaf.digest())
-        self._root.update(leaves.hashes)
-        self._leaf = _Leaf(leaves.tail)
+        self._root.update(self._leaf_hash() + leaves.hashes)
+        self._leaf = [sha256(data) for data in leaves.tail]
 
     def hexdigest(self) -> str:
         """The fingerprint of what was taken in so far."""
         root = self._root.copy()
-        root.update(self._leaf.digest())
+        root.update(self._leaf_hash())
         return root.hexdigest()
+
+    def _leaf_hash(self) -> bytes:
+        return sha256(b"".join([column.digest() for column in self._leaf])).digest()
 
 
 # repeats among any number of digests: in one bucket of them after the other, so that memory is bounded

@@ -20,14 +20,7 @@ import psutil
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
-from virnuc_core.errors import (
-    ConfigError,
-    InputError,
-    RunMismatchError,
-    SpentInputError,
-    WorkerError,
-    storage_error,
-)
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
 from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import parse_by
@@ -206,10 +199,8 @@ def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> Inp
     ends = np.cumsum(counts)
     (name, line), (_, first_line) = writer.place(read), writer.place(first)
     file, first_file = (files[np.searchsorted(ends, place, side="right")] for place in (read, first))
-    hint = "ids must be unique in strict mode, rename one"
-    return InputError(
-        f"this id stands also on {first_file}:{first_line}", file=file, line=line, read_id=name, hint=hint
-    )
+    problem, hint = f"this id stands also on {first_file}:{first_line}", "ids must be unique in strict mode, rename one"
+    return InputError(problem, file=file, line=line, read_id=name, hint=hint)
 
 
 def _is_current(

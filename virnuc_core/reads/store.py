@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, get_args, get_origin, get_type_hints
 
 import h5py
 import numpy as np
@@ -33,31 +33,6 @@ STORES: Final = f"{FORMAT} {SCHEMA_VERSION}"  # every fingerprint begins with it
 SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
 HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
-
-COLUMNS: Final[dict[str, type[np.generic]]] = {
-    "read_length": np.int32,
-    "read_chunks": np.int32,
-    "read_rows": np.int32,
-    "read_flags": np.uint8,
-    "read_copy": np.int32,
-    "read_id_offsets": np.int64,
-    "read_id_bytes": np.uint8,
-    "row_read": np.int64,
-    "row_chunk": np.int32,
-    "row_frame": np.uint8,
-    "row_unique": np.int64,
-    "unique_row": np.int64,
-    "protein_offsets": np.int64,
-    "dna_offsets": np.int64,
-    "protein_bytes": np.uint8,
-    "dna_bytes": np.uint8,
-}
-_AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a column has an entry for
-    "read_id_bytes": "id",
-    "protein_offsets": "unique",
-    "dna_offsets": "unique",
-}
-
 
 _Place = tuple[int, np.dtype[Any]]  # byte at which a column begins, and what it is of
 
@@ -148,9 +123,7 @@ class OrfStore:
 
     def original_ids(self, low: int, high: int) -> list[str]:
         """Ids of reads `low` to `high` as they stand in the files; several reads may share one."""
-        offsets = self.read_id_offsets[low : high + 1].tolist()
-        data = self.read_id_bytes[offsets[0] : offsets[-1]].tobytes() if high > low else b""
-        return [data[a - offsets[0] : b - offsets[0]].decode() for a, b in pairwise(offsets)]
+        return [name.decode() for name in _cut(self.read_id_bytes, self.read_id_offsets, low, high)]
 
     def read_ids(self, low: int, high: int) -> list[str]:
         """Ids of reads `low` to `high`, no two alike: the second read called `r7` is `r7.2`."""
@@ -191,6 +164,18 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> NDArray[np.generic]:
     if dataset.size == 0:
         return np.zeros(dataset.shape, dataset.dtype)
     return np.memmap(path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
+
+
+COLUMNS: Final[dict[str, type[np.generic]]] = {  # of the file, in this order, by the hints of `OrfStore`
+    name: get_args(get_args(hint)[1])[0]
+    for name, hint in get_type_hints(OrfStore).items()
+    if get_origin(hint) is np.ndarray
+}
+_AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a column has an entry for
+    "read_id_bytes": "id",
+    "protein_offsets": "unique",
+    "dna_offsets": "unique",
+}
 
 
 class StoreWriter:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import takewhile
+from itertools import product, takewhile
 from pathlib import Path
 from typing import Any, Final
 
@@ -112,14 +112,10 @@ def _tables() -> tuple[bytes, bytes, bytes]:
     codes = bytearray([_NO_BASE] * 256)
     for code, base in enumerate("ACGT"):
         codes[ord(base)] = codes[ord(base.lower())] = code
-    standard = CodonTable.unambiguous_dna_by_id[1]
-    forward, reverse = bytearray(256), bytearray(256)
-    for code in range(64):
-        codon = "".join("ACGT"[code >> shift & 3] for shift in (4, 2, 0))
-        forward[code] = ord(standard.forward_table.get(codon, "*"))
-        opposite = codon[::-1].translate(str.maketrans("ACGT", "TGCA"))
-        reverse[code] = ord(standard.forward_table.get(opposite, "*"))
-    return bytes(codes), bytes(forward), bytes(reverse)
+    standard, codons = CodonTable.unambiguous_dna_by_id[1].forward_table, map("".join, product("ACGT", repeat=3))
+    forward = np.array([ord(standard.get(codon, "*")) for codon in codons], np.uint8).reshape(4, 4, 4)
+    reverse = forward[::-1, ::-1, ::-1].T  # a base and its opposite are 3 together
+    return bytes(codes), forward.tobytes().ljust(256, b"\0"), reverse.tobytes().ljust(256, b"\0")
 
 
 def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Orfs:
