@@ -246,10 +246,9 @@ class _Measurement:
         """The stages' seconds on the whole input."""
         growth, total = subset.total_tokens / subset.tokens, self.store.n_rows
         scaled = {name: value * total / rows for name, value in self.seconds.items()}
-        for stage, each in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
-            files = done[stage]
+        for stage, load_each_file in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
             scaled[stage] = scaled_seconds(
-                files, growth, total_rows=total, devices=len(self.devices), load_each_file=each
+                done[stage], growth, total_rows=total, devices=len(self.devices), load_each_file=load_each_file
             )
         return scaled
 

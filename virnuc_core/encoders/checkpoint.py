@@ -212,18 +212,16 @@ def our_name(theirs: str) -> str:
 def fit(source: Checkpoint, shape: Shape) -> Read:
     """Reads a checkpoint of any public layout by our names, a tensor in the precision it is stored in.
 
-    `WeightsError` names what is missing, unexpected or misshapen.
-
-    It is held against the model by names, shapes and types: no weights are read. Newer ports do not save the rotary
-    frequencies, which follow from the head size: they are computed then.
+    It is held against the model by names, shapes and types, no weights are read: `WeightsError` names what is missing,
+    unexpected or misshapen. Rotary frequencies, which newer ports do not save, are computed from the head size then.
     """
     wanted, given = shape.tensors(), dict(source.tensors)
     if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
         given["inv_freq"] = inv_freq(shape.head_dim)
     ours = {theirs: theirs if theirs in wanted else our_name(theirs) for theirs in given}
     theirs_of = {name: theirs for theirs, name in reversed(ours.items())}  # the first of several
-    parts = {name: [name] for name in wanted}  # q, k and v of one that is stored in three
-    for name in [name for name in wanted if ".qkv." in name and name not in theirs_of]:
+    parts = {name: [name] for name in wanted}
+    for name in [name for name in wanted if ".qkv." in name and name not in theirs_of]:  # there in three tensors
         parts[name] = [name.replace(".qkv.", f".{one}.") for one in "qkv"]
     used = {"", *chain.from_iterable(parts.values())}
     missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]

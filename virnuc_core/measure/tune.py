@@ -74,10 +74,10 @@ class Candidate:
         """Keep a trial, or the reason why there is none; `ConfigError` when it is the base that cannot run."""
         if isinstance(outcome, Trial):
             self.trials.append(outcome)
-            return
-        self.refused = outcome
-        if self.number == 0:
+        elif self.number == 0:
             raise ConfigError(f"the settings to compare with cannot run here: {outcome}")
+        else:
+            self.refused = outcome
 
     def verdict(self, tolerance: float) -> Verdict:
         """Whether it may be recommended."""
