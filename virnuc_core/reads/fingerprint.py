@@ -77,7 +77,7 @@ def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDAr
     h1 += h2
     h2 += h1
     made = np.empty((len(order), 2), np.uint64)
-    made[order] = state.T
+    made[order, 0], made[order, 1] = state
     return made
 
 
