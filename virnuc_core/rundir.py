@@ -316,15 +316,12 @@ def discard(root: Path, *patterns: str) -> None:
 
 # A device is held by a socket of its name, which has no place in any folder: the same for every user of the machine,
 # nothing that could be put in its way, and gone with its process.
-
-
-def _unix_socket() -> socket.socket:
-    return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+_SOCKET: Final = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
 
 def device_holder(device: str) -> str | None:
     """The process that holds a device, in words; None when nobody does."""
-    with _unix_socket() as asking:
+    with socket.socket(*_SOCKET) as asking:
         try:
             asking.connect(f"\0{DEVICE}{device}")
             pid = struct.unpack("3i", asking.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
@@ -346,7 +343,7 @@ def lock_device(device: str, wait_s: float) -> int:
 
     Waits up to `wait_s` for another run to finish with it, then `DeviceError` names the holder.
     """
-    deadline, holding = time.monotonic() + wait_s, _unix_socket()
+    deadline, holding = time.monotonic() + wait_s, socket.socket(*_SOCKET)
     while True:
         try:
             holding.bind(f"\0{DEVICE}{device}")
