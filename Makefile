@@ -44,7 +44,7 @@ test: setup
 	$(BIN)/pytest -n 3 --dist worksteal -m "not ui and not postgres and not slow"
 
 test-slow: setup
-	$(BIN)/pytest -m "slow and not ui and not postgres"
+	$(BIN)/pytest -n 2 --dist worksteal -m "slow and not ui and not postgres"
 
 lint: setup
 	$(BIN)/ruff format --check .
