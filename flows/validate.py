@@ -30,16 +30,7 @@ from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
 from tasks.step import NotMetError, TimeLimitError, beside, done
 from tasks.tools import ceiling, overhead, precision, publish_markdown
-from tasks.validate import (
-    TIMED_OUT,
-    Approval,
-    approval_form,
-    baseline,
-    compare,
-    emit_outcome,
-    publish,
-    report,
-)
+from tasks.validate import TIMED_OUT, Approval, approval_form, baseline, compare, emit_outcome, publish, report
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.pool import Watch

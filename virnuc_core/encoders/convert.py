@@ -256,9 +256,7 @@ def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
     )
     bpe.train_from_iterator([row.tobytes().decode("ascii") for row in drawn], trainer)
     bpe.post_processor = tokenizers.processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 1), ("[SEP]", 2)],
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     bpe.save(str(path))
 

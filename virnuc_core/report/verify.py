@@ -33,11 +33,7 @@ from virnuc_core.report.verify_runs import (
 )
 from virnuc_core.rundir import EXACT, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, made_from, read
-from virnuc_core.validation import (
-    Comparison,
-    ComparisonFile,
-    ValidationRecord,
-)
+from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
 
 DRAWN: Final = re.compile(r'<meta name="generator"[^>]*>|data:image/svg\+xml;base64,[A-Za-z0-9+/=]+')
 MANY_BYTES: Final = 16_000_000  # of result rows: less is looked at before another process has started

@@ -35,13 +35,7 @@ from virnuc_core.runfiles import Attempt, FileDigest, RunFile, RunRecord, RunSum
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import (
-    OVERHEAD,
-    BaselineSummary,
-    OverheadFile,
-    ValidationRecord,
-    choose_reads,
-)
+from virnuc_core.validation import OVERHEAD, BaselineSummary, OverheadFile, ValidationRecord, choose_reads
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3
