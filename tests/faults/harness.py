@@ -113,7 +113,7 @@ def rounds(
                 index, job = busy.pop(connection)  # type: ignore[call-overload]
                 try:
                     one = job.line.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     job.process.join()
                     why = f"the harness failed: its process ended with {job.process.exitcode}"
                     one = Round(job.number, kinds[job.number % len(kinds)], problems=[why])
