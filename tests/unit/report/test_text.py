@@ -60,9 +60,7 @@ def _published_run(folder: Path, numbers: dict[str, Any], place: int, count: int
         moments = [ORIGIN_S + index for index in range(20)]
         batches = [BatchRecord(device["id"], "esm2", 0, 0, 9, tokens, slots, 0.1, s, s, 1e3) for s in moments]
         counts = (180, 20 * tokens, 0)
-        shards.append(
-            ShardDone(device["id"], 0, *counts, moments[0], moments[-1], 0.0, 20.0, 0.0, 0.0, 0.0, tuple(batches))
-        )
+        shards.append(ShardDone(device["id"], 0, *counts, moments[0], moments[-1], 0.0, 20.0, 0.0, 0.0, tuple(batches)))
     samples = [
         DeviceSample(ORIGIN_S + tick, device["id"], numbers["utilisation_percent"][i], None, None, None)
         for i, device in enumerate(devices)
