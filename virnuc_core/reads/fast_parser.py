@@ -6,8 +6,9 @@ A cutter takes what it is sure of from the front of a block; from anything unusu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Final, Literal
 
 import numpy as np
@@ -45,6 +46,9 @@ class Strings:
 
     def __getitem__(self, index: int) -> bytes:
         return self.data[self.offsets[index] : self.offsets[index + 1]]
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (self.data[a:b] for a, b in pairwise(self.offsets.tolist()))
 
     @property
     def lengths(self) -> NDArray[np.int64]:

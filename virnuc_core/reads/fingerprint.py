@@ -1,8 +1,4 @@
-"""Digests of many byte strings at once, and the fingerprint of reads: SHA-256 over ids and bases in their order.
-
-The digest is MurmurHash3 (x64, 128 bit), worked out for all strings side by side: step by step along the strings, in
-arrays across them. It is no defence against someone who makes strings collide on purpose; by chance two do in 1 of 2¹²⁸
-cases. Strings over a kilobyte, which are rare, get BLAKE2b, so that one of them does not widen the table of all.
+"""Digests of byte strings, and the fingerprint of reads: SHA-256 over ids and bases in their order.
 
 For the fingerprint reads are hashed in leaves, and it is the hash over the leaves' hashes. A leaf ends with a read
 whose id has a digest divisible by 64, so that where leaves end depends on the reads alone: however they are cut into
@@ -12,109 +8,31 @@ neighbours.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
+from mmh3 import mmh3_x64_128_digest
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import Part, ReadBatch, within
-
-Words = NDArray[np.uint64]
+from virnuc_core.reads.fast_parser import Part, ReadBatch
 
 BUCKET: Final = 1 << 21  # digests looked for repeats at a time, about
 _FEWEST: Final = 3  # rounded up to a power of two
 _READ_AT_ONCE: Final = 1 << 17  # digests
-LONGEST: Final = 1024  # bytes; longer strings are digested one by one
 _LEAF_READS: Final = np.uint64(64)  # on average
-_BLOCK: Final = 16
-_C1: Final = np.uint64(0x87C37B91114253D5)
-_C2: Final = np.uint64(0x4CF5AD432745937F)
-_ADD1: Final = np.uint64(0x52DCE729)
-_ADD2: Final = np.uint64(0x38495AB5)
-_FINAL1: Final = np.uint64(0xFF51AFD7ED558CCD)
-_FINAL2: Final = np.uint64(0xC4CEB9FE1A85EC53)
-_FIVE: Final = np.uint64(5)
 
 
-def digests(strings: bytes | NDArray[np.uint8], offsets: NDArray[np.int64]) -> Words:
-    """The digest of each `strings[offsets[i]:offsets[i + 1]]`: uint64 [n, 2]."""
-    letters, lengths = np.frombuffer(strings, np.uint8), np.diff(offsets)
-    if lengths.max(initial=0) <= LONGEST:
-        return _murmur(letters, offsets[:-1], lengths)
-    out = np.empty((len(lengths), 2), np.uint64)
-    short = lengths <= LONGEST
-    out[short] = _murmur(letters, offsets[:-1][short], lengths[short])
-    for i in np.flatnonzero(~short).tolist():
-        made = blake2b(letters[offsets[i] : offsets[i + 1]].tobytes(), digest_size=16).digest()
-        out[i] = np.frombuffer(made, "<u8")
-    return out
+def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
+    """The MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2].
 
-
-def _murmur(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Words:
-    # longest first: those that fill a block come before the others; 16 bits are sorted by radix
-    order = np.argsort((-lengths).astype(np.int16), kind="stable")
-    lengths = lengths[order]
-    h1, h2 = state = np.zeros((2, len(order)), np.uint64)
-    blocks = -(-int(lengths.max(initial=0)) // _BLOCK)
-    if blocks:
-        words = _words(letters, starts[order], lengths, blocks)
-        full = np.searchsorted(-lengths, -_BLOCK * np.arange(1, blocks + 1), side="right").tolist()
-        for block in range(blocks):
-            _mix_in(words[2 * block], words[2 * block + 1], h1, h2, full[block])
-    state ^= lengths.astype(np.uint64)
-    h1 += h2
-    h2 += h1
-    for factor in (_FINAL1, _FINAL2):
-        state ^= state >> np.uint64(33)
-        state *= factor
-    state ^= state >> np.uint64(33)
-    h1 += h2
-    h2 += h1
-    made = np.empty((len(order), 2), np.uint64)
-    made[order, 0], made[order, 1] = state
-    return made
-
-
-def _words(letters: NDArray[np.uint8], starts: NDArray[np.int64], lengths: NDArray[np.int64], blocks: int) -> Words:
-    """The strings as words, filled up with zeros: uint64 [words, n], so that one step reads one row."""
-    width = blocks * _BLOCK
-    room = np.concatenate([letters, np.zeros(width, np.uint8)])
-    table = sliding_window_view(room, width)[starts]
-    table *= within(width, lengths)
-    return np.ascontiguousarray(table.view("<u8").T)
-
-
-def _mix_in(k1: Words, k2: Words, h1: Words, h2: Words, full: int) -> None:
-    """Take one block into the state; behind the first `full` strings it is a tail, or zeros, which change nothing."""
-    k1 *= _C1
-    _rotate(k1, 31)
-    k1 *= _C2
-    k2 *= _C2
-    _rotate(k2, 33)
-    k2 *= _C1
-    h1 ^= k1
-    full1, full2 = h1[:full], h2[:full]
-    _rotate(full1, 27)
-    full1 += full2
-    full1 *= _FIVE
-    full1 += _ADD1
-    h2 ^= k2
-    _rotate(full2, 31)
-    full2 += full1
-    full2 *= _FIVE
-    full2 += _ADD2
-
-
-def _rotate(values: Words, bits: int) -> None:
-    low = values >> np.uint64(64 - bits)
-    values <<= np.uint64(bits)
-    values |= low
+    It is no defence against someone who makes strings collide on purpose; by chance two do in 1 of 2¹²⁸ cases.
+    """
+    return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
 
 @dataclass(frozen=True, slots=True)

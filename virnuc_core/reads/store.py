@@ -259,8 +259,7 @@ class StoreWriter:
                     ids = _ids(segment)
                     places = (repeats[:, 0] - self._at["read"][number]).tolist()
                     made = [ids[i] + f"{mark}{n}".encode() for i, n in zip(places, repeats[:, 2].tolist(), strict=True)]
-                    named = Strings.of(made)
-                    out.write(digests(named.data, named.offsets).data)
+                    out.write(digests(made).data)
         return names
 
     def _uniques(self) -> tuple[Repeated, dict[str, NDArray[np.int64]]]:

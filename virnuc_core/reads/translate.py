@@ -275,7 +275,7 @@ def _reads(
         "read_line": lines,
         "read_id_length": ids.lengths,
         "read_id_bytes": np.frombuffer(ids.data, np.uint8),
-        "read_id_digest": digests(ids.data, ids.offsets).reshape(-1),
+        "read_id_digest": digests(ids).reshape(-1),
     }
 
 
@@ -355,7 +355,7 @@ def _window(path: str, numbers: range, *, length: int, size: int, ambiguous: boo
 
 def fingerprint_batch(batch: ReadBatch) -> Leaves:
     """What a batch adds to the fingerprint of all reads."""
-    return leaves_of(batch, digests(batch.ids.data, batch.ids.offsets))
+    return leaves_of(batch, digests(batch.ids))
 
 
 def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]:
@@ -364,16 +364,9 @@ def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]
     DNA of A, C, G, T alone says what the protein is; elsewhere the protein goes into the digest too. `ambiguous` [rows]
     may be true for more rows than those.
     """
-    dna_at = offsets_of(orfs.dna_lengths.astype(np.int64))
-    made = digests(orfs.dna, dna_at)
-    unclear = np.flatnonzero(ambiguous)
-    if len(unclear):
-        protein_at = offsets_of(orfs.protein_lengths.astype(np.int64))
-        both = {}
-        for i in unclear.tolist():
-            sequence = orfs.dna[dna_at[i] : dna_at[i + 1]].tobytes()
-            if sequence.translate(None, b"ACGT"):
-                both[i] = sequence + b"|" + orfs.proteins[protein_at[i] : protein_at[i + 1]].tobytes()
-        named = Strings.of(list(both.values()))
-        made[list(both)] = digests(named.data, named.offsets)
-    return made
+    texts = list(Strings(orfs.dna.tobytes(), offsets_of(orfs.dna_lengths)))
+    proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths)) if ambiguous.any() else None
+    for i in np.flatnonzero(ambiguous).tolist():
+        if proteins is not None and texts[i].translate(None, b"ACGT"):
+            texts[i] += b"|" + proteins[i]
+    return digests(texts)

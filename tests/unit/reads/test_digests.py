@@ -1,9 +1,8 @@
-"""Digests: the published values of MurmurHash3, a slow twin, none alike where strings hardly differ; and repeats."""
+"""Digests: the published values of MurmurHash3, none alike where strings hardly differ; and repeats."""
 
 from __future__ import annotations
 
 import itertools
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
@@ -12,46 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from virnuc_core.reads import fingerprint
-from virnuc_core.reads.fingerprint import LONGEST, Bucket, Column, Repeats, digests, repeats_in, share_a_digest
-
-MASK = (1 << 64) - 1
+from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in, share_a_digest
 
 
 def digest(strings: list[bytes]) -> list[tuple[int, int]]:
-    offsets = np.cumsum([0, *map(len, strings)])
-    made = digests(np.frombuffer(b"".join(strings), np.uint8), offsets)
-    return [(int(low), int(high)) for low, high in made]
-
-
-def rotated(value: int, bits: int) -> int:
-    return (value << bits | value >> (64 - bits)) & MASK
-
-
-def finalised(value: int) -> int:
-    value = (value ^ value >> 33) * 0xFF51AFD7ED558CCD & MASK
-    value = (value ^ value >> 33) * 0xC4CEB9FE1A85EC53 & MASK
-    return value ^ value >> 33
-
-
-def slow_twin(data: bytes) -> tuple[int, int]:
-    c1, c2 = 0x87C37B91114253D5, 0x4CF5AD432745937F
-    h1 = h2 = 0
-    for start in range(0, len(data), 16):
-        block = data[start : start + 16]
-        k1, k2 = (int.from_bytes(half, "little") for half in (block[:8], block[8:]))
-        h1 ^= rotated(k1 * c1 & MASK, 31) * c2 & MASK
-        k2 = rotated(k2 * c2 & MASK, 33) * c1 & MASK
-        if len(block) == 16:
-            h1 = ((rotated(h1, 27) + h2) * 5 + 0x52DCE729) & MASK
-            h2 = ((rotated(h2 ^ k2, 31) + h1) * 5 + 0x38495AB5) & MASK
-        else:
-            h2 ^= k2
-    h1, h2 = h1 ^ len(data), h2 ^ len(data)
-    h1 = (h1 + h2) & MASK
-    h2 = (h2 + h1) & MASK
-    h1, h2 = finalised(h1), finalised(h2)
-    h1 = (h1 + h2) & MASK
-    return h1, (h2 + h1) & MASK
+    return [(int(low), int(high)) for low, high in digests(strings)]
 
 
 @pytest.mark.parametrize(
@@ -66,25 +30,6 @@ def slow_twin(data: bytes) -> tuple[int, int]:
 def test_published_values(text: str, expected: str) -> None:
     ((low, high),) = digest([text.encode()])
     assert f"{low:016x}{high:016x}" == expected
-
-
-@given(st.lists(st.binary(max_size=80), max_size=12))
-def test_equals_the_slow_twin(strings: list[bytes]) -> None:
-    assert digest(strings) == [slow_twin(data) for data in strings]
-
-
-@given(st.integers(0, 200), st.integers(1, 12))
-def test_equals_the_slow_twin_on_strings_of_one_length(length: int, count: int) -> None:
-    strings = [bytes((i * 7 + j) % 251 for j in range(length)) for i in range(count)]
-    assert digest(strings) == [slow_twin(data) for data in strings]
-
-
-def test_long_strings_do_not_depend_on_their_company() -> None:
-    long = b"ACGT" * LONGEST
-    expected = np.frombuffer(blake2b(long, digest_size=16).digest(), "<u8")
-    assert digest([b"A", long, b"C"])[1] == digest([long])[0] == (int(expected[0]), int(expected[1]))
-    assert digest([b"A", long])[0] == slow_twin(b"A")
-    assert digest([b"A" * LONGEST])[0] == slow_twin(b"A" * LONGEST)
 
 
 def test_strings_that_hardly_differ_all_differ_in_either_half() -> None:
