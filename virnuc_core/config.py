@@ -17,6 +17,7 @@ from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
+Share = Annotated[float, Field(ge=0, le=1)]
 Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers, or loaded anew halfway
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 

@@ -22,7 +22,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, computed_field
 
 import virnuc_core
-from virnuc_core.config import reading
+from virnuc_core.config import Share, reading
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.rundir import RunDir, write_text_whole
 
@@ -34,7 +34,6 @@ log = logging.getLogger(__name__)
 Positive = Annotated[float, Field(gt=0, le=LARGEST)]
 Seconds = Annotated[float, Field(ge=0, le=LARGEST)]  # a clock that ran backwards measured nothing
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class RunFile(BaseModel):

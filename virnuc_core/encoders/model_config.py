@@ -10,7 +10,7 @@ from typing import Final, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from virnuc_core.config import Spec, reading, small_text
+from virnuc_core.config import Share, Spec, reading, small_text
 from virnuc_core.errors import WeightsError
 from virnuc_core.rundir import write_text_whole
 
@@ -100,6 +100,35 @@ class DnabertShape(EncoderShape):
         return shapes
 
 
+class Estimate(Spec):
+    """A measured share with its 95 % interval."""
+
+    value: Share
+    low: Share
+    high: Share
+
+
+class HeadCard(Spec):
+    """What a trained head says of itself. Its numbers are of whole reads, of genomes that it was not trained on."""
+
+    reads: str = Field(min_length=1, description="fingerprint of the labelled reads")
+    truth: str = Field(min_length=1, description="SHA-256 of the truth file")
+    test: str = Field(min_length=1, description="digest of the reads it was tested on; equal ones: numbers compare")
+    lengths: tuple[int, int, int] = Field(description="bases of the reads in training: shortest, median, longest")
+    prevalence: Share = Field(description="share of viral reads at which metrics and thresholds hold")
+    auroc: Estimate
+    metrics: dict[str, Estimate] = Field({}, description="further ones, by name: auprc, precision, recall, ...")
+    thresholds: dict[Share, Share] = Field({}, description="false discovery rate: viral score from which it holds")
+    uncertain: tuple[Share, Share] | None = Field(None, description="viral scores from the first to below the second")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> Self:
+        for name, ends in {"lengths": self.lengths, "uncertain": self.uncertain or ()}.items():
+            if list(ends) != sorted(ends):
+                raise ValueError(f"{name} {', '.join(map(str, ends))}: not in ascending order")
+        return self
+
+
 class HeadShape(Shape):
     """The classifier: its input is DNA width + protein width, and it was trained on chunks of `model_length` bases."""
 
@@ -109,6 +138,7 @@ class HeadShape(Shape):
     protein_width: int = Field(ge=1, le=1 << 16)
     hidden: int = Field(512, ge=1, le=1 << 16)
     norm_eps: float = Field(1e-5, gt=0)
+    card: HeadCard | None = None  # of a head that was trained here
 
     @property
     def width(self) -> int:
@@ -147,8 +177,8 @@ DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
 
 
 def write_shape(shape: Shape, path: Path) -> None:
-    """Write `config.json` whole."""
-    write_text_whole(path, json.dumps(shape.model_dump(), indent=1) + "\n")
+    """Write `config.json` whole; what is not known is left out."""
+    write_text_whole(path, json.dumps(shape.model_dump(exclude_none=True), indent=1) + "\n")
 
 
 _HF_SIZES: Final = {

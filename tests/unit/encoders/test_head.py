@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from virnuc_core.encoders.checkpoint import load_head, open_part
-from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -43,3 +44,46 @@ def test_its_widths_and_length_come_from_the_config(models: Path) -> None:
     assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
     with pytest.raises(WeightsError, match=r"features are \(3, 127\), it takes 128 columns"):
         head.scores(torch.zeros(3, 127))
+
+
+CARD = HeadCard(
+    reads="a" * 64,
+    truth="b" * 64,
+    test="c" * 64,
+    lengths=(60, 151, 302),
+    prevalence=0.1,
+    auroc=Estimate(value=0.9, low=0.85, high=0.94),
+    metrics={"recall": Estimate(value=0.7, low=0.6, high=0.8)},
+    thresholds={0.01: 0.93, 0.1: 0.6},
+    uncertain=(0.4, 0.6),
+)
+
+
+def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:
+    shape = HeadShape(model_length=500, dna_width=64, protein_width=64, card=CARD)
+    write_shape(shape, tmp_path / "config.json")
+    assert read_shape(tmp_path / "config.json", HeadShape) == shape
+
+
+def test_a_head_without_a_card_is_written_as_before(tmp_path: Path) -> None:
+    write_shape(HeadShape(model_length=500, dna_width=64, protein_width=64), tmp_path / "config.json")
+    names = ["model", "origin", "model_length", "dna_width", "protein_width", "hidden", "norm_eps"]
+    assert sorted(json.loads((tmp_path / "config.json").read_text())) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"thresholds": {"0.01": 1.5}}, r"card\.thresholds\.0\.01"),
+        ({"uncertain": [0.6, 0.4]}, r"uncertain 0\.6, 0\.4: not in ascending order"),
+        ({"lengths": [60, 302, 151]}, "lengths 60, 302, 151: not in ascending order"),
+        ({"auroc": {"value": "good"}}, r"card\.auroc\.value"),
+    ],
+)
+def test_what_is_wrong_with_a_card_is_named(tmp_path: Path, wrong: dict[str, object], named: str) -> None:
+    path = tmp_path / "config.json"
+    write_shape(HeadShape(model_length=500, dna_width=64, protein_width=64, card=CARD), path)
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps(body | {"card": body["card"] | wrong}))
+    with pytest.raises(WeightsError, match=named):
+        read_shape(path, HeadShape)
