@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import Context
@@ -47,7 +47,7 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, device_holder, held_devices, run_lock, whole_file
-from virnuc_core.runfiles import Device
+from virnuc_core.runfiles import Device, version_of
 
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
 
@@ -66,22 +66,14 @@ CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 def doctor(
     *,
-    out: Annotated[Path, Parameter(name=("--out", "-o"))] = Path(),
-    models: Annotated[Path | None, Parameter(env_var="VIRNUC_MODELS")] = None,
-    devices: str = "auto",
-    hashed: Annotated[bool, Parameter(name="--hash", negative=())] = False,
-    compute: bool = True,
+    out: Annotated[Path, Parameter(name=("--out", "-o"), help="where runs would be written")] = Path(),
+    models: Annotated[Path | None, Parameter(env_var="VIRNUC_MODELS", help="models directory")] = None,
+    devices: Annotated[str, Parameter(help="devices to compute on: cuda:0,cuda:1, cpu:2 or auto")] = "auto",
+    hashed: Annotated[bool, Parameter(name="--hash", negative=(), help="hash weights of any size")] = False,
+    compute: Annotated[bool, Parameter(help="embed a tiny model on each device")] = True,
     as_json: Json = False,
 ) -> int:
-    """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0.
-
-    Args:
-        out: where runs would be written
-        models: models directory
-        devices: devices to compute on: cuda:0,cuda:1, cpu:2 or auto
-        hashed: hash weights of any size
-        compute: embed a tiny model on each device
-    """
+    """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0."""
     prepare_prefect()
     asked = {  # the cheap ones first
         "packages": requirements(),
@@ -94,20 +86,19 @@ def doctor(
         "weights": weights(models, hashed=hashed),
         "compute": computes(devices) if compute else iter(()),
     }
-    started, found = time.perf_counter(), []
+    started, told = time.perf_counter(), []
     for check in findings(asked):
-        found.append(check)
+        told.append({"check": check.name, "verdict": check.verdict, "detail": check.detail})
         if not as_json:
             print(f"{MARKS[check.verdict]}  {check.name}: {check.detail}", flush=True)
-    seconds, counts = time.perf_counter() - started, Counter(check.verdict for check in found)
+    seconds, counts = time.perf_counter() - started, Counter(check["verdict"] for check in told)
     sound = not counts["fail"]
     if as_json:
-        told = [{"check": check.name, "verdict": check.verdict, "detail": check.detail} for check in found]
         print(json.dumps({"sound": sound, "seconds": round(seconds, 2), "checks": told}, indent=2, ensure_ascii=False))
     else:
         said = f"{counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s"
         print(f"\nThis machine is {'sound' if sound else 'not sound'}: {said}")
-    return 0 if sound else 1
+    return int(not sound)
 
 
 def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
@@ -117,6 +108,12 @@ def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
             yield from check
         except (VirnucError, OSError) as error:
             yield Check(name, "fail", str(error))
+
+
+def unless(problems: Iterable[str], name: str, fine: str, *, verdict: Verdict = "warn") -> Check:
+    """A check that is fine, or has this verdict and says what the problems are; an empty text is none."""
+    said = "; ".join(filter(None, problems))
+    return Check(name, verdict if said else "ok", said or fine)
 
 
 def requirements() -> Iterator[Check]:
@@ -129,17 +126,17 @@ def requirements() -> Iterator[Check]:
     bounds, python = told["Requires-Python"], platform.python_version()
     fits: Verdict = "ok" if python in SpecifierSet(bounds) else "fail"
     yield Check("Python", fits, f"{python} ({sys.executable}); wanted {bounds}")
-    wanted = [Requirement(text) for text in told.get_all("Requires-Dist") or []]
-    wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": ""})]
-    here = {one.name: _version(one.name) for one in wanted}
-    misfits = [one for one in wanted if here[one.name] == ABSENT or here[one.name] not in one.specifier]
-    broken = [f"{one.name} {here[one.name]} (wanted {one.specifier})" for one in misfits]
-    yield Check("packages", "fail" if broken else "ok", "; ".join(broken) or f"{len(wanted)} requirements hold")
+    every = map(Requirement, told.get_all("Requires-Dist") or ())
+    wanted = [one for one in every if one.marker is None or one.marker.evaluate({"extra": ""})]
+    here = [(one, version_of(one.name, ABSENT)) for one in wanted]
+    misfits = [(one, version) for one, version in here if version == ABSENT or version not in one.specifier]
+    broken = [f"{one.name} {version} (wanted {one.specifier})" for one, version in misfits]
+    yield unless(broken, "packages", f"{len(wanted)} requirements hold", verdict="fail")
 
 
 def tested_versions(constraints: Path) -> Iterator[Check]:
     """The packages that matter most, against the versions that were tested together."""
-    here = {name: _version(name) for name in IMPORTANT}
+    here = {name: version_of(name, ABSENT) for name in IMPORTANT}
     listed = ", ".join(f"{name} {version}" for name, version in here.items())
     if not constraints.is_file():
         yield Check("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
@@ -147,13 +144,7 @@ def tested_versions(constraints: Path) -> Iterator[Check]:
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
     apart = {name for name, version in here.items() if pins.get(name) not in (None, version.split("+")[0])}
     other = [f"{name} {here[name]} (tested: {pins[name]})" for name in IMPORTANT if name in apart]
-    yield Check("tested versions", "warn" if other else "ok", "; ".join(other) or listed)
-
-
-def _version(package: str) -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-    return ABSENT
+    yield unless(other, "tested versions", listed)
 
 
 def prefect_server() -> Iterator[Check]:
@@ -194,34 +185,28 @@ def schedules(server: httpx.Client) -> Check:
     idle = [one["name"] for one in active if not count(deployment_id={"any_": [one["id"]]}, state={"type": planned})]
     if idle:
         said = f"no run of {', '.join(idle)} is planned; look for errors of its scheduler in the server's log"
-    elif late := count(state={"name": {"any_": ["Late"]}}):
-        said = f"{late} runs are late; is a worker of their pool at work?"
-    else:
-        return Check("Prefect scheduler", "ok", f"{len(active)} active schedules are planned, no run is late")
-    return Check("Prefect scheduler", "fail" if idle else "warn", said)
+        return Check("Prefect scheduler", "fail", said)
+    late = count(state={"name": {"any_": ["Late"]}})
+    problems = [f"{late} runs are late; is a worker of their pool at work?"] * bool(late)
+    return unless(problems, "Prefect scheduler", f"{len(active)} active schedules are planned, no run is late")
 
 
 def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
     """Who may have workers do what: a server that answers anybody lets anybody run commands as their account."""
-    port, here, said = url.port or (443 if url.scheme == "https" else 80), _is_loopback(url.host), []
-    abroad = [url.host]
+    port, here, abroad = url.port or (443 if url.scheme == "https" else 80), _is_loopback(url.host), [url.host]
     if here:
         with suppress(psutil.Error, OSError):
             seen = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
             abroad = sorted({at.ip for at in seen if at.port == port and not _is_loopback(at.ip)})
-    if answers_anybody and abroad:
-        said.append(
-            f"anybody who reaches {', '.join(abroad)} port {port} can run commands as the workers: bind 127.0.0.1 and "
-            "set PREFECT_SERVER_API_AUTH_STRING"
-        )
-    if not here and url.scheme == "http":
-        said.append("what goes to and fro can be read on the way: put TLS before it")
-    if os.geteuid() == 0:
-        said.append("workers started here run as root: give them an account with few rights")
-    if not os.environ.get(ROOTS):
-        said.append(f"runs may name any path this account can open: set {ROOTS}")
+    anybody = f"anybody who reaches {', '.join(abroad)} port {port} can run commands as the workers"
+    problems = {
+        f"{anybody}: bind 127.0.0.1 and set PREFECT_SERVER_API_AUTH_STRING": answers_anybody and abroad,
+        "what goes to and fro can be read on the way: put TLS before it": not here and url.scheme == "http",
+        "workers started here run as root: give them an account with few rights": os.geteuid() == 0,
+        f"runs may name any path this account can open: set {ROOTS}": not os.environ.get(ROOTS),
+    }
     fine = f"{'open to this machine only' if here else 'TLS'}, {'no password' if answers_anybody else 'a password'}"
-    yield Check("Prefect doors", "warn" if said else "ok", "; ".join(said) or fine)
+    yield unless((said for said, so in problems.items() if so), "Prefect doors", fine)
 
 
 def _is_loopback(host: str) -> bool:
@@ -267,7 +252,7 @@ def gpu_finding(name: str, gpu: Any) -> Check:
 def locks() -> Iterator[Check]:
     """Devices that virnuc runs hold on this machine."""
     held = [f"{name} ({holder})" for name in held_devices() if (holder := device_holder(name))]
-    yield Check("device locks", "warn" if held else "ok", ", ".join(held) or "no device is held by a run")
+    yield unless([", ".join(held)], "device locks", "no device is held by a run")
 
 
 def room(folder: Path) -> Iterator[Check]:
@@ -333,7 +318,7 @@ def computes(devices: str) -> Iterator[Check]:
         with ThreadPoolExecutor(max_workers=len(found)) as threads:
             running = [(device, threads.submit(scored, device)) for device in found]
             reference = _reference(models, OrfStore.open(store))
-    answers: list[tuple[Device, Scores]] = []
+    answers = []
     for device, future in running:
         try:
             answers.append((device, future.result()))
@@ -364,9 +349,9 @@ def together(found: Sequence[tuple[Device, Scores]]) -> Iterator[Check]:
     for name in dict.fromkeys(device.name for device, _ in found):
         (first, scores), *others = [(device, answer) for device, answer in found if device.name == name]
         if others:
-            odd = [device.id for device, answer in others if answer.tobytes() != scores.tobytes()]
-            text = f"{', '.join(odd)} not equal to {first.id}" if odd else f"{len(others) + 1} agree bit for bit"
-            yield Check(f"devices agree: {name}", "fail" if odd else "ok", text)
+            odd = ", ".join(device.id for device, answer in others if answer.tobytes() != scores.tobytes())
+            problems, fine = [odd and f"{odd} not equal to {first.id}"], f"{len(others) + 1} agree bit for bit"
+            yield unless(problems, f"devices agree: {name}", fine, verdict="fail")
 
 
 def _reference(models: Path, orfs: OrfStore) -> Scores:

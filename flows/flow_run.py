@@ -194,8 +194,7 @@ def run_flow(
 def untold(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
     """The flow's function as it is; Prefect only checks what it is given."""
     core = logging.getLogger("virnuc_core")
-    if core.getEffectiveLevel() > logging.INFO:
-        core.setLevel(logging.INFO)
+    core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
     return cast(State[Any], without_server(flow.fn, **parameters))
 
 

@@ -22,17 +22,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import (
-    SETTINGS_BYTES,
-    THRESHOLD,
-    ClassifySpec,
-    Devices,
-    EngineSpec,
-    Spec,
-    explain,
-    reading,
-    small_text,
-)
+from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain, reading, small_text
 from virnuc_core.errors import ConfigError, few
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -90,7 +80,6 @@ def within_roots(settings: BaseModel) -> None:
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The model's fields: those that must be given first, then its own before those it inherits."""
-
     own_first = {name: None for base in model.__mro__ for name in inspect.get_annotations(base)}
     fields = {name: model.model_fields[name] for name in own_first if name in model.model_fields}
     return dict(sorted(fields.items(), key=lambda item: not item[1].is_required()))
@@ -205,7 +194,7 @@ class ComputeSettings(Spec):
 def read_settings(path: Path) -> dict[str, Any]:
     """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
     with reading(f"settings {path}", "TOML"):
-        found = tomllib.loads(small_text(path, SETTINGS_BYTES))
+        found = tomllib.loads(small_text(path))
     unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
     if unknown:
         raise ConfigError(f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md")

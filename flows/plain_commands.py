@@ -30,6 +30,7 @@ from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 
 CODON: Final = 3
 DISAGREE: Final = 5
+COSINES_HELP: Final = "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
 WIDTH_IN_FILES: Final = 160
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Size = Literal["tiny", "small", "medium", "large", "100k", "1m", "6m"]
@@ -37,6 +38,8 @@ Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validat
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
 Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
+LENGTH_HELP: Final = "model length S of the head: 300 or 500 as VirNucPro's, or another"
+RandomHeadLength = Annotated[int, Parameter(validator=Number(gte=CODON), help=LENGTH_HELP)]
 HeadLength = Annotated[int, Parameter(help="read length S of the head, when its name does not say it")]
 StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
 
@@ -93,21 +96,13 @@ def init_random(
     out: ModelsOut,
     /,
     *,
-    esm2: Esm2Size = "tiny",
-    dnabert_s: DnabertSize = "tiny",
-    head: Annotated[int, Parameter(validator=Number(gte=CODON))] = DEFAULT_MODEL_LENGTH,
-    dtype: Storage = "fp32",
-    seed: int = 0,
+    esm2: Annotated[Esm2Size, Parameter(help="size of the ESM-2")] = "tiny",
+    dnabert_s: Annotated[DnabertSize, Parameter(help="size of the DNABERT-S")] = "tiny",
+    head: RandomHeadLength = DEFAULT_MODEL_LENGTH,
+    dtype: Annotated[Storage, Parameter(help="what the encoders are stored in")] = "fp32",
+    seed: Annotated[int, Parameter(help="equal seeds give equal bytes")] = 0,
 ) -> int:
-    """Write a models directory with random weights of any size, for trying things out.
-
-    Args:
-        esm2: size of the ESM-2
-        dnabert_s: size of the DNABERT-S
-        head: model length S of the head: 300 or 500 as VirNucPro's, or another
-        dtype: what the encoders are stored in
-        seed: equal seeds give equal bytes
-    """
+    """Write a models directory with random weights of any size, for trying things out."""
     from virnuc_core.encoders.convert import init_random as write
 
     write(out, esm2=esm2, dnabert_s=dnabert_s, model_length=head, seed=seed, dtype=dtype)
@@ -120,20 +115,14 @@ def convert(
     out: ModelsOut,
     /,
     *,
-    esm2: Path | None = None,
-    dnabert_s: Path | None = None,
-    tokenizer: Path | None = None,
+    esm2: Annotated[Path | None, Parameter(help="ESM-2: a folder in HF layout, or fair-esm's .pt")] = None,
+    dnabert_s: Annotated[Path | None, Parameter(help="DNABERT-S: a folder in HF layout")] = None,
+    tokenizer: Annotated[Path | None, Parameter(help="tokenizer.json, when not beside DNABERT-S")] = None,
     head: HeadFile | None = None,
     model_length: HeadLength | None = None,
     dtype: StoredAs | None = None,
 ) -> int:
-    """Turn public checkpoints on disk into a models directory.
-
-    Args:
-        esm2: ESM-2: a folder in HF layout, or fair-esm's .pt
-        dnabert_s: DNABERT-S: a folder in HF layout
-        tokenizer: tokenizer.json, when not beside DNABERT-S
-    """
+    """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
 
     if not (esm2 or dnabert_s or head):
@@ -189,27 +178,17 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> int:
 
 
 def compare(
-    vanilla: Path,
-    refactored: Path,
+    vanilla: Annotated[Path, Parameter(help="the reference, A")],
+    refactored: Annotated[Path, Parameter(help="what is held against it, B")],
     *,
-    mode: Literal["both", "frame", "consensus"] = "both",
-    tolerance: NonNegativeFloat = 0.01,
-    minimum: Share = 0.99,
-    subset: Flag = False,
-    embeddings: Flag = False,
+    mode: Annotated[Literal["both", "frame", "consensus"], Parameter(help="what is compared")] = "both",
+    tolerance: Annotated[NonNegativeFloat, Parameter(help="score difference that counts as equal")] = 0.01,
+    minimum: Annotated[Share, Parameter(help="agreement that is enough (0 to 1)")] = 0.99,
+    subset: Annotated[Flag, Parameter(help="A covers a part of B's reads: compare those only")] = False,
+    embeddings: Annotated[Flag, Parameter(help=COSINES_HELP)] = False,
     as_json: Json = False,
 ) -> int:
-    """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each.
-
-    Args:
-        vanilla: the reference, A
-        refactored: what is held against it, B
-        mode: what is compared
-        tolerance: score difference that counts as equal
-        minimum: agreement that is enough (0 to 1)
-        subset: A covers a part of B's reads: compare those only
-        embeddings: cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16
-    """
+    """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each."""
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
     from virnuc_core.report.formatting import cell

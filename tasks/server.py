@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import uuid4
@@ -38,6 +39,7 @@ from prefect.utilities import callables
 from virnuc_core.runfiles import Device
 
 T = TypeVar("T")
+Ask = Callable[[httpx.Request], httpx.Response]
 ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
 PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
@@ -52,7 +54,7 @@ class _NoOthers(callables.ParameterSchema):
 
     additionalProperties: bool  # noqa: N815 - a word of JSON Schema
 
-    def __init__(self, **schema: Any) -> None:
+    def __init__(self, **schema: Any) -> None:  # what is not given is left out where a flow is deployed
         super().__init__(**schema, additionalProperties=False)
 
 
@@ -74,14 +76,14 @@ class Connection:
         self._silent_until_s = 0.0
         self.patient_until_s = 0.0  # while a person is waited for, a server that is away may be, too
 
-    def send(self, request: httpx.Request, transport: httpx.BaseTransport) -> httpx.Response:
-        """The answer; the server's own word on a state, or ours when it has none. Errors: `ServerLostError`."""
+    def send(self, request: httpx.Request, ask: Ask) -> httpx.Response:
+        """What the server answers to `ask`; on a state ours, when it answers nothing. Errors: `ServerLostError`."""
         proposed = request.method == "POST" and request.url.path.endswith("/set_state")
         state: Mapping[str, Any] | None = json.loads(request.content)["state"] if proposed else None
         until_s = max(self.patient_until_s, time.monotonic() + (ANSWER_S if state else 0.0))
         while True:
             try:
-                answer = self._try(request, transport, at_once=state is not None or time.monotonic() < until_s)
+                answer = self._try(request, ask, at_once=state is not None or time.monotonic() < until_s)
                 break
             except ServerLostError:
                 gone = self.embedded is not None and self.embedded.poll() is not None
@@ -91,22 +93,25 @@ class Connection:
                 if state is None or state["type"] == "PAUSED":  # nobody could ever end that pause
                     raise
                 self.untold.append(f"the state {state['name']}")
-                answer = _accepted(request, state)
+                told = {name: state.get(name) for name in ("type", "name", "message", "state_details")}
+                told |= {"id": str(uuid4()), "timestamp": datetime.now(UTC).isoformat()}
+                body = {"state": told, "status": "ACCEPT", "details": {"type": "accept_details"}}
+                answer = httpx.Response(200, json=body, request=request)
                 break
         if state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
             if self.untold:
                 logger.warning("not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold)))
                 self.untold.clear()
             if self.lost and os.environ.get("PREFECT__FLOW_RUN_ID", "none") in request.url.path:  # a worker's child
-                self._end_after(ANSWER_S, int(state["type"] != "COMPLETED"))
+                self._end_soon(int(state["type"] != "COMPLETED"))
         return answer
 
-    def _try(self, request: httpx.Request, transport: httpx.BaseTransport, *, at_once: bool) -> httpx.Response:
+    def _try(self, request: httpx.Request, ask: Ask, *, at_once: bool) -> httpx.Response:
         if time.monotonic() < self._silent_until_s and not at_once:
             raise ServerLostError("the Prefect server did not answer before")
         request.extensions["timeout"] = httpx.Timeout(ANSWER_S).as_dict()
         try:
-            response = transport.handle_request(request)
+            response = ask(request)
         except httpx.TransportError as error:
             self._silent_until_s = time.monotonic() + SILENT_S
             if self.answered and not self.lost:
@@ -132,10 +137,10 @@ class Connection:
         """See to it that this process ends now, or soon: threads of Prefect would wait for a lost server for ever."""
         if self.lost:
             self._end(code)
-        self._end_after(ANSWER_S, code)
+        self._end_soon(code)
 
-    def _end_after(self, seconds: float, code: int) -> None:
-        timer = threading.Timer(seconds, self._end, (code,))
+    def _end_soon(self, code: int) -> None:
+        timer = threading.Timer(ANSWER_S, self._end, (code,))
         timer.daemon = True
         timer.start()
 
@@ -151,33 +156,12 @@ class Connection:
 connection: Final = Connection()
 
 
-class _Limited(httpx.BaseTransport):
-    """A client's way to the server, through `connection`."""
-
-    def __init__(self, inner: httpx.BaseTransport) -> None:
-        self.inner = inner
-
-    def handle_request(self, request: httpx.Request) -> httpx.Response:
-        return connection.send(request, self.inner)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
 def limit(client: SyncPrefectClient) -> None:
     """Let this client, which a flow run and all within it share, ask through `connection`."""
     own = client._client  # Prefect knows settings for all of its clients only, made before ours are read
-    if not isinstance(own._transport, _Limited):
-        own._transport = _Limited(own._transport)
-        own._mounts = {what: inner and _Limited(inner) for what, inner in own._mounts.items()}
-
-
-def _accepted(request: httpx.Request, state: Mapping[str, Any]) -> httpx.Response:
-    """The answer of a server that agrees."""
-    kept = {name: state.get(name) for name in ("type", "name", "message", "state_details")}
-    told = {**kept, "id": str(uuid4()), "timestamp": datetime.now(UTC).isoformat()}
-    body = {"state": told, "status": "ACCEPT", "details": {"type": "accept_details"}}
-    return httpx.Response(200, json=body, request=request)
+    for way in filter(None, (own._transport, *own._mounts.values())):
+        if not isinstance(way.handle_request, partial):
+            way.handle_request = partial(connection.send, ask=way.handle_request)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -254,15 +254,14 @@ def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> I
         yield lambda share: None
         return
     newest = 0.0
-    made: Any = None  # Prefect's id of the artifact
 
     def show(share: float) -> None:
         nonlocal newest
         newest = round(100 * min(max(share, 0.0), 1.0), 1)
 
     def publish(stop: threading.Event) -> None:
-        nonlocal made
         shown, ended = -1.0, False
+        made: Any = None  # Prefect's id of the artifact
         while not ended:
             ended = stop.wait(every_s)
             if (percent := newest) != shown:

@@ -168,7 +168,7 @@ def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> I
         raise kind(f"{what}: not valid {form}: {few([error])}") from error
 
 
-def small_text(path: Path | Traversable, most: int) -> str:
+def small_text(path: Path | Traversable, most: int = SETTINGS_BYTES) -> str:
     """The text of a file that has no reason to be larger than `most` bytes: no more are read.
 
     Errors: `OSError`, also for a larger one; `UnicodeDecodeError`.

@@ -54,11 +54,9 @@ class InputError(VirnucError):
         hint: str | None = None,
     ) -> None:
         self.file, self.line, self.read_id = file, line, read_id
-        place = "" if file is None else str(file)
-        if line is not None:
-            place += f":{line}" if place else f"line {line}"
+        place = "" if file is None else f"{file}: " if line is None else f"{file}:{line}: "
         who = "" if read_id is None else f"read '{read_id}': "
-        super().__init__(f"{place}{': ' if place else ''}{who}{problem}{'; ' + hint if hint else ''}")
+        super().__init__(f"{place}{who}{problem}{'; ' + hint if hint else ''}")
 
 
 class ConfigError(VirnucError):

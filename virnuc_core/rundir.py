@@ -20,7 +20,7 @@ import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -173,14 +173,12 @@ def write_text_whole(path: Path, text: str) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty for anything else."""
-    if not path.is_file():
-        return {}
-    try:
-        with path.open("rb") as file:
-            found = json.loads(file.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    with suppress(OSError, ValueError, RecursionError):
+        if path.is_file():
+            with path.open("rb") as file:
+                found = json.loads(file.read(MOST_BYTES))
+            return found if isinstance(found, dict) else {}
+    return {}
 
 
 def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
@@ -275,25 +273,23 @@ def _open_mark(root: Path) -> int:
         except OSError as error:
             why = "is a link" if error.errno == errno.ELOOP else error.strerror
             raise ConfigError(f"{path}: cannot be written: {why}; choose another directory") from error
-        try:
+        with ExitStack() as failed:
+            failed.callback(os.close, handle)
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise ConfigError(f"{path} is not a file of virnuc's; choose another directory")
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with suppress(FileNotFoundError):
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                who = f"process {pid}" if (pid := _json(path).get("pid")) else "another process"
+                raise ConfigError(f"{root}: {who} is working here; wait for it or choose another directory") from None
+            with suppress(FileNotFoundError):  # it was removed between opening and locking
                 if os.path.samestat(path.lstat(), os.fstat(handle)):
                     told = {"product": "virnuc", "version": virnuc_core.__version__, "pid": os.getpid()}
                     with storing(path):
                         os.pwrite(handle, json.dumps(told).encode().ljust(MARK_BYTES - 1) + b"\n", 0)
                         os.ftruncate(handle, MARK_BYTES)  # if something was added to it
+                    failed.pop_all()
                     return handle
-        except BlockingIOError:
-            os.close(handle)
-            who = f"process {pid}" if (pid := _json(path).get("pid")) else "another process"
-            raise ConfigError(f"{root}: {who} is working here; wait for it or choose another directory") from None
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)  # it was removed between opening and locking
 
 
 def discard(root: Path, *patterns: str) -> None:

@@ -162,25 +162,26 @@ def now() -> str:
 def git_commit() -> str | None:
     """Commit of the checkout virnuc runs from, with `+` when files differ from it; None outside a checkout."""
     here = Path(virnuc_core.__file__).resolve().parents[1]
-    if not (here / ".git").exists():
-        return None
     words = ["git", "-C", str(here), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
-    try:
-        return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        if (here / ".git").exists():
+            return subprocess.run(words, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    return None
+
+
+def version_of(package: str, absent: str = "absent") -> str:
+    """Of a package that is installed here, without importing it."""
+    with suppress(metadata.PackageNotFoundError):
+        return metadata.version(package)
+    return absent
 
 
 def versions() -> dict[str, str]:
-    """Versions of what computes, without importing it, of the driver and of the newest CUDA it runs."""
+    """Versions of what computes, of the driver and of the newest CUDA it runs."""
     import pynvml
 
-    found = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "absent"
+    computing = ("torch", "numpy", "h5py", "tokenizers", "safetensors", "prefect")
+    found = {"python": platform.python_version()} | {package: version_of(package) for package in computing}
     with suppress(pynvml.NVMLError):
         pynvml.nvmlInit()
         found["driver"], cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion_v2()

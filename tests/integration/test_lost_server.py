@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpcore
 import httpx
 import psutil
 import pytest
@@ -164,14 +165,14 @@ def test_nobody_is_asked_at_a_server_that_hangs(tmp_path: Path, monkeypatch: pyt
         assert context is not None
         limit(context.client)
         with monkeypatch.context() as here:
-            here.setattr(httpx.HTTPTransport, "handle_request", in_vain)
+            here.setattr(httpcore.ConnectionPool, "handle_request", in_vain)
             return ask(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()
 
     assert gated()["verdict"] == "pending"
 
 
-def in_vain(_transport: httpx.HTTPTransport, request: httpx.Request) -> httpx.Response:
-    raise httpx.ReadTimeout("in vain", request=request)
+def in_vain(_pool: httpcore.ConnectionPool, _request: httpcore.Request) -> httpcore.Response:
+    raise httpcore.ReadTimeout("in vain")
 
 
 def test_without_prefect_the_same_files_come_and_nothing_is_recorded(

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from virnuc_core.config import SETTINGS_BYTES, BaselineName, EngineSpec, Spec, reading, small_text
+from virnuc_core.config import BaselineName, EngineSpec, Spec, reading, small_text
 from virnuc_core.errors import ConfigError
 
 RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
@@ -98,4 +98,4 @@ def load_profile(name_or_path: str) -> Profile:
     elif not file.is_file():
         raise ConfigError(f"profile {file}: no such file")
     with reading(f"profile {name_or_path}", "TOML"):
-        return Profile.model_validate(tomllib.loads(small_text(file, SETTINGS_BYTES)))
+        return Profile.model_validate(tomllib.loads(small_text(file)))

@@ -47,9 +47,9 @@ def test_a_server_that_did_not_answer_is_not_asked_again_for_a_while(
     connection, transport, asked = lost
     for _ in range(3):
         with pytest.raises(ServerLostError):
-            connection.send(ARTIFACT, transport)
+            connection.send(ARTIFACT, transport.handle_request)
         with connection.telling("table reads"):
-            connection.send(ARTIFACT, transport)
+            connection.send(ARTIFACT, transport.handle_request)
     assert asked == ["/api/artifacts/"]
     assert connection.untold == ["table reads"] * 3
 
@@ -59,15 +59,15 @@ def test_a_state_proposed_in_vain_is_taken_as_accepted_and_what_was_not_told_is_
 ) -> None:
     connection, transport, asked = lost
     with connection.telling("table reads"):
-        connection.send(ARTIFACT, transport)
-    answer = connection.send(proposal("COMPLETED"), transport).json()
+        connection.send(ARTIFACT, transport.handle_request)
+    answer = connection.send(proposal("COMPLETED"), transport.handle_request).json()
     assert (answer["status"], answer["state"]["name"]) == ("ACCEPT", "Completed")
     assert len(asked) == 2  # an end is worth a try at all times
     assert [record.message for record in caplog.records] == [
         "not reported to the Prefect server: table reads, the state Completed"
     ]
     with pytest.raises(ServerLostError):  # nobody could ever end that pause
-        connection.send(proposal("PAUSED"), transport)
+        connection.send(proposal("PAUSED"), transport.handle_request)
 
 
 def test_a_server_that_is_back_is_told_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -79,8 +79,8 @@ def test_a_server_that_is_back_is_told_again(caplog: pytest.LogCaptureFixture) -
         return answer
 
     transport = httpx.MockTransport(handle)
-    connection.send(ARTIFACT, transport)
-    assert connection.send(proposal("COMPLETED"), transport).status_code == 201
+    connection.send(ARTIFACT, transport.handle_request)
+    assert connection.send(proposal("COMPLETED"), transport.handle_request).status_code == 201
     assert not connection.lost
     assert ["answers again" in record.message for record in caplog.records] == [False, True]
 
