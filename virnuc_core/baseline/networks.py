@@ -102,17 +102,13 @@ class PaddedEsm2(Padded):
         cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         for layer in range(self.shape.layers):
             p = f"layers.{layer}"
-            x = x + self._attention(p, self._norm(f"{p}.attn_norm", x), real, cos, sin)
+            q, k, v = self._heads(p, self._norm(f"{p}.attn_norm", x))
+            scores = _rotated(q * q.shape[-1] ** -0.5, cos, sin) @ _rotated(k, cos, sin).transpose(-1, -2)
+            scores = scores.masked_fill(~real[:, None, None, :], -math.inf)
+            x = x + self._mixed(p, torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
             inner = F.gelu(self._linear(f"{p}.fc1", self._norm(f"{p}.ffn_norm", x)))
             x = x + self._linear(f"{p}.fc2", inner)
         return self._norm("final_norm", x)
-
-    def _attention(self, p: str, x: Tensor, real: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        q, k, v = self._heads(p, x)
-        q = _rotated(q * q.shape[-1] ** -0.5, cos, sin)
-        k = _rotated(k, cos, sin)
-        scores = (q @ k.transpose(-1, -2)).masked_fill(~real[:, None, None, :], -math.inf)
-        return self._mixed(p, torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -139,15 +135,12 @@ class PaddedDnabertS(Padded):
         bias = bias.masked_fill(~real[:, None, None, :], -math.inf)
         for layer in range(self.shape.layers):
             p = f"layers.{layer}"
-            x = self._norm(f"{p}.attn_norm", self._attention(p, x, bias) + x)
+            q, k, v = self._heads(p, x)
+            weights = torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias, dim=-1)
+            x = self._norm(f"{p}.attn_norm", self._mixed(p, weights, v) + x)
             activated, gate = F.linear(x, self.w[f"{p}.gated.weight"]).chunk(2, dim=-1)
             x = self._norm(f"{p}.ffn_norm", self._linear(f"{p}.wo", F.gelu(activated) * gate) + x)
         return x
-
-    def _attention(self, p: str, x: Tensor, bias: Tensor) -> Tensor:
-        q, k, v = self._heads(p, x)
-        scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + bias
-        return self._mixed(p, torch.softmax(scores, dim=-1), v)
 
 
 def plain_scores(w: Tensors, features: Tensor, norm_eps: float) -> Tensor:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ from virnuc_core.baseline import worker
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.loader import slices
 from virnuc_core.engine.pool import worker_specs
 from virnuc_core.engine.process import LocalWorkers, Ready
 from virnuc_core.errors import ConfigError, InputError
@@ -28,14 +29,14 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import Device, RunRecord, digest, read_or_set_aside, write
-from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.telemetry.tables import ENCODERS, STAGES
 from virnuc_core.validation import BaselineSubset, BaselineSummary, choose_reads
 
 log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
-_CHUNKING, _TRANSLATION, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
+_, _, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 
 T = TypeVar("T")
 
@@ -89,8 +90,7 @@ def run_baseline(
                 write(run.record, record)
             return before.model_copy(update={"reused": True})
         run.summary.unlink(missing_ok=True)
-        measurement = _Measurement(run, orfs, models, chosen, spec, on_progress)
-        summary = measurement.measure(workers, seed)
+        summary = _Measurement(run, orfs, models, chosen, spec, workers, on_progress).measure(seed)
         discard(run.root, FILES)
         files = {path.name: digest(path) for path in (run.predictions, run.consensus)}
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
@@ -135,6 +135,7 @@ class _Measurement:
     models: Path
     devices: Sequence[Device]
     spec: BaselineSpec
+    workers: LocalWorkers
     on_progress: Callable[[float], None]
     # by stage; rows come from the store, chunked and translated
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES[2:], 0.0))
@@ -144,7 +145,7 @@ class _Measurement:
     def folder(self) -> Path:
         return self.run.root / "baseline_files"
 
-    def measure(self, workers: LocalWorkers, seed: int) -> BaselineSummary:
+    def measure(self, seed: int) -> BaselineSummary:
         """The result files, and everything that the summary says but the fingerprint."""
         reads = choose_reads(self.store.n_reads, self.spec.reads, seed)
         covered = np.zeros(self.store.n_reads, dtype=bool)
@@ -160,21 +161,28 @@ class _Measurement:
             # so that every device has work, as it would have on the whole input
             file_rows = max(1, min(worker.FILE_ROWS, -(-len(rows) // len(self.devices))))
         began = time.monotonic()
-        files = list(worker.cut(len(rows), file_rows))
+        files = worker.cut(len(rows), file_rows)
         self._split(rows, files)
-        done, start_s = self._embed_and_predict(workers, [high - low for low, high in files], len(rows))
+        done, start_s = self._embed_and_predict([high - low for low, high in files], len(rows))
         voting = time.monotonic()
         scores = [np.load(worker.file_path(self.folder, "scores.npy", number)) for number in range(1, len(files) + 1)]
         write_covered(self.run, self.store, covered, np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]))
         self.seconds[CONSENSUS] = time.monotonic() - voting
         measured_s = time.monotonic() - began
-        scaled = self._scaled(done, subset, len(rows)) if subset else None
-        scaled_s = None if scaled is None else sum(scaled.values()) + start_s
+        scaled, scaled_s = self.seconds, None
+        if subset:
+            growth, total, devices = subset.total_tokens / subset.tokens, self.store.n_rows, len(self.devices)
+            scaled = {name: value * total / len(rows) for name, value in self.seconds.items()}
+            for stage, each in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
+                scaled[stage] = scaled_seconds(
+                    done[stage], growth, total_rows=total, devices=devices, load_each_file=each
+                )
+            scaled_s = sum(scaled.values()) + start_s
         return BaselineSummary(
             name=self.spec.name,
             source="measured",
             wall_s=measured_s if scaled_s is None else scaled_s,
-            stages=scaled or self.seconds,
+            stages=scaled,
             subset=subset,
             measured_s=measured_s,
             measured_stages=self.seconds,
@@ -201,33 +209,26 @@ class _Measurement:
                 self.seconds[stage] += now - began
                 began = now
 
-    def _embed_and_predict(
-        self, workers: LocalWorkers, sizes: list[int], rows: int
-    ) -> tuple[dict[str, list[worker.FileDone]], float]:
+    def _embed_and_predict(self, sizes: list[int], rows: int) -> tuple[dict[str, list[worker.FileDone]], float]:
         """The four stages of the worker processes on files of these sizes, each on the worker it is dealt to: the files
         done in each, and the seconds it took to start the workers. A worker that dies ends the baseline."""
         done: dict[str, list[worker.FileDone]] = {}
         if not sizes:
             return done, 0.0
         shares, one_worker = worker.assign(sizes, len(self.devices)), [list(range(len(sizes)))]
-        steps: tuple[tuple[str, worker.Operation, list[list[int]]], ...] = (
-            (DNABERT_S, "dnabert_s", shares),
-            (ESM2, "esm2", shares),
-            (MERGING, "merge", one_worker),
-            (PREDICTION, "predict", one_worker),
-        )
         started = time.monotonic()
-        with workers:
+        with self.workers as workers:
             specs = worker_specs(self.models, self.devices, EngineSpec(device_wait_s=DEVICE_WAIT_S))
             logs = self.run.root / "logs"
             children = [workers.start(spec, logs / f"baseline-{spec.device.id}.log") for spec in specs]
             for _ in children:
                 assert isinstance(workers.expect(children, SILENCE_S)[1], Ready)
             start_s = time.monotonic() - started
-            for stage, op, plan in steps:
+            for stage, op in zip((DNABERT_S, ESM2, MERGING, PREDICTION), get_args(worker.Operation), strict=True):
                 began, done[stage] = time.monotonic(), []
-                todo = {child: len(files) for child, files in zip(children, plan, strict=False)}
-                for child, files in zip(children, plan, strict=False):
+                plan = dict(zip(children, shares if op in ENCODERS else one_worker, strict=False))
+                todo = {child: len(files) for child, files in plan.items()}
+                for child, files in plan.items():
                     for file in files:
                         name, folder = self.spec.name, str(self.folder)
                         child.send(worker.FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
@@ -241,16 +242,6 @@ class _Measurement:
                         todo[child] -= 1
                 self.seconds[stage] = time.monotonic() - began
         return done, start_s
-
-    def _scaled(self, done: dict[str, list[worker.FileDone]], subset: BaselineSubset, rows: int) -> dict[str, float]:
-        """The stages' seconds on the whole input."""
-        growth, total = subset.total_tokens / subset.tokens, self.store.n_rows
-        scaled = {name: value * total / rows for name, value in self.seconds.items()}
-        for stage, load_each_file in ((DNABERT_S, self.spec.name != "v1"), (ESM2, True)):
-            scaled[stage] = scaled_seconds(
-                done[stage], growth, total_rows=total, devices=len(self.devices), load_each_file=load_each_file
-            )
-        return scaled
 
 
 def scaled_seconds(
@@ -276,5 +267,4 @@ def fetch(read: Callable[[int, int], list[T]], at: NDArray[np.int64]) -> list[T]
     >>> fetch(lambda lo, hi: list(range(lo, hi)), np.array([3, 4, 5, 9, 9]))
     [3, 4, 5, 9, 9]
     """
-    stretches = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
-    return [one for part in stretches if len(part) for one in read(int(part[0]), int(part[-1]) + 1)]
+    return [one for span in slices(at) for one in read(*span)]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
@@ -52,8 +52,6 @@ class RowsDone(Message):
 class FileDone(Message):
     """One operation on one file."""
 
-    file: int
-    rows: int
     load_s: float  # getting the model ready
     compute_s: float  # the rest
 
@@ -128,10 +126,9 @@ def assign(sizes: Sequence[float], devices: int) -> list[list[int]]:
     return plan
 
 
-def cut(rows: int, file_rows: int) -> Iterator[tuple[int, int]]:
+def cut(rows: int, file_rows: int) -> list[tuple[int, int]]:
     """The ranges of rows of each file."""
-    for low in range(0, rows, file_rows):
-        yield low, min(low + file_rows, rows)
+    return [(low, min(low + file_rows, rows)) for low in range(0, rows, file_rows)]
 
 
 # how each method batches rows of these lengths, in bases and in residues; v1.0 guesses at the tokens of DNABERT-S
@@ -155,59 +152,37 @@ def load(models: Path, which: Operation, device: torch.device, dtype: torch.dtyp
 def embed_rows(
     network: Padded, sequences: list[bytes], batches: Batches, on_rows: Callable[[int], None] = lambda _: None
 ) -> Tensor:
-    """Embeddings of `sequences`, float32 [rows, width], in their own order whatever the order of the batches.
-
-    `on_rows` hears how many rows each batch added.
-    """
+    """Embeddings of `sequences`, float32 [rows, width], in their own order; `on_rows` hears of each batch's rows."""
     parts = []
     with torch.inference_mode():
         for batch in batches:
             parts.append(network.embed([sequences[row] for row in batch]))
             on_rows(len(batch))
-    joined = torch.cat(parts)
-    out = torch.full_like(joined, torch.nan)
-    out[torch.tensor([row for batch in batches for row in batch])] = joined
-    return out
+    return torch.cat(parts)[torch.tensor([row for batch in batches for row in batch]).argsort()]
 
 
-def merge_file(folder: Path, number: int) -> int:
-    """Join the two embeddings of each row of a file, DNA first, in place of the two; returns the rows.
+def merge_file(folder: Path, number: int) -> None:
+    """Join the two embeddings of each row of a file, DNA first, in place of the two.
 
     Errors: `ValueError` when the two files do not hold as many rows.
     """
     parts = file_path(folder, "dnabert_s.npy", number), file_path(folder, "esm2.npy", number)
-    merged = np.concatenate([np.load(part) for part in parts], axis=1)
-    save(file_path(folder, "merged.npy", number), merged)
+    save(file_path(folder, "merged.npy", number), np.concatenate([np.load(part) for part in parts], axis=1))
     for part in parts:
         part.unlink()
-    return len(merged)
 
 
 class FileWorker:
-    """Does what the tasks ask for, one after the other; each answer is the rows, and the seconds of loading a model."""
+    """Does one task after the other; what does it returns the seconds of loading a model."""
 
     def __init__(self, parent: Parent, spec: WorkerSpec) -> None:
         self.parent, self.models = parent, Path(spec.models)
         self.device = torch.device("cuda:0" if spec.device.kind == "cuda" else "cpu")
         self.dnabert_s: Padded | None = None
-        self._progress_s, self._unsaid_rows, self._said_s = time.monotonic(), 0, 0.0
+        self.progress_s, self._unsaid_rows, self._said_s = time.monotonic(), 0, 0.0
 
-    def serve(self) -> None:
-        """Answer tasks until the process is ended."""
-        self.parent.progress = lambda: self._progress_s
-        self.parent.send(Ready())
-        while isinstance(task := self.parent.receive(), FileTask):
-            started = self._progress_s = time.monotonic()
-            folder = Path(task.folder)
-            if task.op == "merge":
-                rows, load_s = merge_file(folder, task.file), 0.0
-            else:
-                rows, load_s = self._predict(folder, task) if task.op == "predict" else self._embed(folder, task)
-            self._progress_s = time.monotonic()
-            compute_s = self._progress_s - started - load_s
-            self.parent.send(FileDone(file=task.file, rows=rows, load_s=load_s, compute_s=compute_s))
-
-    def _embed(self, folder: Path, task: FileTask) -> tuple[int, float]:
+    def embed(self, folder: Path, task: FileTask) -> float:
+        """The embeddings of a file of sequences."""
         v1, dna = task.algorithm == "v1", task.op == "dnabert_s"
         sequences = read_fasta(file_path(folder, "nucleotide.fa" if dna else "protein.fa", task.file))
         dtype = torch.float16 if v1 and self.device.type == "cuda" else torch.float32
@@ -222,17 +197,18 @@ class FileWorker:
         embeddings = embed_rows(network, sequences, batches, self._count_rows)
         save(file_path(folder, "dnabert_s.npy" if dna else "esm2.npy", task.file), embeddings.numpy())
         self._count_rows(0, last=True)
-        return len(sequences), load_s
+        return load_s
 
     def _count_rows(self, rows: int, *, last: bool = False) -> None:
         """Say now and then, and at the end of a file, how many rows came through an encoder."""
-        self._progress_s = time.monotonic()
+        self.progress_s = time.monotonic()
         self._unsaid_rows += rows
-        if last or self._progress_s - self._said_s >= SAY_ROWS_EVERY_S:
+        if last or self.progress_s - self._said_s >= SAY_ROWS_EVERY_S:
             self.parent.send(RowsDone(rows=self._unsaid_rows))
-            self._unsaid_rows, self._said_s = 0, self._progress_s
+            self._unsaid_rows, self._said_s = 0, self.progress_s
 
-    def _predict(self, folder: Path, task: FileTask) -> tuple[int, float]:
+    def predict(self, folder: Path, task: FileTask) -> float:
+        """The scores of a file of merged embeddings."""
         started = time.monotonic()
         shape, read = open_part(self.models, HeadShape)
         weights = placed(read, shape.tensors(), self.device, torch.float32)
@@ -243,9 +219,20 @@ class FileWorker:
             parts = [plain_scores(weights, part, shape.norm_eps) for part in features.split(HEAD_BATCH_ROWS)]
         save(file_path(folder, "scores.npy", task.file), torch.cat(parts).numpy())
         merged.unlink()
-        return len(features), load_s
+        return load_s
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
     """Work on files until the parent ends this process."""
-    FileWorker(parent, spec).serve()
+    worker = FileWorker(parent, spec)
+    parent.progress = lambda: worker.progress_s
+    parent.send(Ready())
+    while isinstance(task := parent.receive(), FileTask):
+        started, load_s, folder = time.monotonic(), 0.0, Path(task.folder)
+        worker.progress_s = started
+        if task.op == "merge":
+            merge_file(folder, task.file)
+        else:
+            load_s = worker.predict(folder, task) if task.op == "predict" else worker.embed(folder, task)
+        worker.progress_s = time.monotonic()
+        parent.send(FileDone(load_s=load_s, compute_s=worker.progress_s - started - load_s))
