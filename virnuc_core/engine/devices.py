@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from pathlib import Path
 from typing import Literal
 
@@ -14,12 +15,9 @@ from virnuc_core.runfiles import Device
 
 def cpu_name() -> str:
     """The processor's own name."""
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+    told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    found = re.search(r"^model name.*?:(.*)", told, re.MULTILINE)
+    return found[1].strip() if found else platform.processor() or platform.machine()
 
 
 def visible_gpus() -> list[Device]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
-from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask, Stop
+from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask
 from virnuc_core.errors import DeviceError, StorageError, WorkerError, named, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -141,7 +141,7 @@ class Pool:
                     left.discard(heard.done.shard)
             for slot in self._slots:
                 if slot.worker is not None:
-                    slot.worker.send(Stop())
+                    slot.worker.send(Closed())
 
     def _start(self, slot: WorkerSlot) -> None:
         slot.ready = False

@@ -91,7 +91,7 @@ class Failed(Message):
 
 
 class Closed(Message):
-    """A worker's output has ended. Said for it, after its last message."""
+    """No more will come: no shards for a worker, or, said for it when its output has ended, no messages of it."""
 
 
 _children: set[Child] = set()

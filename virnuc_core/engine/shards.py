@@ -81,10 +81,6 @@ class ShardTask(Message):
     probe: bool = False  # compute and say so, commit nothing
 
 
-class Stop(Message):
-    """No more shards will come."""
-
-
 class Computed(Message):
     """A worker's word that a shard is on disk; of a probe, that it was computed and the worker lives."""
 
@@ -200,8 +196,7 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
             raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
-    embeddings, scores = _read(run, plan, shard, ("embeddings", "scores"))
-    return ShardResult(embeddings, scores)
+    return ShardResult(*_read(run, plan, shard, ("embeddings", "scores")))
 
 
 def _read(run: RunDir, plan: ShardPlan, shard: int, names: tuple[str, ...]) -> list[NDArray[np.float32]]:

@@ -1,7 +1,7 @@
 """The engine's worker process: one device, pinned; shard tasks in, committed shards out.
 
 Messages in: a WorkerSpec, a JobSpec (which may come much later: the weights are loaded meanwhile), any number of
-ShardTasks, then Stop. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
+ShardTasks, then Closed. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
 """
 
 from __future__ import annotations

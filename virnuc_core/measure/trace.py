@@ -7,7 +7,7 @@ that its times are for shares and for finding things, never for rates.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -125,12 +125,14 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
     """
     profiler: profile | None = None
     begun = ended = batches = tokens = 0
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.kind == "cuda" else [])]
+    on_gpu = device.kind == "cuda"
+    activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
+    synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
 
     def finish() -> None:
         nonlocal profiler
         if profiler is not None:
-            _synchronize(device)
+            synchronize()
             profiler.stop()
             write_table(profiler, spec, device, shards=ended, batches=batches, tokens=tokens)
             profiler = None
@@ -145,7 +147,7 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
             case ShardTask():
                 begun += 1
                 if begun == spec.skip + 1:
-                    _synchronize(device)
+                    synchronize()
                     profiler = profile(
                         activities=activities, record_shapes=spec.shapes, profile_memory=spec.memory, acc_events=True
                     )
@@ -159,11 +161,6 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
 
     yield next_item
     finish()
-
-
-def _synchronize(device: Device) -> None:
-    if device.kind == "cuda":
-        torch.cuda.synchronize()
 
 
 def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: int, batches: int, tokens: int) -> None:

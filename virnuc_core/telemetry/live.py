@@ -121,18 +121,16 @@ class Sampler:
     def sample_once(self) -> None:
         """Take one reading of everything now."""
         now = time.monotonic()
-        if self._read is not None:
-            self.latest = {device: self._sample(self._read, device, now) for device in self.devices}
+        for device in self.devices if self._read else ():
+            assert self._read is not None
+            try:
+                self.latest[device] = self._read(device, now)
+            except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
+                self.latest[device] = DeviceSample(now, device)
+                if not self._failed:
+                    log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
+                self._failed = True
         self._note(*self.latest.values(), self._host(now))
-
-    def _sample(self, read: Reader, device: str, time_s: float) -> DeviceSample:
-        try:
-            return read(device, time_s)
-        except Exception as error:  # noqa: BLE001  a driver may fail in any way; the run must not
-            if not self._failed:
-                log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
-            self._failed = True
-            return DeviceSample(time_s, device)
 
     def _loop(self) -> None:
         self.sample_once()
@@ -198,11 +196,9 @@ class InferenceProgressReporter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._show()
         if self._bars is not None:
-            self._refresh(self._bars)
             self._bars.stop()
-        else:
-            log.info("%s", self._line())
         self._on_progress(self.share)
 
     @property
@@ -226,11 +222,9 @@ class InferenceProgressReporter:
         before = self._totals.get(shard.device, (0, 0, 0))
         self._totals[shard.device] = before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]
         self._done, now = self._done + shard.rows, self._now()
-        if self._bars is not None:
-            self._refresh(self._bars)
-        elif now - self._last_plain_s >= PLAIN_EVERY_S:
+        if self._bars is not None or now - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now
-            log.info("%s", self._line())
+            self._show()
         if now - self._last_callback_s >= CALLBACK_EVERY_S:
             self._last_callback_s = now
             self._on_progress(self.share)
@@ -248,10 +242,6 @@ class InferenceProgressReporter:
             "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
         }
 
-    def _refresh(self, bars: Progress) -> None:
-        for task, devices in self._tasks.items():
-            bars.update(task, **self._shown(*devices))
-
     def _shown(self, *devices: str) -> dict[str, Any]:
         """What a bar shows of one device, or of all."""
         rows, words = self.progress(*devices)
@@ -262,9 +252,14 @@ class InferenceProgressReporter:
     def _eta(self) -> str:
         return "--:--" if (eta_s := self.eta_s) is None else clock_text(eta_s)
 
-    def _line(self) -> str:
+    def _show(self) -> None:
+        """Bring the bars up to date, or say a line."""
+        if self._bars is not None:
+            for task, devices in self._tasks.items():
+                self._bars.update(task, **self._shown(*devices))
+            return
         _, words = self.progress()
-        return (
+        log.info(
             f"{TITLE}: {self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
             f"elapsed {clock_text(self._now() - self._started_s)} | ETA {self._eta()}"
@@ -284,14 +279,13 @@ def clock_text(seconds: float) -> str:
 
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
     """The block `PIPELINE SUMMARY` with one line a stage and the line `Total wall time`, for the log."""
-    known = {stage.name: stage for stage in stages}
-    lines = [RULE, "PIPELINE SUMMARY", RULE]
-    for number, name in enumerate(STAGES, start=1):
-        stage, text = known.get(name), "not measured"
-        if stage is not None and stage.seconds is None:
-            text = f"0.0 s (fused into {stage.fused_into})"
-        elif stage is not None and stage.seconds is not None:
-            text = f"{stage.seconds:.1f} s" + (f" ({100 * stage.seconds / total_s:.1f} %)" if total_s > 0 else "")
-        lines.append(f"Stage {number}: {name} ".ljust(34, ".") + "  " + text)
-    lines += [f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)", RULE]
-    return "\n".join(lines)
+    texts = dict.fromkeys(STAGES, "not measured")
+    for one in stages:
+        if one.seconds is None:
+            texts[one.name] = f"0.0 s (fused into {one.fused_into})"
+        else:
+            share = f" ({100 * one.seconds / total_s:.1f} %)" if total_s > 0 else ""
+            texts[one.name] = f"{one.seconds:.1f} s{share}"
+    told = (f"Stage {n}: {name} ".ljust(34, ".") + f"  {texts[name]}" for n, name in enumerate(STAGES, start=1))
+    total = f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)"
+    return "\n".join([RULE, "PIPELINE SUMMARY", RULE, *told, total, RULE])

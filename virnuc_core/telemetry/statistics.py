@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
+from itertools import pairwise
 from operator import attrgetter
 from typing import Any, Final, Literal
 
@@ -166,28 +167,19 @@ def windows(
     that a stall is seen and a jump of the clock cannot make millions of them.
     """
     began, ended = embedding_span(batches) or (origin_s, origin_s)
-    parts: list[tuple[int, int, pd.DataFrame]] = []  # first and last window, and what was launched in them
-    for number, launched in batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64")):
-        first = int(number)
-        if parts and first > parts[-1][1]:
-            parts.append((parts[-1][1], first, batches[:0]))
-        parts.append((first, first + 1, launched))
+    launched = dict([*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))])
+    bounds = sorted({bound for number in launched for bound in (number, number + 1)})
     found = []
-    for place, (first, end, own) in enumerate(parts):
-        start_s = first * window_s if place else began - origin_s
-        end_s = end * window_s if place < len(parts) - 1 else ended - origin_s
+    for first, end in pairwise(bounds):
+        own = launched.get(first, batches[:0])
+        start_s = began - origin_s if first == bounds[0] else first * window_s
+        end_s = ended - origin_s if end == bounds[-1] else end * window_s
         counts = _counts(own, "esm2")
         inside = None if samples is None else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
         used = {} if inside is None else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
-        window = Window(
-            **dict(counts),
-            start_s=start_s,
-            end_s=end_s,
-            tokens_per_s=counts.tokens / (end_s - start_s) if end_s > start_s else None,
-            starved=int((own.wait_ms > STARVED_ABOVE_MS).sum()),
-            gpu_util=used,
-        )
-        found.append(window)
+        rate = counts.tokens / (end_s - start_s) if end_s > start_s else None
+        told = {"start_s": start_s, "end_s": end_s, "tokens_per_s": rate, "gpu_util": used}
+        found.append(Window(**dict(counts), **told, starved=int((own.wait_ms > STARVED_ABOVE_MS).sum())))
     return tuple(found)
 
 
