@@ -23,20 +23,20 @@ from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import staged_run
 from tasks.predict import stage_rows
 from tasks.server import announce
-from tasks.step import Markdown, Rows, cell, done, on_host, publish_table
-from tasks.tools import mark_rows, markdown_table, operation_rows, publish_markdown, run_trial, trace, trial_rows
+from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import overhead as timed
+from tasks.tools import run_trial, told_rows, trace
 from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench, validated
+from virnuc_core.measure.bench import Bench, median, spread, validated
 from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
-from virnuc_core.measure.trace import Traces, counted
+from virnuc_core.measure.trace import Traces
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
 from virnuc_core.report.files import run_names
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import write_report
+from virnuc_core.report.render import templates, write_report
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import RunRecord, write
 from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable
@@ -76,7 +76,15 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     tolerance, devices = sweep.profile.score_tolerance, sweep.bench.devices
     chosen = recommend(tried, tolerance=tolerance, allow_changed=sweep.allow_changed)
-    rows = trial_rows(tried, chosen, tolerance)
+    rows = told_rows(
+        "tune.view.j2",
+        candidates=sorted(tried, key=lambda one: median(one.rates), reverse=True),  # what cannot run stands last
+        chosen=chosen.candidate,
+        recommended=Markdown("**recommended**"),
+        tolerance=tolerance,
+        median=median,
+        spread=spread,
+    )
     told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
     publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
     sweep.write(tried, chosen, tuple(SWEPT.values()))
@@ -141,29 +149,17 @@ def profile(settings: ProfileSettings) -> State[Traces]:
             memory=settings.memory,
         )
         found = trace(run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label).result()
-        marks, operations = mark_rows(found.tables), operation_rows(found.tables, settings.operations)
+        marks = told_rows("marks.view.j2", tables=found.tables)
+        operations = told_rows("operations.view.j2", tables=found.tables, limit=settings.operations)
         publish_table(on_host(f"operations-{label}-{devices}"), operations, f"Operations that took most time: {label}")
         publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {found.folder}")
-        text = _text(found, (stage_rows(summary), marks, operations))
+        shown = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
+        tables = {name: markdown_table(rows) for name, rows in shown.items()}
+        text = templates().get_template("profile.md.j2").render(traces=found, **tables)
         path = found.folder / "profile.md"
         write_text_whole(path, text)
         publish_markdown(on_host(f"profile-{label}-{devices}"), text, str(found), path)
     return done(found, f"{found}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
-
-
-def _text(found: Traces, tables: tuple[Rows, ...]) -> str:
-    stages, marks, operations = map(markdown_table, tables)
-    names = "\n".join(
-        f"- `{table.trace or 'not kept: too large'}`: {counted(table.shards, 'shard')}, {table.batches} batches, "
-        f"{table.tokens:,} tokens in {table.window_ms / 1e3:.2f} s"
-        for table in found.tables
-    )
-    return (
-        f"# Where the time goes\n\n## The nine stages of the run, undisturbed\n\n{stages}\n"
-        f"## Recorded\n\n{names}\n\nOpen a trace in https://ui.perfetto.dev or chrome://tracing; both work on the "
-        f"file where it lies. Recording slows the host's side, so these are shares, not rates.\n\n{marks}\n"
-        f"## Operations that took most time\n\n{operations}"
-    )
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))

@@ -28,8 +28,8 @@ from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.tools import tune_round, tuned
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
-from tasks.step import NotMetError, TimeLimitError, beside, done
-from tasks.tools import ceiling, overhead, precision, publish_markdown
+from tasks.step import NotMetError, TimeLimitError, beside, done, publish_markdown
+from tasks.tools import ceiling, overhead, precision
 from tasks.validate import TIMED_OUT, Approval, approval_form, baseline, compare, emit_outcome, publish, report
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine.devices import resolve

@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
+from pathlib import Path
 from typing import Any, Final, ParamSpec, TypeVar
 
-from prefect import Task, runtime
-from prefect.artifacts import create_progress_artifact, create_table_artifact, update_progress_artifact
+from prefect import Task, artifacts, runtime
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext, TaskRunContext
@@ -227,7 +227,27 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
     """Record a table under `name`, inside a run; a description that is not `Markdown` is shown as it stands."""
     if inside_a_run():
         with connection.telling(f"table {name}"):
-            create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
+            artifacts.create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
+
+
+def markdown_table(rows: Rows) -> str:
+    """Rows as a Markdown table; empty text for no rows."""
+    if not rows:
+        return ""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
+    """Record a text under `name`, cut at a line's end below `MAX_BYTES` with a word on where the whole stands."""
+    if not inside_a_run():
+        return
+    if len(text.encode()) > MAX_BYTES:
+        note = f"\n\n… cut here; the whole text is `{full_text}`\n"
+        head = text.encode()[: MAX_BYTES - len(note.encode())].decode("utf-8", "ignore")
+        text = head[: head.rfind("\n")] + note
+    with connection.telling(f"text {name}"):
+        artifacts.create_markdown_artifact(text, key=key(name), description=cell(description))
 
 
 def inside_a_run() -> bool:
@@ -267,9 +287,9 @@ def progress_artifact(name: str, description: str, *, every_s: float = 5.0) -> I
             if (percent := newest) != shown:
                 with connection.telling(f"progress {name}"):
                     if made is None:
-                        made = create_progress_artifact(percent, key=key(name), description=description)
+                        made = artifacts.create_progress_artifact(percent, key=key(name), description=description)
                     else:
-                        update_progress_artifact(made, progress=percent)
+                        artifacts.update_progress_artifact(made, progress=percent)
                     shown = percent
 
     with beside(publish):

@@ -19,12 +19,13 @@ from tasks.step import (
     emit,
     first_attempt,
     key,
+    markdown_table,
     on_host,
     progress_artifact,
+    publish_markdown,
     publish_table,
     step,
 )
-from tasks.tools import markdown_table, publish_markdown
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve

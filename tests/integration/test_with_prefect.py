@@ -39,10 +39,10 @@ from tasks.step import (
     core_logs,
     done,
     progress_artifact,
+    publish_markdown,
     publish_table,
     step,
 )
-from tasks.tools import publish_markdown
 from tasks.validate import Approval
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device

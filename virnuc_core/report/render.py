@@ -124,7 +124,7 @@ def fill(template: str, report: Report, **more: object) -> str:
     """
     criteria = {criterion.id: criterion for criterion in report.criteria}
     telemetry = report.run.telemetry if report.run else None
-    return _templates().get_template(template).render(report=report, criteria=criteria, telemetry=telemetry, **more)
+    return templates().get_template(template).render(report=report, criteria=criteria, telemetry=telemetry, **more)
 
 
 def sections(report: Report, template: str = "view.j2") -> list[Section]:
@@ -141,13 +141,19 @@ def tables(template: str, report: Report) -> list[Table]:
 
 def correctness(comparisons: Iterable[Comparison]) -> Section:
     """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
+    return next(iter(told("correctness.view.j2", comparisons=tuple(comparisons))), Section("Correctness"))
+
+
+def told(template: str, **values: object) -> list[Section]:
+    """What one of `templates/*.view.j2` tells of other things than a report."""
     view = View()
-    _templates().get_template("correctness.view.j2").render(view=view, comparisons=tuple(comparisons))
-    return next(iter(view.sections), Section("Correctness"))
+    templates().get_template(template).render(view=view, **values)
+    return view.sections
 
 
 @cache
-def _templates() -> Environment:
+def templates() -> Environment:
+    """The templates, with what they may use."""
     found = Environment(
         loader=PackageLoader("virnuc_core.report"),
         autoescape=lambda name: name is not None and name.endswith(".html.j2"),

@@ -17,9 +17,10 @@ from tasks.step import (
     bounded_rows,
     cell,
     key,
+    markdown_table,
+    publish_markdown,
     publish_table,
 )
-from tasks.tools import markdown_table, publish_markdown
 
 
 @pytest.mark.parametrize(
@@ -81,8 +82,8 @@ def test_a_long_table_is_cut_and_says_so() -> None:
 
 def test_a_long_report_is_cut_at_a_line_and_names_the_file(monkeypatch: pytest.MonkeyPatch) -> None:
     texts: list[str] = []
-    monkeypatch.setattr("tasks.tools.inside_a_run", lambda: True)
-    monkeypatch.setattr("tasks.tools.create_markdown_artifact", lambda text, **_: texts.append(text))
+    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
+    monkeypatch.setattr("tasks.step.artifacts.create_markdown_artifact", lambda text, **_: texts.append(text))
     for text in ("\n".join("ä" * 100 for _ in range(2000)), "short"):
         publish_markdown("report", text, "", Path("/r/report.md"))
     cut, short = texts
@@ -104,9 +105,9 @@ def test_outside_a_run_nothing_is_published() -> None:
 
 def test_a_file_name_in_a_description_is_no_markdown(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    for module, kind in (("step", "table"), ("tools", "markdown")):
-        monkeypatch.setattr(f"tasks.{module}.inside_a_run", lambda: True)
-        made = f"tasks.{module}.create_{kind}_artifact"
+    monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
+    for kind in ("table", "markdown"):
+        made = f"tasks.step.artifacts.create_{kind}_artifact"
         monkeypatch.setattr(made, lambda *_, description, **__: said.append(description))
     odd = "[x](javascript:alert(1))\x1b"
     publish_table("t", [{"a": 1}], f"What became of {odd}")

@@ -121,8 +121,10 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Percentages that reach Prefect, as if this were a run."""
     found: list[float] = []
     monkeypatch.setattr("tasks.step.inside_a_run", lambda: True)
-    monkeypatch.setattr("tasks.step.create_progress_artifact", lambda percent, **_: found.append(percent) or "id")
-    monkeypatch.setattr("tasks.step.update_progress_artifact", lambda _, progress: found.append(progress))
+    monkeypatch.setattr(
+        "tasks.step.artifacts.create_progress_artifact", lambda percent, **_: found.append(percent) or "id"
+    )
+    monkeypatch.setattr("tasks.step.artifacts.update_progress_artifact", lambda _, progress: found.append(progress))
     return found
 
 
@@ -146,7 +148,7 @@ def test_a_server_that_is_away_does_not_stop_the_work(
     def refuse(_: float, **_given: str) -> None:
         raise httpx.ConnectError("refused")
 
-    monkeypatch.setattr("tasks.step.create_progress_artifact", refuse)
+    monkeypatch.setattr("tasks.step.artifacts.create_progress_artifact", refuse)
     with progress_artifact("p", "", every_s=0.01) as show:
         show(0.5)
     assert "progress p" in connection.untold

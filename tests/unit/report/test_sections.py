@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.predict import fate_rows
-from tasks.tools import overhead_rows
+from tasks.tools import told_rows
 from tasks.validate import rows_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
@@ -357,7 +357,7 @@ def test_the_gantt_says_when_each_stage_ran(copied: tuple[Path, Profile]) -> Non
 def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     pairs_of_runs(tmp_path)
     found = read(tmp_path / OVERHEAD, OverheadFile)
-    rows = overhead_rows(found)
+    rows = told_rows("overhead.view.j2", pairs=found.pairs)
     assert [row["pair"] for row in rows] == [1, 2, 3]
     assert all(str(row["overhead"]).endswith(" %") for row in rows)
     report = build_report(tmp_path, production)
