@@ -1,11 +1,11 @@
-"""Reads that are not regular, through Biopython, record after record: wrapped FASTQ, comments, broken records."""
+"""Irregular reads, record after record: FASTA comments, broken records and, through Biopython, wrapped FASTQ."""
 
 from __future__ import annotations
 
 import io
-from codecs import getincrementaldecoder
+import re
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import IO, Final, cast
 
@@ -14,8 +14,8 @@ from Bio.SeqIO.QualityIO import FastqGeneralIterator
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import (
+    BLANKS,
     LETTERS,
-    LONGEST_LINE,
     ParseLog,
     Part,
     Piece,
@@ -28,6 +28,8 @@ from virnuc_core.reads.fast_parser import (
 )
 
 _LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for broken: bounds what one error costs
+_LONGEST_BEGUN: Final = 1000  # more than is shown of a line
+_HEADERS: Final = re.compile(rb"^(?=>)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +45,21 @@ class _Record:
 
 def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_bytes: int) -> Iterator[ReadBatch]:
     """The rest of a file from `first` on; its reads are counted as they are drawn."""
-    lines = _Lines(first, later, block_bytes)
-    if first.form == "fastq":
-        records = _fastq_records(lines, first.name, log.broken)
-    else:
-        records = _fasta_records(lines, first, log.broken)
+    piece = first
+
+    def pieces() -> Iterator[Piece]:
+        nonlocal piece
+        yield piece
+        while not piece.last:
+            piece = next(later)
+            yield piece
+
+    records = (_fastq_records if first.form == "fastq" else _fasta_records)(pieces(), first, log.broken)
     for held in _lists(records, block_bytes):
         ids, bases, text = (Strings.of([getattr(one, name) for one in held]) for name in ("id", "bases", "text"))
         ids, before, part = printable_ids(ids), log.reads + log.left_out, held[0].part
         if not ids.lengths.all():
-            ids = Strings.of([ids[i] or f"unnamed_{before + i + 1}".encode() for i in range(len(held))])
+            ids = Strings.of([name or f"unnamed_{before + i}".encode() for i, name in enumerate(ids, 1)])
         at = np.array([record.line for record in held], np.int64)
         batch, illegal = without_illegal(ReadBatch(first.file, first.form, ids, bases, at, text, part), first.name)
         if part is None:
@@ -63,26 +70,62 @@ def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_by
             continue
         if len(batch):
             yield batch
-    if lines.damage is not None:
-        log.broken(lines.damage)
+    if piece.damage is not None:
+        log.broken(piece.damage)
 
 
 def _lists(records: Iterator[_Record], block_bytes: int) -> Iterator[list[_Record]]:
+    """Records for a batch each; a part of a long one is alone."""
     held: list[_Record] = []
     size = 0
     for record in records:
-        if record.part is not None:
-            yield from ([held] if held else [])
-            yield [record]
-            held, size = [], 0
-            continue
-        held.append(record)
-        size += len(record.bases) + len(record.id) + 32
-        if size >= block_bytes:
+        if held and (size >= block_bytes or record.part or held[0].part):
             yield held
             held, size = [], 0
+        held.append(record)
+        size += len(record.bases) + len(record.id) + 32
     if held:
         yield held
+
+
+def _id(title: bytes) -> bytes:
+    return b"".join(title.split(None, 1)[:1])
+
+
+def _fasta_records(pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError], None]) -> Iterator[_Record]:
+    """Records of the rest of a FASTA file, and parts of long ones; `;` lines are comments wherever they stand.
+
+    Text before the first header is given to `broken`. What a damaged end leaves of a record is left out.
+    """
+    headed, before = (True, first.part.before) if first.part and not first.part.first else (False, 0)
+    told, begun = False, b""  # what stands for the line within which the next part begins
+    for piece in pieces:
+        part, data, ahead, records = piece.part, piece.data, b"", list[bytes]()
+        if part and not part.first:  # begins within a line
+            data = begun + data
+            ahead, records = (b"", [b"\n" + data]) if headed else (data, [])
+        else:
+            ahead, *records = _HEADERS.split(data)
+            before = 0
+        for line, text in enumerate(ahead.split(b"\n")[: None if piece.last else -1], piece.line):
+            words = text.decode("utf-8", "replace").strip()
+            if words and not text.startswith(b";") and not told:
+                told, problem = True, f"'{shortened(words)}' stands before the first header"
+                broken(InputError(problem, file=first.name, line=line, hint="expected a line that starts with '>'"))
+        at = piece.line + ahead.count(b"\n")
+        for text in records if part or piece.damage is None else ():
+            headed = True
+            title, _, lines = text.partition(b"\n")
+            bases = b"".join(line.translate(None, BLANKS) for line in lines.split(b"\n") if line[:1] != b";")
+            if part is None:
+                yield _Record(_id(title[1:]), bases, at, b"%b\n%b\n" % (title.rstrip(), bases))
+            else:
+                plain = (title.rstrip() + b"\n") * part.first + bases + b"\n" * part.last
+                yield _Record(part.id, bases, part.line, plain, replace(part, before=before))
+            before += len(bases)
+            at += text.count(b"\n")
+        begun = data[data.rfind(b"\n") + 1 :][:_LONGEST_BEGUN]
+        begun = b" " if headed and not begun.startswith(b";") else begun
 
 
 class _Lines:
@@ -91,35 +134,19 @@ class _Lines:
     Looks like a text file to Biopython.
     """
 
-    def __init__(self, first: Piece, later: Iterator[Piece], longest: int) -> None:
-        self.longest = longest  # letters; of a longer line of FASTA more than one piece is given out
-        self._text = self._split(first, later)
+    def __init__(self, pieces: Iterable[Piece], line: int) -> None:
+        self._text = self._split(pieces)
         self._again: deque[str] = deque()
-        self.number = first.line - 1  # of the last line given out
+        self.number = line - 1  # of the last line given out
         self.last = ""
-        self._ended = True  # the line before, so that the next one counts
         self.since: list[str] = []  # lines of the current record; its header first
-        self.damage: InputError | None = None  # why no line follows, once none does
+        self.damaged = False  # the file ends in its last lines, within a record perhaps
 
-    def _split(self, piece: Piece, later: Iterator[Piece]) -> Iterator[str]:
-        """Any line end will do, old Mac ones too; bytes that are not UTF-8 survive as they are."""
-        decoder = io.IncrementalNewlineDecoder(getincrementaldecoder("utf-8")("surrogateescape"), translate=True)
-        begun = ""
-        while True:
-            *lines, begun = (begun + decoder.decode(piece.data, final=piece.last)).split("\n")
-            yield from (f"{line}\n" for line in lines)
-            if piece.last:
-                break
-            if piece.form == "fasta" and len(begun) > self.longest:
-                yield begun
-                begun = ""
-            elif len(begun) > LONGEST_LINE:
-                problem = f"a line of more than {LONGEST_LINE:,} letters"
-                raise InputError(problem, file=piece.name, line=self.number + 1, hint="only FASTA may have such")
-            piece = next(later)
-        self.damage = piece.damage
-        if begun:
-            yield begun
+    def _split(self, pieces: Iterable[Piece]) -> Iterator[str]:
+        """Bytes that are not UTF-8 survive as they are."""
+        for piece in pieces:
+            self.damaged = piece.damage is not None
+            yield from io.StringIO(piece.data.decode("utf-8", "surrogateescape"), newline=None)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -129,8 +156,7 @@ class _Lines:
         if len(self.since) >= _LONGEST_RECORD_LINES:
             self._again.appendleft(line)
             raise ValueError(f"A record does not end within {_LONGEST_RECORD_LINES} lines.")
-        self.number += self._ended
-        self._ended = line.endswith("\n")
+        self.number += 1
         self.last = line
         self.since.append(line)
         return line
@@ -146,81 +172,25 @@ class _Lines:
         """Give out `lines`, the last ones, again."""
         self._again.extendleft(reversed(lines))
         self.number -= len(lines)
-        self._ended = True
         self.since = []
 
 
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
-
-
-def _id(title: str) -> bytes:
-    return _bytes("".join(title.split(None, 1)[:1]))
-
-
-def _fasta_records(lines: _Lines, first: Piece, broken: Callable[[InputError], None]) -> Iterator[_Record]:
-    """_Records of the rest of a FASTA file from `first` on; `;` lines are comments wherever they stand.
-
-    One that is longer than a piece comes in parts. Text before the first header is given to `broken`; the record at a
-    damaged end is left out, or its last part says so.
-    """
-    part, at_start = first.part, first.part is None or first.part.first
-    if part is not None and part.first:
-        part = None  # its header is still to come
-    kind, title, told, held, size = ("" if part is None else "bases"), "", False, list[str](), 0
-
-    def record(last: bool, dropped: bool = False) -> _Record:
-        assert part is not None  # a header was read
-        letters = "".join("".join(held).split())
-        text = (f">{title[1:].rstrip()}\n" if part.first else "") + letters + "\n" * last
-        now = None if part.first and last else replace(part, last=last, dropped=dropped)
-        return _Record(part.id or _id(title[1:]), _bytes(letters), part.line, _bytes(text), now)
-
-    for text in lines:
-        lines.since = []
-        begins, at_start = at_start, text.endswith("\n")
-        if begins and text.startswith(">"):
-            if part is not None:
-                yield record(last=True)
-            kind, title, held, size = "title", "", [], 0
-            part = Part(b"", lines.number, first=True)
-        elif begins:
-            kind = "comment" if text.startswith(";") else "bases"
-        if kind == "title":
-            title += text
-        elif kind == "bases" and part is None:
-            if text.strip() and not told:
-                told = True
-                problem = f"'{shortened(text.strip())}' stands before the first header"
-                broken(
-                    InputError(problem, file=first.name, line=lines.number, hint="expected a line that starts with '>'")
-                )
-        elif kind == "bases" and part is not None:
-            held.append(text)
-            size += len(text)
-            if size > lines.longest:
-                made = record(last=False)
-                yield made
-                part, held, size = replace(part, first=False, before=part.before + len(made.bases)), [], 0
-    if part is not None and (lines.damage is None or not part.first):
-        yield record(last=True, dropped=lines.damage is not None)
-
-
-def _fastq_records(lines: _Lines, name: str, broken: Callable[[InputError], None]) -> Iterator[_Record]:
-    """_Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
+def _fastq_records(pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError], None]) -> Iterator[_Record]:
+    """Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
 
     After a broken record reading goes on at the next lines that look like a record.
     """
+    lines = _Lines(pieces, first.line)
     while _skip_blank(lines):
         start = lines.number + 1
         try:
             for title, bases, quality in FastqGeneralIterator(cast(IO[str], lines)):
-                yield _Record(_id(title), _bytes(bases), start, _bytes(f"@{title}\n{bases}\n+\n{quality}\n"))
+                yield _fastq_record(start, title, bases, quality)
                 start = lines.number
                 lines.since = [lines.last]  # the header of the next
         except ValueError as error:
             taken = lines.since
-            at_the_cut = lines.damage is not None and not _skip_blank(lines)
+            at_the_cut = lines.damaged and not _skip_blank(lines)
             if (whole := _complete(taken, start)) is not None:  # what is broken stands behind it, without a header
                 record, ends = whole
                 yield record
@@ -233,7 +203,12 @@ def _fastq_records(lines: _Lines, name: str, broken: Callable[[InputError], None
                 problem = f"broken FASTQ record: {shortened(str(error).rstrip('.'))}"
                 hint = "expected '@id', bases, '+', and as many quality letters as bases"
                 read_id = shortened(words[0]) if words else None
-                broken(InputError(problem, file=name, line=start, read_id=read_id, hint=hint))
+                broken(InputError(problem, file=first.name, line=start, read_id=read_id, hint=hint))
+
+
+def _fastq_record(line: int, *texts: str) -> _Record:
+    title, bases, quality = (text.encode("utf-8", "surrogateescape") for text in texts)
+    return _Record(_id(title), bases, line, b"@%b\n%b\n+\n%b\n" % (title, bases, quality))
 
 
 def _complete(lines: list[str], start: int) -> tuple[_Record, int] | None:
@@ -253,7 +228,7 @@ def _complete(lines: list[str], start: int) -> tuple[_Record, int] | None:
     if again not in ("", title) or set(bases.upper()) - set(LETTERS):
         return None
     quality = "".join(line.rstrip() for line in lines[plus + 1 : ends])
-    return _Record(_id(title), _bytes(bases), start, _bytes(f"@{title}\n{bases}\n+\n{quality}\n")), ends
+    return _fastq_record(start, title, bases, quality), ends
 
 
 def _skip_blank(lines: _Lines) -> bool:

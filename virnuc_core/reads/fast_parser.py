@@ -26,7 +26,8 @@ LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
 _LONGEST_SHOWN: Final = 200
 NEWLINE, _RETURN = 10, 13
 _HEADER_FASTA, _COMMENT, _HEADER_FASTQ, _PLUS = b">;@+"
-_SPLITS: Final = np.isin(np.arange(33), [9, 10, 11, 12, 13, 28, 29, 30, 31, 32])  # what str.split() takes as blank
+BLANKS: Final = b"\t\n\v\f\r\x1c\x1d\x1e\x1f "  # what str.split() takes for such
+_SPLITS: Final = np.isin(np.arange(33), list(BLANKS))
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +179,7 @@ def printable_ids(ids: Strings) -> Strings:
     raw = np.frombuffer(ids.data, np.uint8)
     if not ((raw < 33) | (raw > 126)).any():
         return ids
-    texts = (ids[i].decode("utf-8", "backslashreplace") for i in range(len(ids)))
+    texts = (one.decode("utf-8", "backslashreplace") for one in ids)
     return Strings.of([_printable("".join(text.split(None, 1)[:1])).encode() for text in texts])
 
 
@@ -187,22 +188,15 @@ def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputE
     bases = batch.bases
     if not bases.data.translate(None, _LEGAL):
         return batch, []
-    legal = np.isin(np.arange(256), list(_LEGAL))
-    bad_at = np.flatnonzero(~legal[np.frombuffer(bases.data, np.uint8)])
-    owners, first = np.unique(np.searchsorted(bases.offsets, bad_at, side="right") - 1, return_index=True)
-    before = batch.part.before + 1 if batch.part else 1
-    errors = [
-        InputError(
-            f"{bases.data[place : place + 1].decode('latin-1')!r} at base {place - bases.offsets[owner] + before}"
-            " is no nucleotide letter",
-            file=name,
-            line=int(batch.lines[owner]),
-            read_id=shortened(batch.id(owner)),
-            hint="expected A C G T U N, IUPAC codes or gaps; is this a protein file?",
-        )
-        for owner, place in zip(owners.tolist(), bad_at[first].tolist(), strict=True)
-    ]
-    kept = np.setdiff1d(np.arange(len(batch)), owners).tolist()
+    hint = "expected A C G T U N, IUPAC codes or gaps; is this a protein file?"
+    before, kept, errors = batch.part.before + 1 if batch.part else 1, list[int](), list[InputError]()
+    for i, letters in enumerate(bases):
+        if odd := letters.translate(None, _LEGAL)[:1]:
+            what = f"{odd.decode('latin-1')!r} at base {letters.index(odd) + before} is no nucleotide letter"
+            read_id = shortened(batch.id(i))
+            errors.append(InputError(what, file=name, line=int(batch.lines[i]), read_id=read_id, hint=hint))
+        else:
+            kept.append(i)
     ids, bases, text = (Strings.of([column[i] for i in kept]) for column in (batch.ids, bases, batch.text))
     return ReadBatch(batch.file, batch.form, ids, bases, batch.lines[kept], text, batch.part), errors
 
@@ -219,15 +213,11 @@ class _Lines:
         nexts = newlines + 1  # where the following line starts
         starts, ends = np.append(0, nexts)[:-1], newlines
         low = low[~is_newline]
-        stray = False
         if b"\r" in data:
             ends = newlines - ((newlines > starts) & (letters[newlines - 1] == _RETURN))
-            before = len(low)
-            low = low[~np.isin(low, ends)]
-            stray = bool((letters[low] == _RETURN).any()) or before == len(low)
+            low = low[letters[low] != _RETURN]
         self.data, self.letters, self.starts, self.ends, self.nexts = data, letters, starts, ends, nexts
         self.low = low  # places of blanks and control characters inside lines
-        self.stray_return = stray  # a carriage return that is not part of a line end
 
     def pick(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
         """The bytes of the given stretches."""
@@ -258,7 +248,7 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     data = piece.data
     lines = _Lines(data if data.endswith(b"\n") else data + b"\n")
     n = len(lines.starts) // 4
-    if lines.stray_return or n == 0:
+    if n == 0:
         return None, len(data) if data.strip() else 0
     starts, ends = lines.starts[: 4 * n].reshape(n, 4), lines.ends[: 4 * n].reshape(n, 4)
     fits = _regular_fastq(lines, starts, ends)
@@ -311,8 +301,7 @@ def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
     id_starts, id_ends = lines.starts[is_header] + 1, lines.ends[is_header]
     id_ends = lines.id_ends(id_starts, id_ends)
     regular = (
-        not lines.stray_return
-        and not (first == _COMMENT).any()
+        not (first == _COMMENT).any()
         and not is_sequence[line_of].any()
         and not (is_sequence & (record_of < 0)).any()
         and bool((id_ends > id_starts).all())

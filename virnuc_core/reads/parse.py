@@ -8,6 +8,7 @@ record after the other; both give the same reads. A FASTA record that is longer 
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -39,6 +40,7 @@ from virnuc_core.reads.workers import Workers
 O = TypeVar("O")  # noqa: E741  # what comes of a batch
 
 _BLANK: Final = b" \t\r\n\v\f"
+_LONE_RETURN: Final = re.compile(rb"\r(?!\n|\Z)")  # a line's end on old Macs
 BLOCK_BYTES: Final = 4_000_000  # of one piece: a tenth less processor time than a million takes
 
 
@@ -175,6 +177,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
         while len(text) < wanted and not ended:
             more = source.read(wanted - len(text))
             text, ended = text + more, not more
+        text = _LONE_RETURN.sub(b"\n", text + b"\n" * (ended and text.endswith(b"\r")))
         end, lines, after = 0, 0, None
         if part is not None:
             end = text.find(b"\n>") + 1
@@ -218,8 +221,6 @@ def _whole_records(text: bytes, form: Format) -> tuple[int, int]:
         for _ in range(lines % 4 + 1):
             end = text.rfind(b"\n", 0, end)
         end, lines = (end + 1, lines - lines % 4) if lines >= 4 else (0, 0)
-    if end == 0 and b"\r" in text.removesuffix(b"\r").replace(b"\r\n", b""):
-        return len(text), _newlines(text)  # lines end otherwise here: whoever reads this will see it
     return end, lines
 
 

@@ -152,50 +152,23 @@ def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.i
     strands = (segment.translate(_UPPER), segment.translate(_COMPLEMENT)[::-1])
     begins = (starts - low, high - ends)
     inside = within(3 * width, lengths[:1] - 2 if lengths.min() == lengths.max() else lengths - 2)
-    by_frame: list[NDArray[np.uint8]] = []
+    residues = np.empty((2, len(starts), width, 3), np.uint8)
     is_open = np.empty((len(starts), 6), bool)
-    for strand, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
-        residues = sliding_window_view(letters, 3 * width)[begin]  # a copy: [n, letters]
-        residues *= inside  # a codon that runs over the end of the chunk is none
-        stops = residues == _STOP
-        for offset in range(3):
-            is_open[:, 3 * strand + offset] = ~stops[:, offset::3].any(axis=1)
-            by_frame.append(residues[:, offset::3])
-    return _gather(strands, begins, lengths, by_frame, is_open, first_chunk)
-
-
-def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """The amino acid of the codon that begins at each base, of both strands; 0 for none."""
-    table, forward, reverse = _tables()
-    codes = np.frombuffer((segment + pad).translate(table), np.uint8)
-    codons = ((codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]).tobytes()
-    n = len(segment)
-    ahead = np.frombuffer(codons.translate(forward), np.uint8)
-    # the reverse codon at forward base p begins, on the other strand, at base n - 3 - p
-    back = codons[: max(n - 2, 0)].translate(reverse)[::-1] + pad + bytes(2)
-    return ahead, np.frombuffer(back, np.uint8)
-
-
-def _gather(
-    strands: tuple[bytes, bytes],
-    begins: tuple[NDArray[np.int64], NDArray[np.int64]],
-    lengths: NDArray[np.int64],
-    by_frame: list[NDArray[np.uint8]],
-    is_open: NDArray[np.bool_],
-    first_chunk: int,
-) -> Orfs:
-    """Proteins and DNA of the open frames, in order of chunk and frame."""
+    for number, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
+        of_strand = sliding_window_view(letters, 3 * width)[begin]  # a copy: [n, letters]
+        of_strand *= inside  # a codon that runs over the end of the chunk is none
+        residues[number] = of_strand.reshape(residues.shape[1:])
+        stops = of_strand == _STOP
+        for place in range(3):
+            is_open[:, 3 * number + place] = ~stops[:, place::3].any(axis=1)
     chunk, frame = np.nonzero(is_open)
-    table = np.empty((len(chunk), by_frame[0].shape[1]), np.uint8)
-    for number, letters in enumerate(by_frame):
-        table[frame == number] = letters[is_open[:, number]]
+    table = residues[frame // 3, chunk, :, frame % 3]
     filled = table != 0
     protein_lengths = np.count_nonzero(filled, axis=1)
     if not protein_lengths.all():  # too short for a codon, or nothing but ambiguous letters
         kept = protein_lengths > 0
-        chunk, frame, table, filled, protein_lengths = (
-            column[kept] for column in (chunk, frame, table, filled, protein_lengths)
-        )
+        chunk, frame, table, filled = (column[kept] for column in (chunk, frame, table, filled))
+        protein_lengths = protein_lengths[kept]
     strand, offset = np.divmod(frame, 3)
     dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
     both = b"".join(strands)
@@ -209,6 +182,18 @@ def _gather(
         dna=np.frombuffer(dna, np.uint8),
         dna_lengths=dna_lengths.astype(np.int32),
     )
+
+
+def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+    """The amino acid of the codon that begins at each base, of both strands; 0 for none."""
+    table, forward, reverse = _tables()
+    codes = np.frombuffer((segment + pad).translate(table), np.uint8)
+    codons = ((codes[:-2] << 4) + (codes[1:-1] << 2) + codes[2:]).tobytes()
+    n = len(segment)
+    ahead = np.frombuffer(codons.translate(forward), np.uint8)
+    # the reverse codon at forward base p begins, on the other strand, at base n - 3 - p
+    back = codons[: max(n - 2, 0)].translate(reverse)[::-1] + pad + bytes(2)
+    return ahead, np.frombuffer(back, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
