@@ -207,7 +207,8 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
     for line in damaged:
         log.warning("%s; it will be computed again", line)
     left = tuple(sorted(set(range(len(plan))) - set(done)))
-    job = Job(run, orfs, found, resolved, plan, left, tuple(damaged), spec, 4 * (sum(widths.values()) + 2))
+    lost = int(shards.read_scores(run, done)[1].sum())
+    job = Job(run, orfs, found, resolved, plan, left, tuple(damaged), lost, spec, 4 * (sum(widths.values()) + 2))
     if left and resolved.commit:  # refused now rather than at the last shard
         lines = (2 * orfs.n_rows + orfs.n_reads) * (len(orfs.read_id_bytes) // max(1, orfs.n_reads) + LINE_BYTES)
         check_room(run.root, job.shard_bytes(left) + lines, f"{len(left)} shards and the result files")

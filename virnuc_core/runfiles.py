@@ -274,7 +274,7 @@ class RunCounts(RunFile):
     shards_computed: Count | None = None
     shards_reused: Count | None = None
     restarts: Count | None = None
-    rows_set_aside: Count | None = None  # uniques that ended every worker
+    rows_set_aside: Count | None = None  # uniques that ended every worker, or were not finite
     log_errors: Count | None = None  # lines of the workers' logs that tell of errors
     warnings: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()  # that ended or were killed; a complete run that is started again has none

@@ -85,12 +85,12 @@ def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_
     assert injected.result_bytes(tmp_path / "run") == core_scene.reference
 
 
-def test_not_a_number_stops_the_run_and_names_the_row(core_scene: injected.Scene, tmp_path: Path) -> None:
+def test_a_model_that_gives_no_numbers_stops_the_run_and_is_named(core_scene: injected.Scene, tmp_path: Path) -> None:
     _, protein = guilty_row(core_scene)
     done = run(core_scene, tmp_path / "run", {"kind": "nan", "protein": protein})
-    assert done.returncode == 1
-    assert "not finite" in done.stderr
-    assert "ShardError: shard " in done.stderr
+    assert done.returncode == 3
+    assert "/esm2: of " in done.stderr
+    assert "it gives NaN or infinity for" in done.stderr
     assert not (tmp_path / "run" / "summary.json").exists()
 
 

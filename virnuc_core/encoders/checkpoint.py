@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -33,7 +34,8 @@ def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
 
     Raises `WeightsError` when they are missing or do not fit each other; of DNABERT-S also when a token of its
-    tokenizer has no row in the embedding table, of a head when its inputs are not what the encoders give.
+    tokenizer has no row in the embedding table, of a head when its inputs are not what the encoders give, or a number
+    in it is not finite.
     """
     shape = _shape(models, kind)
     if isinstance(shape, HeadShape):
@@ -54,7 +56,18 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors")
     shape = read_shape(folder / "config.json", kind)
-    return shape, fit(open_safetensors(_weights(folder)), shape)
+    read = fit(open_safetensors(_weights(folder)), shape)
+    if isinstance(shape, HeadShape):  # which is small
+        check_finite(folder, shape, read)
+    return shape, read
+
+
+def check_finite(folder: Path, shape: Shape, read: Read) -> int:
+    """How many numbers a part has, all finite; `WeightsError` names the first tensor with another."""
+    tensors = ((name, read(name)) for name in shape.tensors())
+    if bad := next((name for name, values in tensors if not bool(values.isfinite().all())), None):
+        raise WeightsError(f"{folder}: tensor {bad} holds NaN or infinity; make it anew, or copy it again")
+    return sum(map(math.prod, shape.tensors().values()))
 
 
 def check_models(models: Path) -> HeadShape:

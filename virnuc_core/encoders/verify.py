@@ -12,7 +12,7 @@ from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import model_config
-from virnuc_core.encoders.checkpoint import fingerprint, load_all, open_part
+from virnuc_core.encoders.checkpoint import check_finite, fingerprint, load_all, open_part
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
@@ -87,14 +87,9 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
 def _part(models: Path, kind: type[Shape]) -> Check:
     """All tensors of a part are there, have their shape and hold finite numbers."""
     name = kind.part()
-    count = 0
     try:
         shape, read = open_part(models, kind)
-        for tensor in shape.tensors():
-            values = read(tensor)
-            if not bool(values.isfinite().all()):
-                raise WeightsError(f"{models / name}: tensor {tensor} holds NaN or infinity")
-            count += values.numel()
+        count = check_finite(models / name, shape, read)
     except WeightsError as error:
         return Check(name, "fail", str(error))
     return Check(name, "ok", f"{count:,} numbers, {shape.origin or 'of unknown origin'}")

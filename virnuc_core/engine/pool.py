@@ -2,8 +2,9 @@
 
 Shards are handed out one by one, so that a slow device simply takes fewer. A worker that dies is restarted and what it
 held is handed out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is
-searched for the row that does it (`poison_rows`), which is set aside. A device that runs out of memory gets the shard
-again with half the token budget. Errors of reads, weights, settings and devices stop the run at once.
+searched for the row that does it (`poison_rows`), which is set aside, as a few rows are that are not finite. A device
+that runs out of memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices
+stop the run at once.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask
-from virnuc_core.errors import DeviceError, StorageError, WorkerError, named, size
+from virnuc_core.errors import DeviceError, StorageError, WeightsError, WorkerError, named, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -42,6 +43,7 @@ TICK_S: Final = 0.5
 SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, and of its last block
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
+MOST_NOT_FINITE: Final = 0.01  # of a run's rows: more are no odd rows, but weights or a precision of no use
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ class Job:
     plan: ShardPlan
     todo: tuple[int, ...]
     damaged: tuple[str, ...]
+    lost: int  # rows set aside in shards that are committed
     spec: ClassifySpec  # as it was asked for
     unique_bytes: int  # of a unique's embeddings and scores
     flops: ModelFlops | None = None
@@ -114,6 +117,7 @@ class Pool:
         self._slots = [WorkerSlot(spec) for spec in specs]
         self._attempts, self._silence_s = specs[0].engine.max_shard_attempts, specs[0].engine.silence_s
         self._todo: deque[ShardTask] = deque()
+        self._lost = 0  # rows that were not finite
         self._killed: Counter[int] = Counter()  # deaths with this shard first in line
         self._searches: dict[int, Search] = {}
 
@@ -180,6 +184,8 @@ class Pool:
                     self._killed.pop(task.shard, None)
                     slot.since_s = time.monotonic()
                     self._note(done)
+                    if lost := done.skipped - len(task.skip):
+                        self._set_aside(done.shard, lost)
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
                 log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
@@ -187,6 +193,16 @@ class Pool:
                     raise error
             case Closed():
                 self._died(slot, worker)
+
+    def _set_aside(self, shard: int, lost: int) -> None:
+        """Count rows that are not finite. Errors: `WeightsError` for more than the run may lose."""
+        log.warning("shard %05d: %d rows are not finite and are set aside (failed.tsv)", shard, lost)
+        self._lost += lost
+        if self._lost > self._job.most_lost:
+            raise WeightsError(
+                f"{self._lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's; do not trust "
+                "these weights at this precision: run virnuc models verify, or use another --precision"
+            )
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""
@@ -262,7 +278,8 @@ class Embedding:
         ranges = {shard: job.plan.range(shard) for shard in job.todo}
         tasks = [ShardTask(shard=shard, lo=lo, hi=hi) for shard, (lo, hi) in ranges.items()]
         done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
-        told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint)
+        most = max(1, int(MOST_NOT_FINITE * store.n_uniques)) - job.lost
+        told = JobSpec(run=str(root), store=str(store.path.resolve()), reads=store.fingerprint, most_lost=max(0, most))
         ids, left = [device.id for device in job.devices], set(job.todo)
         specs, self._began_s = worker_specs(job.spec.models, job.devices, job.engine, job.trace), time.monotonic()
         with (

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,6 +69,7 @@ class JobSpec(Message):
     run: str
     store: str
     reads: str  # fingerprint of the store the plan was made for
+    most_lost: int = 0  # rows that may turn out not to be finite; with more the run stops
 
 
 class ShardTask(Message):
@@ -243,17 +245,15 @@ def fingerprints(run: RunDir) -> set[str]:
     return found
 
 
-def read_scores(run: RunDir, first: int | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Scores of all uniques, or those of the first shards, float32 [n_uniques, 2], and which failed, bool [n_uniques].
+def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """Scores of all uniques, or those of some shards, float32 [n_uniques, 2], and which failed, bool [n_uniques].
 
     A unique has failed when its scores are NaN: the engine writes that only for rows it has set aside and named.
     """
     plan = read_plan(run)
-    shards = range(len(plan))[:first]
-    scores = np.full((plan.bounds[len(shards)], 2), np.nan, dtype=np.float32)
-    for shard in shards:
-        lo, hi = plan.range(shard)
-        (scores[lo:hi],) = _read(run, plan, shard, ("scores",))
+    wanted = range(len(plan)) if only is None else only
+    parts = [_read(run, plan, shard, ("scores",))[0] for shard in wanted]
+    scores = np.concatenate([np.empty((0, 2), np.float32), *parts])
     failed: NDArray[np.bool_] = np.isnan(scores[:, 0]) | np.isnan(scores[:, 1])
     return scores, failed
 

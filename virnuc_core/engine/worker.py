@@ -29,7 +29,6 @@ from virnuc_core.encoders.models import Head
 from virnuc_core.engine.loader import Batch, Loader, ShardEnd, Take, packed
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardResult, ShardTask, commit, read_plan
-from virnuc_core.errors import ShardError
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
@@ -235,7 +234,7 @@ class Worker:
     def _work(self, job: JobSpec, runner: Runner | None, waited_s: float) -> None:
         spec, engine = self.spec, self.spec.engine
         self.run_dir = RunDir(Path(job.run))
-        self.plan = read_plan(self.run_dir)
+        self.plan, self._most_lost = read_plan(self.run_dir), job.most_lost
         pin = engine.pin_memory and spec.device.kind == "cuda"
         loader = Loader((Path(job.store), job.reads, Path(spec.models)), engine, pin=pin)
         self.store = loader.store
@@ -283,7 +282,10 @@ class Worker:
             self.parent.give_up(error)
 
     def _commit(self, pending: Pending) -> None:
-        """Put a shard on disk and say so; of a probe, only that it was computed. Errors: `ShardError`, `OSError`."""
+        """Put a shard on disk and say so; of a probe, only that it was computed.
+
+        Errors: `ShardError`, `OSError`; those of `judge_not_finite`.
+        """
         if pending.arrived is not None:
             pending.arrived.synchronize()
         assert pending.scores is not None
@@ -295,13 +297,12 @@ class Worker:
             self._answer(Computed(done=None))
             return
         fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
-        if bad := sorted(set((np.flatnonzero(~fine) + task.lo).tolist()) - set(task.skip)):
-            rows = self.store.unique_row[bad[:5]].tolist()
-            names = ", ".join(self.store.row_ids(row, row + 1)[0] for row in rows)
-            raise ShardError(
-                f"{len(bad)} embeddings are not finite (first: {names}); do not trust these weights at this precision",
-                shard=task.shard,
-            )
+        lost = np.flatnonzero(~fine)
+        if len(lost) > len(task.skip):
+            from virnuc_core.engine.poison_rows import judge_not_finite  # few runs need it
+
+            judge_not_finite(result, task, self.store, Path(self.spec.models), self._most_lost)
+            result.embeddings[lost] = result.scores[lost] = np.nan
         if self.spec.engine.commit:
             commit(self.run_dir, self.plan, task.shard, result)
         commit_s = time.monotonic() - finished_s
@@ -320,7 +321,7 @@ class Worker:
             commit_s=commit_s,
             batches=batches,
             budget_divisor=task.divisor,
-            skipped=len(task.skip),
+            skipped=len(lost),
             allocated_bytes=torch.cuda.max_memory_allocated() if pending.arrived is not None else None,
         )
         self._answer(Computed(done=done))

@@ -139,7 +139,7 @@ def _course(run: RunMetrics, accounts: Accounting | None) -> Iterator[str]:
         if failed := run.fates.get("failed", 0):
             yield f"{failed:,} reads failed; their rows are in failed.tsv."
     facts = (
-        (run.rows_set_aside, "rows set aside because they ended every worker (failed.tsv)"),
+        (run.rows_set_aside, "rows set aside: they ended every worker, or were not finite (failed.tsv)"),
         (run.restarts, "workers that died and were started again"),
         (run.shards_damaged, "shards of an earlier run that were found damaged and computed again"),
         (run.shards_on_less_memory, "shards that ran on a part of the token budget, for want of device memory"),

@@ -74,7 +74,7 @@ class ShardDone:
     commit_s: float
     batches: tuple[BatchRecord, ...]
     budget_divisor: int = 1  # above 1: the device could not hold the token budget, and this shard ran on a part of it
-    skipped: int = 0  # rows set aside because they end every worker
+    skipped: int = 0  # rows set aside: they end every worker, or are not finite
     allocated_bytes: float | None = None  # most that torch has allocated on the device so far; None on a CPU
 
 
