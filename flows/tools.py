@@ -25,7 +25,7 @@ from tasks.predict import stage_rows
 from tasks.server import announce
 from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import overhead as timed
-from tasks.tools import run_trial, told_rows, trace
+from tasks.tools import run_trial, trace
 from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
@@ -35,8 +35,9 @@ from virnuc_core.measure.trace import Traces
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
 from virnuc_core.report.files import run_names
+from virnuc_core.report.formatting import templates, told_rows
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import templates, write_report
+from virnuc_core.report.render import write_report
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import RunRecord, write
 from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable

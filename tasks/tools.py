@@ -8,7 +8,7 @@ from typing import Any, Final
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
-from tasks.step import Rows, done, first_attempt, on_host, progress_artifact, publish_table, step
+from tasks.step import done, first_attempt, on_host, progress_artifact, publish_table, step
 from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
@@ -17,8 +17,7 @@ from virnuc_core.measure.trace import Traces
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.formatting import percent
-from virnuc_core.report.render import told
+from virnuc_core.report.formatting import percent, told_rows
 from virnuc_core.rundir import RunDir, run_lock
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.validation import OverheadFile
@@ -76,11 +75,6 @@ def ceiling(out: Path, *, models: Path, devices: Devices, engine: EngineSpec) ->
         flops = measure_ceilings(models, found, resolve_engine(engine, found[0].kind), out / "logs")
     rates = ", ".join(f"{rate:,.0f}" for rate in flops.esm2_ceiling_tokens_s.values())
     return done(flops, f"linear layers of ESM-2 alone: {rates} tokens/s" if rates else "no GPU, no ceiling")
-
-
-def told_rows(template: str, **values: object) -> Rows:
-    """What one of the report's `templates/*.view.j2` tells of some values, as rows."""
-    return [row for section in told(template, **values) for table in section.tables for row in table.rows]
 
 
 @step("measure", "{name}")

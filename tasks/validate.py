@@ -188,8 +188,8 @@ def approval_form(judged: Report) -> type[Approval]:
     fields: dict[str, Any] = {
         name: (Answer, Field("not answered", description=f"{QUESTIONS[name]} {text}")) for name, text in figures.items()
     }
-    advice = f"Bottleneck: {judged.bottleneck.kind}. {judged.bottleneck.advice} More: the run's artifacts."
-    made = create_model("Approval", __base__=Approval, **fields)
+    worst, made = judged.losses[0], create_model("Approval", __base__=Approval, **fields)
+    advice = f"Bottleneck: {worst.kind}. {worst.advice} More: the run's artifacts."
     return made.with_initial_data(description=f"{table}\n{advice}\n")
 
 

@@ -6,19 +6,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_reads_table
-from virnuc_core.report.advice import findings, losses, notes, warnings_of
+from virnuc_core.report.advice import findings, losses
 from virnuc_core.report.charts import charts
-from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, judge
+from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, baseline_note, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
+from virnuc_core.report.formatting import sentences
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics, ScalingMetrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.results import FATES
-from virnuc_core.rundir import RunDir
+from virnuc_core.rundir import EXACT, RunDir
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
 from virnuc_core.validation import TUNING, ApprovalRecord, ComparisonFile, StagingTally, TuningFile, ValidationRecord
 
@@ -60,6 +61,8 @@ def build_report(out: Path, profile: Profile) -> Report:
     tuning = raw.read(TuningFile, TUNING) or TuningFile()
     accounts, approval = _accounting(raw, judged, record), approval_state(raw, judged)
     provenance = _provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD))
+    known: dict[str, Any] = {"measured": measured, "accounts": accounts, "regression": regression, "charts": series}
+    known |= {"model_length": provenance.model_length, "baseline_note": baseline_note, "exact": EXACT}
     return Report(
         profile=profile,
         provenance=provenance,
@@ -79,11 +82,8 @@ def build_report(out: Path, profile: Profile) -> Report:
         overhead=measured.overhead,
         accounting=accounts,
         approval=approval,
-        warnings=(
-            *warnings_of(measured, accounts, regression, raw.remarks()),
-            *(f"Not compared: {reason}." for reason in dict.fromkeys(unlike.values())),
-        ),
-        notes=(*notes(measured, series, provenance.model_length), *tuning.sentences()),
+        warnings=sentences("warnings.j2", **known, problems=raw.remarks(), not_compared=dict.fromkeys(unlike.values())),
+        notes=(*sentences("notes.j2", **known), *tuning.sentences()),
         evidence=raw.evidence(),
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import h5py
 
@@ -37,19 +37,15 @@ class RawFolder:
     root: Path
     used: dict[str, Path] = field(default_factory=dict)
     problems: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by file
-    _kept: dict[tuple[str, Any], Any] = field(default_factory=dict)
 
     def read(self, kind: type[File], *parts: str) -> File | None:
         """What can be used of a file; `None` when it is missing or useless. What cannot be used is noted."""
         path = self.root.joinpath(*parts)
         if not path.is_file():
             return None
-        name = self.use(path)
-        if (name, kind) not in self._kept:
-            self._kept[name, kind], said = read_usable(path, kind)
-            if said:
-                self.problems[name] = said
-        found: File | None = self._kept[name, kind]
+        name, (found, said) = self.use(path), read_usable(path, kind)
+        if said:
+            self.problems[name] = said
         return found
 
     def telemetry(self, run: str, named: str | None) -> tuple[str, Telemetry] | None:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Final
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.profiles import Target
 from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
 from virnuc_core.telemetry.live import clock_text
+from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
+from virnuc_core.validation import QUESTIONS
 
 UNKNOWN: Final = "n/a"
 
@@ -53,32 +60,27 @@ class Section:
     tables: list[Table] = field(default_factory=lambda: [Table()])
 
 
+@dataclass(frozen=True, slots=True)
 class View:
-    """The sections that a template tells, one part after the other."""
+    """What a template adds to the sections that it tells, one part after the other."""
 
-    def __init__(self) -> None:
-        self._told: list[Section] = []
-
-    @property
-    def sections(self) -> list[Section]:
-        """Those that say something."""
-        return [one for one in self._told if one.prose or any(table.rows for table in one.tables)]
+    sections: list[Section]
 
     def section(self, title: str, lead: Mark | str = "") -> None:
         """Begin a section, and its first table."""
-        self._told.append(Section(title, lead))
+        self.sections.append(Section(title, lead))
 
     def say(self, *lines: str) -> None:
         """Add to the prose of the section."""
-        self._told[-1].prose += lines
+        self.sections[-1].prose += lines
 
     def table(self, title: str) -> None:
         """Begin a further table."""
-        self._told[-1].tables.append(Table(title=title))
+        self.sections[-1].tables.append(Table(title=title))
 
     def row(self, cells: dict[str, object]) -> None:
         """Add to the table; a column of its first row that is not among `cells` was not measured."""
-        rows = self._told[-1].tables[-1].rows
+        rows = self.sections[-1].tables[-1].rows
         rows.append(dict.fromkeys(rows[0] if rows else ()) | cells)
 
 
@@ -192,3 +194,56 @@ def skipped(report: Report) -> dict[int, str]:
 def share_of(target: Target | None, devices: int) -> Target | None:
     """The target of a speed-up as efficiency: percent of the devices."""
     return None if target is None else Target(op=target.op, value=100.0 * target.value / devices)
+
+
+def markdown_cell(value: object) -> str:
+    """A value that cannot break a Markdown table or become markup."""
+    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
+    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+@cache
+def templates() -> Environment:
+    """`templates/`, with how figures read; in HTML every value is escaped. A name that is not there is an error."""
+    found = Environment(
+        loader=PackageLoader("virnuc_core.report"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        extensions=["jinja2.ext.do"],
+    )
+    found.filters |= {
+        "cell": cell,
+        "number": number,
+        "percent": percent,
+        "figure": Number,
+        "one_line": lambda text: " ".join(cell(text).split()),
+        "clock": lambda seconds: None if seconds is None else clock_text(seconds),
+        "markdown": markdown_cell,
+        "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    }
+    texts = (shown, target_text, runs_text, all_warnings, baseline_title, skipped, share_of, Mark)
+    found.globals |= {one.__name__: one for one in texts}
+    found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
+    found.tests["mark"] = lambda value: isinstance(value, Mark)
+    return found
+
+
+def told(template: str, **facts: object) -> list[Section]:
+    """The sections of prose and tables that a template tells of `facts`; those that say nothing are left out."""
+    sections: list[Section] = []
+    templates().get_template(template).render(facts, view=View(sections))
+    return [one for one in sections if one.prose or any(table.rows for table in one.tables)]
+
+
+def sentences(template: str, **facts: object) -> tuple[str, ...]:
+    """The prose that a template tells of `facts`."""
+    return tuple(line for section in told(template, **facts) for line in section.prose)
+
+
+def told_rows(template: str, **facts: object) -> list[dict[str, object]]:
+    """The rows of the tables that a template tells of `facts`."""
+    return [row for section in told(template, **facts) for table in section.tables for row in table.rows]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
 from statistics import median
 from typing import Final
 
@@ -31,22 +34,6 @@ RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscor
 BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
 MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
 NEVER: Final = (1.0, 0.0)  # a span that holds no sample
-TERA: Final = 1e12
-
-# Dense peak of the tensor cores in TFLOP/s, from the makers' data sheets (without sparsity).
-# Keys: part of the device's name; the first that fits counts, so longer names stand first.
-DATASHEET_TFLOPS: Final[tuple[tuple[str, dict[str, float]], ...]] = (
-    ("H200", {"fp16": 989.5, "bf16": 989.5, "fp8": 1979.0, "fp32": 67.0}),
-    ("H100 PCIe", {"fp16": 756.0, "bf16": 756.0, "fp8": 1513.0, "fp32": 51.0}),
-    ("H100", {"fp16": 989.5, "bf16": 989.5, "fp8": 1979.0, "fp32": 67.0}),
-    ("A100", {"fp16": 312.0, "bf16": 312.0, "fp32": 19.5}),
-    ("L40S", {"fp16": 362.0, "bf16": 362.0, "fp8": 733.0, "fp32": 91.6}),
-    ("L4", {"fp16": 121.0, "bf16": 121.0, "fp8": 242.5, "fp32": 30.3}),
-    ("RTX 4090", {"fp16": 165.2, "bf16": 165.2, "fp8": 330.3, "fp32": 82.6}),
-    ("RTX 3090", {"fp16": 71.0, "bf16": 71.0, "fp32": 35.6}),
-    ("V100", {"fp16": 125.0, "fp32": 15.7}),
-    ("T4", {"fp16": 65.0, "fp32": 8.1}),
-)
 
 
 def short_name(device: Device) -> str:
@@ -154,8 +141,14 @@ def telemetry_metrics(
 
 def datasheet_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a device at a precision; `None` when the table does not have it."""
-    peaks = next((peaks for part, peaks in DATASHEET_TFLOPS if part in device_name), {})
-    return peaks[precision] * TERA if precision in peaks else None
+    peaks = next((peaks for part, peaks in _datasheets().items() if part in device_name), {})
+    return peaks[precision] * 1e12 if precision in peaks else None
+
+
+@cache
+def _datasheets() -> dict[str, dict[str, float]]:
+    """TFLOP/s by precision, by a part of the device's name."""
+    return tomllib.loads(Path(__file__).with_name("datasheets.toml").read_text(encoding="utf-8"))
 
 
 def encoder_metrics(

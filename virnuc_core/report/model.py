@@ -240,6 +240,10 @@ class Histogram(Record):
     edges: tuple[float, ...]
     counts: tuple[int, ...]
 
+    def below(self, limit: float) -> int:
+        """How many are in bins that end at `limit` or before it."""
+        return sum(n for n, edge in zip(self.counts, self.edges[1:], strict=True) if edge <= limit)
+
 
 class Bar(Record):
     """One bar of the Gantt chart, in seconds since the run's start."""
@@ -308,11 +312,6 @@ class Report(Record):
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
     evidence: tuple[RawFile, ...]
-
-    @property
-    def bottleneck(self) -> Bottleneck:
-        """The largest avoidable loss."""
-        return self.losses[0]
 
     @property
     def asked(self) -> tuple[Criterion, ...]:

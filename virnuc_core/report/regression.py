@@ -17,7 +17,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
-from virnuc_core.report.formatting import number, percent
+from virnuc_core.report.formatting import told_rows
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 from virnuc_core.rundir import storing, whole_file
 
@@ -175,21 +175,4 @@ def points(history: Iterable[HistoryEntry], entry: HistoryEntry) -> tuple[Histor
 
 def trend(history: Sequence[HistoryEntry]) -> list[dict[str, object]]:
     """A row for each run, as given: oldest first, each against the one before that is like it."""
-    rows: list[dict[str, object]] = []
-    for entry in history:
-        found = check(history, entry)
-        rows.append(
-            {
-                "when": entry.created.replace("T", " ")[:16],
-                "met": entry.criteria_met,
-                "regression": ": ".join(filter(None, (found.verdict, found.reason))),
-                "total s": number(entry.total_s),
-                "tokens/s": number(entry.tokens_per_s, 0),
-                "change": percent(next((m.change for m in found.metrics if m.name == "tokens_per_s"), None)),
-                "commit": entry.commit[:12],
-                "reads": entry.n_reads,
-                "profile": entry.profile,
-                "devices": f"{entry.devices} {entry.precision}",
-            }
-        )
-    return rows
+    return told_rows("trend.view.j2", runs=[(entry, check(history, entry)) for entry in history])

@@ -6,50 +6,26 @@ the other forms are `templates/`, filled with what `view.j2` tells of it, and th
 
 from __future__ import annotations
 
-import base64
-import json
 import re
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from pydantic import ValidationError
 
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import GENERATOR, all_charts
-from virnuc_core.report.formatting import (
-    Mark,
-    Number,
-    Section,
-    Table,
-    View,
-    all_warnings,
-    baseline_title,
-    cell,
-    number,
-    percent,
-    runs_text,
-    share_of,
-    shown,
-    skipped,
-    target_text,
-)
+from virnuc_core.report.formatting import Section, Table, templates, told
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.telemetry.live import clock_text
-from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
-from virnuc_core.validation import QUESTIONS, Comparison, ValidationRecord, read_usable
+from virnuc_core.telemetry.tables import STAGES
+from virnuc_core.validation import Comparison, ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
-COSTS: Final = ("device_hours", "kwh", "price")  # of a million reads
 ENCODER_TITLES: Final = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
-GPU_STATS: Final = {"gpu_util_avg", "gpu_util_min", "gpu_util_max", "mem_used_avg", "mem_used_peak", "sample_count"}
-SCALING: Final = {"num_gpus", "time_seconds", "speedup", "efficiency"}
 
 
 def read_report(path: Path) -> Report:
@@ -113,25 +89,30 @@ def render(report: Report) -> dict[str, str]:
         REPORT_JSON: report.model_dump_json(indent=1) + "\n",
         **{name: fill(f"{name}.j2", report) for name in ("report.txt", "report.md", "report.html")},
         f"benchmark_{stamp}.md": fill("benchmark.md.j2", report),
-        f"benchmark_{stamp}.json": benchmark_json(report),
+        f"benchmark_{stamp}.json": fill("benchmark.json.j2", report),
     }
 
 
 def fill(template: str, report: Report, **more: object) -> str:
-    """The report by one of `templates/`; `only` a section by its title, of `sections.md.j2`.
+    """The report by one of `templates/`; `only` a section by its title, of `sections.md.j2`."""
+    return templates().get_template(template).render(_known(report), **more)
 
-    In HTML every value is escaped. A name that is not there is an error.
-    """
-    criteria = {criterion.id: criterion for criterion in report.criteria}
-    telemetry = report.run.telemetry if report.run else None
-    return templates().get_template(template).render(report=report, criteria=criteria, telemetry=telemetry, **more)
+
+def _known(report: Report) -> dict[str, Any]:
+    """What the templates of a report know by name."""
+    return {f.__name__: f for f in (fill, sections, tables, stage_results, all_charts)} | {
+        "report": report,
+        "criteria": {criterion.id: criterion for criterion in report.criteria},
+        "telemetry": report.run.telemetry if report.run else None,
+        "generator": GENERATOR,
+        "encoder_titles": ENCODER_TITLES,
+        "gib": 1 / (1 << 30),
+    }
 
 
 def sections(report: Report, template: str = "view.j2") -> list[Section]:
     """What every form shows of the report, from top to bottom; or of it what one of `templates/*.view.j2` tells."""
-    view = View()
-    fill(template, report, view=view)
-    return view.sections
+    return told(template, **_known(report))
 
 
 def tables(template: str, report: Report) -> list[Table]:
@@ -142,49 +123,6 @@ def tables(template: str, report: Report) -> list[Table]:
 def correctness(comparisons: Iterable[Comparison]) -> Section:
     """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
     return next(iter(told("correctness.view.j2", comparisons=tuple(comparisons))), Section("Correctness"))
-
-
-def told(template: str, **values: object) -> list[Section]:
-    """What one of `templates/*.view.j2` tells of other things than a report."""
-    view = View()
-    templates().get_template(template).render(view=view, **values)
-    return view.sections
-
-
-@cache
-def templates() -> Environment:
-    """The templates, with what they may use."""
-    found = Environment(
-        loader=PackageLoader("virnuc_core.report"),
-        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        extensions=["jinja2.ext.do"],
-    )
-    found.filters |= {
-        "cell": cell,
-        "number": number,
-        "percent": percent,
-        "figure": Number,
-        "one_line": lambda text: " ".join(cell(text).split()),
-        "clock": lambda seconds: None if seconds is None else clock_text(seconds),
-        "markdown": markdown_cell,
-        "base64": lambda text: base64.b64encode(text.encode()).decode(),
-    }
-    texts = (shown, target_text, runs_text, all_warnings, baseline_title, skipped, share_of)
-    found.globals |= {f.__name__: f for f in (*texts, Mark, fill, sections, tables, stage_results, all_charts)}
-    found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "encoder_titles": ENCODER_TITLES}
-    found.globals |= {"generator": GENERATOR, "questions": QUESTIONS, "gib": 1 / (1 << 30)}
-    found.tests["mark"] = lambda value: isinstance(value, Mark)
-    return found
-
-
-def markdown_cell(value: object) -> str:
-    """A value that cannot break a Markdown table or become markup."""
-    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
-    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
 
 
 def stage_results(report: Report) -> list[dict[str, Any]]:
@@ -206,43 +144,3 @@ def stage_results(report: Report) -> list[dict[str, Any]]:
         for stage, seconds in (run.stages if run else {}).items()
         if seconds is not None and (sequences := counted.get(stage))
     ]
-
-
-def benchmark_json(report: Report) -> str:
-    """The results for machines, with metadata; null where something was not measured."""
-    run, made = report.run, report.provenance
-    telemetry = run.telemetry if run else None
-    mfu = {
-        e.encoder: {
-            "tokens_per_sec": e.tokens_per_device_s,
-            "ceiling_tokens_per_sec": e.ceiling_tokens_per_s,
-            "of_ceiling": e.mfu_of_ceiling,
-            "of_datasheet": e.mfu_of_datasheet,
-        }
-        for e in (telemetry.encoders if telemetry else ())
-    }
-    results = {
-        "scaling": [one.model_dump(include=SCALING) for one in report.scaling],
-        "gpu_stats": {d.device: d.model_dump(include=GPU_STATS) for d in (telemetry.devices if telemetry else ())},
-        "throughput": {r["stage"]: r for r in stage_results(report)},
-        "efficiency": {
-            "mfu": mfu,
-            **{f"{what}_per_million_reads": getattr(run, f"{what}_per_million", None) for what in COSTS},
-            "checkpoint_overhead": report.overhead.median if report.overhead else None,
-        },
-        "losses": [loss.model_dump(mode="json") for loss in report.losses],
-        "findings": report.findings,
-    }
-    ran_on = run.devices if run else ()
-    metadata = {
-        "pytorch_version": made.versions.get("torch"),
-        **{f"{part}_version": made.versions.get(part) for part in ("cuda", "driver", "cuda_driver")},
-        "gpu_count": sum(d.kind == "cuda" for d in ran_on),
-        "devices": [d.name for d in ran_on],
-        "git_commit": made.git_commit,
-        "weights": made.fingerprints,
-        "profile": report.profile.name,
-        "seeds": made.seeds,
-    }
-    body = {"schema_version": 1, "timestamp": made.created, "results": results, "metadata": metadata}
-    return json.dumps(body, indent=1, allow_nan=False) + "\n"

@@ -74,9 +74,9 @@ class Verification:
                 self.differences.append(f"{where}: says {_brief(said)}, the raw files give {_brief(found)}")
 
     def as_told(self, where: str, said: RunFile, counted: Mapping[str, object]) -> None:
-        """Compare what a file tells with what was counted; what it does not tell is passed over."""
+        """Compare what a file tells with what was counted; what one of the two does not tell is passed over."""
         for key, value in counted.items():
-            if (told := getattr(said, key, None)) is not None:
+            if value is not None and (told := getattr(said, key, None)) is not None:
                 self.same(f"{where}: {key}", told, value)
 
     def same_lines(self, where: str, said: Iterable[bytes], found: Iterable[bytes], source: str) -> None:
@@ -154,44 +154,39 @@ def verify_run(found: Verification, raw: RawFolder, name: str) -> None:
     summary, where = raw.read(RunSummary, name, SUMMARY), f"{name}/{SUMMARY}"
     if summary is None:
         return
-    if summary.staging_s is not None and summary.wall_s is not None:
-        found.as_told(where, summary, {"total_s": summary.staging_s + summary.wall_s})
-    if summary.fates:
-        found.as_told(where, summary, {"n_reads": sum(summary.fates.values())})
-    if summary.deaths is not None:
-        found.as_told(where, summary, {"restarts": len(summary.deaths)})
     only = Attempt(started="", devices=(), wall_s=summary.wall_s, telemetry=summary.telemetry)
-    attempts = summary.attempts or (only,)
-    found.as_told(where, summary, {"wall_s": sum(one.wall_s or 0.0 for one in attempts)})
+    attempts, parts_s = summary.attempts or (only,), (summary.staging_s, summary.wall_s)
+    counted = {
+        "total_s": None if None in parts_s else sum(spent_s or 0.0 for spent_s in parts_s),
+        "n_reads": sum(summary.fates.values()) if summary.fates else None,
+        "restarts": None if summary.deaths is None else len(summary.deaths),
+        "wall_s": sum(one.wall_s or 0.0 for one in attempts),
+    }
+    found.as_told(where, summary, counted)
     for one in attempts:
         if (one.telemetry or one is only) and (measured := raw.telemetry(name, one.telemetry)) is not None:
-            _telemetry(found, raw.root, *measured, summary, one.wall_s, newest=one is attempts[-1])
+            _telemetry(found, raw, measured, summary, one, newest=one is attempts[-1])
 
 
 def _telemetry(
-    found: Verification,
-    out: Path,
-    name: str,
-    telemetry: Telemetry,
-    summary: RunSummary,
-    spent_s: float | None,
-    *,
-    newest: bool,
+    found: Verification, raw: RawFolder, file: tuple[str, Telemetry], summary: RunSummary, one: Attempt, *, newest: bool
 ) -> None:
     """The JSON of an attempt's telemetry, and of the newest one stages and shards of the summary, against samples,
     batches and shards."""
+    (name, telemetry), spent_s = file, one.wall_s
     batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
     ends = (*(stage.finished_s or 0.0 for stage in telemetry.stages), float(shards.finished_s.max()))
     if spent_s is not None and (last_s := max(ends) - telemetry.origin_s) > spent_s + CLOCK_S:
         found.wrong(f"{name}: {SUMMARY}: wall_s says {spent_s:.3f}, the last stage ended after {last_s:.3f} s")
     if newest and telemetry.stages:
         found.same(f"{name}: stages of {SUMMARY}", summary.stages, {one.name: one.seconds for one in telemetry.stages})
-    told = {"shards_computed": len(shards)} if newest else {}
-    if len(summary.attempts) < 2:
-        told["rows_set_aside"] = int(shards.skipped.sum())
-    if summary.shards_computed is not None:
-        told["shards"] = summary.shards_computed + (summary.shards_reused or 0)
-    found.as_told(f"{name}: {SUMMARY}", summary, told)
+    done = summary.shards_computed
+    counted = {
+        "shards_computed": len(shards) if newest else None,
+        "rows_set_aside": int(shards.skipped.sum()) if len(summary.attempts) < 2 else None,
+        "shards": None if done is None else done + (summary.shards_reused or 0),
+    }
+    found.as_told(f"{name}: {SUMMARY}", summary, counted)
     for what, wrong in (
         ("batches with more tokens than slots", batches.tokens > batches.slots),
         ("batches with a negative wait", batches.wait_ms < 0),
@@ -203,9 +198,8 @@ def _telemetry(
             tokens = int(batches.tokens[batches.encoder == encoder].sum())
             found.same(f"{name}: tokens of {encoder}", tokens, int(told_by.sum()))
     beside = Path(name).with_suffix(".json").as_posix()
-    said = read(out / beside, TelemetryFile)
-    reads, wall_s = said.summary.total_sequences, said.summary.wall_s
-    hourly = summary.sequences_per_hour
+    said = read(raw.root / beside, TelemetryFile)
+    reads, wall_s, hourly = said.summary.total_sequences, said.summary.wall_s, summary.sequences_per_hour
     again = telemetry_file(telemetry, n_reads=reads, wall_s=wall_s, window_s=said.window_s, sequences_per_hour=hourly)
     found.same(beside, said, again)
     found.as_told(f"{name}: {SUMMARY}", summary, {"n_reads": reads})

@@ -50,7 +50,7 @@ def test_the_verdict_names_the_largest_loss_and_what_it_costs(tmp_path: Path, na
     if change is not None:
         change(tmp_path)
     report = build_report(tmp_path, profile)
-    found = report.bottleneck
+    found = report.losses[0]
     assert (found.kind, found.expected) == (kind, expected)
     assert found.saves_s == pytest.approx(saves_s, rel=0.1)
     assert found.detail
@@ -112,4 +112,4 @@ def test_nothing_timed_is_unknown() -> None:
 def test_a_run_without_stages_is_unknown(tmp_path: Path) -> None:
     profile = build(tmp_path)
     edit_json(tmp_path / "devices-2" / "summary.json", lambda body: body.update(stages={}))
-    assert build_report(tmp_path, profile).bottleneck.kind == "unknown"
+    assert build_report(tmp_path, profile).losses[0].kind == "unknown"

@@ -441,7 +441,7 @@ def test_starved_batches_fail(tmp_path: Path) -> None:
     )
     report = build_report(tmp_path, profile)
     assert by_id(report)["starved_share"].verdict == "fail"
-    assert report.bottleneck.kind == "loader"
+    assert report.losses[0].kind == "loader"
 
 
 def test_all_criteria_can_be_met(tmp_path: Path) -> None:

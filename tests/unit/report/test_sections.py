@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tasks.predict import fate_rows
-from tasks.tools import told_rows
 from tasks.validate import rows_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
+from virnuc_core.report.formatting import told_rows
 from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.render import fill, render, rerender, tables, write_report
 from virnuc_core.report.verify import verify_report

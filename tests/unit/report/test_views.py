@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report.formatting import Mark, Number, Table, cell, number
+from virnuc_core.report.formatting import Mark, Number, Table, cell, markdown_cell, number
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, markdown_cell, read_report, render, sections, tables
+from virnuc_core.report.render import fill, read_report, render, sections, tables
 
 
 @pytest.fixture(scope="module")
