@@ -54,11 +54,7 @@ class CancelledError(VirnucError):
 
 
 def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], State[T]]], Callable[..., State[T]]]:
-    """Turn a function of one settings model into a flow's: parameters one by one, and all that surrounds its work.
-
-    Its child processes end with it, the core's log lines reach the run, a cancelled run ends, and the sentence of an
-    error of ours is that of the run's failed state.
-    """
+    """Turn a function of one settings model into a flow's: parameters one by one, and all that surrounds its work."""
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
         @flow_parameters(model)
@@ -84,7 +80,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
                 logging.getLogger(name).addFilter(_is_news)
             try:
                 return body(**values)
-            except VirnucError as error:
+            except VirnucError as error:  # its sentence is all that the failed state says
                 return Failed(message=str(error), data=error)
 
         return called

@@ -111,10 +111,7 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
 
 
 def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
-    """Turn a function of settings into a command that has the model's fields as options.
-
-    Fields named in `positional` come without dashes. What was not given is left to the model's defaults.
-    """
+    """Turn a function of settings into a command with the model's fields as options, the `positional` ones bare."""
     fields, own = fields_of(model), inspect.signature(model).parameters
     parameters = [own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
     parameters += [own[name] for name in fields if name not in positional]

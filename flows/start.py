@@ -192,7 +192,14 @@ def own_server(*, debug: bool) -> Callable[[], None]:
             start_new_session=True,
             stderr=None if debug else log,
         )
-    atexit.register(_end, server)
+
+    def end() -> None:  # what Prefect's threads still had to tell has been told
+        server.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(timeout=5)
+        server.kill()
+
+    atexit.register(end)
     refresh_global_settings_context()
 
     def wait() -> None:
@@ -214,14 +221,6 @@ def own_server(*, debug: bool) -> Callable[[], None]:
     return wait
 
 
-def _end(server: subprocess.Popen[bytes]) -> None:
-    """At the very end: what Prefect's threads still had to tell has been told."""
-    server.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        server.wait(timeout=5)
-    server.kill()
-
-
 def say(*lines: object) -> None:
     sys.stdout.write("".join(f"{printable(str(line))}\n" for line in lines))
 
@@ -229,8 +228,7 @@ def say(*lines: object) -> None:
 def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     """The devices by name, `auto` too, of a flow that can work; refuses at once what could only fail later.
 
-    Nothing is written. `base`: the profile's engine settings. Errors: those of the reads, of the weights' headers, of
-    devices, settings and output, and of the files that one flow alone takes.
+    Errors: those of reads, weights' headers, devices, settings and output, and of the files one flow alone takes.
     """
     from virnuc_core.encoders.checkpoint import check_models
     from virnuc_core.engine.devices import resolve, resolve_engine
@@ -289,15 +287,12 @@ def nearest(out: Path) -> Path:
 
 
 def writable(out: Path, nbytes: int = 0, what: str = "") -> None:
-    """Check that `out` is or can become a directory to write `nbytes` in; leaves nothing behind.
-
-    A file is really made, and gone at once: permission bits know nothing of full, frozen or read-only disks.
-    """
+    """Check that `out` is or can become a directory to write `nbytes` in; leaves nothing behind."""
     place = nearest(out)
     if not place.is_dir():
         raise ConfigError(f"{out}: {place} is a file; choose another directory")
     try:
-        with tempfile.TemporaryFile(dir=place) as file:
+        with tempfile.TemporaryFile(dir=place) as file:  # permission bits know nothing of full or read-only disks
             file.write(b"virnuc")
             file.flush()
     except OSError as error:

@@ -173,17 +173,14 @@ class Markdown(str):
     __slots__ = ()
 
 
-def key(*parts: object) -> str:
-    """An artifact key: lower-case letters, digits and dashes; `ValueError` when nothing is left of `parts`."""
-    cleaned = re.sub(r"[^a-z0-9]+", "-", "-".join(map(str, parts)).lower()).strip("-")[:100].strip("-")
-    if not cleaned:
-        raise ValueError(f"no artifact key can be made of {parts!r}")
-    return cleaned
+def key(name: str) -> str:
+    """A name as an artifact's key: lower-case letters, digits and dashes."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:100].strip("-")
 
 
 def on_host(name: str) -> str:
     """The key of an artifact whose figures depend on this machine."""
-    return key(name, platform.node())
+    return key(f"{name}-{platform.node()}")
 
 
 def cell(value: object) -> str:
@@ -257,14 +254,10 @@ def inside_a_run() -> bool:
 
 def emit(event: str, resource: str, name: str, payload: Mapping[str, Any]) -> None:
     """Send `virnuc.<event>` about `virnuc.<resource>`; Prefect adds the flow run as a related resource."""
-    if not with_server():
-        return
-    with connection.telling(f"event {event}"):
-        emit_event(
-            event=f"virnuc.{event}",
-            resource={"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name},
-            payload=dict(payload),
-        )
+    if with_server():
+        with connection.telling(f"event {event}"):
+            about = {"prefect.resource.id": f"virnuc.{resource}", "prefect.resource.name": name}
+            emit_event(event=f"virnuc.{event}", resource=about, payload=dict(payload))
 
 
 @contextmanager

@@ -169,10 +169,7 @@ def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> I
 
 
 def small_text(path: Path | Traversable, most: int = SETTINGS_BYTES) -> str:
-    """The text of a file that has no reason to be larger than `most` bytes: no more are read.
-
-    Errors: `OSError`, also for a larger one; `UnicodeDecodeError`.
-    """
+    """The text of a file of `most` bytes at most. Errors: `OSError`, also for a larger one; `UnicodeDecodeError`."""
     with path.open("rb") as file:
         body = file.read(most + 1)
     if len(body) > most:

@@ -112,11 +112,10 @@ def storage_error(error: BaseException, path: Path | None = None) -> StorageErro
     if not isinstance(error, OSError) or error.errno not in _STORAGE:
         return None
     path = path or (Path(os.fsdecode(error.filename)) if error.filename else None)
-    above = (path, *path.parents) if path else ()
-    free = next((shutil.disk_usage(folder).free for folder in above if folder.is_dir()), 0 if path else None)
-    left = "" if free is None else f"; {size(free)} free there"
+    place = next((folder for folder in (path, *path.parents) if folder.is_dir()), None) if path else None
+    left = f"; {size(shutil.disk_usage(place).free)} free there" if place else ""
     said = f"{os.strerror(error.errno)}{left}; {_STORAGE[error.errno]} and run again, what was committed stays"
-    return StorageError(said if path is None else f"{path}: {said}")
+    return StorageError(f"{path}: {said}" if path else said)
 
 
 def size(nbytes: int) -> str:

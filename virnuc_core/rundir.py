@@ -204,10 +204,7 @@ def check_ours(root: Path) -> None:
 
 
 def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False) -> None:
-    """Refuse an output directory in which something of others could be lost; nothing is touched.
-
-    `reads`: the input files. Errors: `ConfigError`; see `check_ours`, too.
-    """
+    """Refuse an output directory in which input or something of others could be lost; nothing is touched."""
     place, weights = out.resolve(), models.resolve()
     special = {Path("/"): "the root directory"}
     with suppress(RuntimeError):  # who runs this has no home
@@ -355,10 +352,7 @@ def lock_device(device: str, wait_s: float) -> int:
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Ask the kernel for SIGKILL when the parent dies; leave at once if `parent` already has.
-
-    The initializer of every process we start. The kernel counts the thread that started a process as its parent.
-    """
+    """Ask the kernel for SIGKILL when the parent, the thread that started us, dies; leave if `parent` already has."""
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if parent is not None and os.getppid() != parent:
         os._exit(1)

@@ -233,10 +233,7 @@ def other_files(before: Sequence[InputFile], files: Sequence[str]) -> list[str]:
 
 
 def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
-    """The record to go on with: `fresh` for a new directory, the old one plus an attempt for the same run.
-
-    Errors: `RunMismatchError` names every field that differs.
-    """
+    """The record to go on with: `fresh`, or the same run's with one more attempt. Errors: `RunMismatchError`."""
     before = read_or_set_aside(run.record, RunRecord)
     if before is None:
         return fresh

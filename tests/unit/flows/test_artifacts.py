@@ -58,18 +58,13 @@ def test_a_cell_is_always_one_line_of_valid_json_without_a_quotation(value: obje
     assert not text.startswith(">")
 
 
-@given(st.lists(st.text(), min_size=1))
-def test_a_key_is_one_prefect_accepts_or_an_error(parts: list[str]) -> None:
-    try:
-        made = key(*parts)
-    except ValueError:
-        assert not re.search("[a-z0-9]", "".join(parts).lower())
-        return
-    assert re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?", made)
+@given(st.text())
+def test_a_key_is_one_prefect_accepts(name: str) -> None:
+    assert re.fullmatch(r"[a-z0-9](?:[a-z0-9-]{0,98}[a-z0-9])?", key(f"reads-{name}"))
 
 
 def test_keys_say_what_they_are_of() -> None:
-    assert key("criteria", "Lung_R1", "cpu:2") == "criteria-lung-r1-cpu-2"
+    assert key("criteria-Lung_R1-cpu:2") == "criteria-lung-r1-cpu-2"
 
 
 def test_a_long_table_is_cut_and_says_so() -> None:
