@@ -84,7 +84,6 @@ class Connection:
         while True:
             try:
                 answer = self._try(request, ask, at_once=state is not None or time.monotonic() < until_s)
-                break
             except ServerLostError:
                 gone = self.embedded is not None and self.embedded.poll() is not None
                 if not gone and time.monotonic() < until_s:
@@ -97,7 +96,7 @@ class Connection:
                 told |= {"id": str(uuid4()), "timestamp": datetime.now(UTC).isoformat()}
                 body = {"state": told, "status": "ACCEPT", "details": {"type": "accept_details"}}
                 answer = httpx.Response(200, json=body, request=request)
-                break
+            break
         if state is not None and state["type"] not in ("PENDING", "RUNNING", "PAUSED"):
             if self.untold:
                 logger.warning("not reported to the Prefect server: %s", ", ".join(dict.fromkeys(self.untold)))

@@ -117,14 +117,10 @@ def done(data: T, message: str, *, reused: bool = False) -> State[T]:
 @contextmanager
 def core_logs() -> Iterator[None]:
     """Send the core's records from INFO up to the current run while the body runs; outside a run do nothing."""
-    task_run, flow_run, ids = TaskRunContext.get(), FlowRunContext.get(), {}
-    if task_run is not None and task_run.task_run.flow_run_id is not None:
-        ids = {"flow_run_id": str(task_run.task_run.flow_run_id), "task_run_id": str(task_run.task_run.id)}
-    elif flow_run is not None and flow_run.flow_run is not None:
-        ids = {"flow_run_id": str(flow_run.flow_run.id)}
-    else:
+    if FlowRunContext.get() is None:
         yield
         return
+    ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
 
     def named(record: logging.LogRecord) -> bool:  # threads of the core know of no run
         vars(record).update(ids)

@@ -104,9 +104,6 @@ def _weights(folder: Path) -> list[Path]:
     return files
 
 
-# -- fingerprints ------------------------------------------------------------------------------------------------------
-
-
 def fingerprint(models: Path) -> dict[str, str]:
     """SHA-256 of each part's files, by the part's name; equal ones mean equal scores.
 
@@ -132,9 +129,6 @@ def part_digest(folder: Path, *further: Path) -> str:
 def _digest(path: Path, size: int, changed_ns: int) -> str:
     """SHA-256 of a file that has not changed since."""
     return sha256_of(path)
-
-
-# -- loading -----------------------------------------------------------------------------------------------------------
 
 
 def load_encoder(
@@ -164,9 +158,6 @@ def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Es
         load_encoder(DnabertS, models, device, dna_precision, engine.attention),
         load_head(models, device),
     )
-
-
-# -- tensor files ------------------------------------------------------------------------------------------------------
 
 
 class Checkpoint(NamedTuple):

@@ -53,9 +53,7 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
     return shape
 
 
-def convert_dnabert_s(
-    source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None
-) -> DnabertShape:
+def convert_dnabert_s(source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None) -> None:
     """Write `out/dnabert_s` from a folder or file of the public DNABERT-S; `config.json` must stand beside the weights.
 
     `tokenizer` is the tokenizer file when it does not stand there too.
@@ -69,7 +67,6 @@ def convert_dnabert_s(
         raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
     read_tokenizer(file)
     write_part(out, shape, fit(opened, shape), source.name, dtype, functools.partial(shutil.copyfile, file))
-    return shape
 
 
 def convert_head(source: Path, out: Path, model_length: int | None = None, dna_width: int = DNABERT_WIDTH) -> HeadShape:
@@ -210,9 +207,6 @@ def write_part(
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-# -- random weights ----------------------------------------------------------------------------------------------------
 
 
 def init_random(
