@@ -14,7 +14,7 @@ from flows.flow_run import named, untold, with_parameters
 from flows.parameters import ComputeSettings, ReadingSettings, VerdictSettings
 from flows.predict import predict
 from tasks.server import ServerLostError, announce
-from tasks.step import done, publish_table
+from tasks.step import done, emit, key, publish_table
 from virnuc_core.config import EngineSpec
 from virnuc_core.measure.inbox import Ledger, Row, RowFate
 from virnuc_core.runfiles import RunSummary
@@ -42,6 +42,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
         return found
 
     ledger = Ledger(settings.inbox, settings.out)
+    known = {(row.file, row.note) for row in ledger.read_table() if row.fate == "failed"}
     rows = ledger.scan(settle_s=settings.settle_s)
     ledger.write_table(rows)
     left = settings.max_files
@@ -51,6 +52,9 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
             left -= rows[position].fate != "busy"
             ledger.write_table(rows)
     rows = ledger.scan(settle_s=settings.settle_s)
+    for row in rows:
+        if row.fate == "failed" and (row.file, row.note) not in known:
+            emit("inbox.failed", f"inbox.{key(row.file)}", row.file, {"reason": row.note, "run": row.run})
     counts = Counter(row.fate for row in rows)
     shown = [{name: getattr(row, name) for name in ("file", "fate", "reads", "viral", "run", "note")} for row in rows]
     publish_table(f"inbox-{settings.inbox.name}", shown, f"Files of {settings.inbox}")

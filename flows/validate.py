@@ -28,7 +28,7 @@ from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.tools import tune_round, tuned
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
-from tasks.step import NotMetError, TimeLimitError, beside, done, publish_markdown
+from tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publish_markdown
 from tasks.tools import ceiling, overhead, precision
 from tasks.validate import TIMED_OUT, Approval, approval_form, baseline, compare, emit_outcome, publish, report
 from virnuc_core.config import ClassifySpec, Devices
@@ -208,7 +208,7 @@ def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
     approval = ask(folder, approval_form(judged), timeout_s=settings.approval_timeout_s)
     text = fill("sections.md.j2", rerender(settings.out), only="Approval")
     said = f"{approval.verdict} by {approval.reviewer}"
-    publish_markdown(f"approval-{judged.profile.name}", text, said, folder)
+    publish_markdown(on_host(f"approval-{judged.profile.name}"), text, said, folder)
     return approval
 
 

@@ -123,6 +123,7 @@ class Attempt(RunFile):
     started: str
     devices: tuple[Device, ...]
     command: tuple[str, ...] = ()
+    directory: str = ""  # in which it was given: where its relative paths begin
     wall_s: Seconds | None = None  # of a killed one, until its last sample
     worked_s: Seconds = 0.0  # from its first batch to its last commit
     shards: Count = 0  # that it committed
@@ -196,8 +197,9 @@ def new_record(kind: type[Record], devices: Sequence[Device], **made: Any) -> Re
     # of addresses, the query may be a signature
     command = tuple(re.sub(r"(?<=://)\S*@|[?#].*", "…", word) if "://" in word else word for word in sys.argv)
     here = {"virnuc_version": virnuc_core.__version__, "git_commit": git_commit(), "versions": versions()}
-    start = {"created": at, "host": platform.node(), "devices": found}
-    return kind(**here | start | {"attempts": (Attempt(started=at, devices=found, command=command),)} | made)
+    start = Attempt(started=at, devices=found, command=command, directory=str(Path.cwd()))
+    of = {"created": at, "host": platform.node(), "devices": found, "attempts": (start,)}
+    return kind(**here | of | made)
 
 
 def read_record(run: RunDir) -> RunRecord:

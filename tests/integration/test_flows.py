@@ -72,6 +72,7 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     asked = {name: record.spec[name] for name in ("sample", "on_error", "write_viral", "reads", "threshold")}
     assert asked == {"sample": "few", "on_error": "stop", "write_viral": True, "reads": [str(reads)], "threshold": 0.5}
     assert record.attempts[0].command
+    assert record.attempts[0].directory == os.getcwd()
     assert state.message == f"{summary.fates['viral']:,} of 300 reads are viral"
     assert {*RESULTS, "embeddings.h5", "failed.tsv", "viral.fastq.gz"} == set(summary.files or {})
     with get_client(sync_client=True) as client:
@@ -280,7 +281,13 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     assert (folder / "head.before" / "model.safetensors").read_bytes() == before
 
 
-def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path) -> None:
+def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, str, str]] = []  # by the inbox alone: each prediction sends its own
+
+    def emit(event: str, _resource: str, name: str, payload: dict[str, Any]) -> None:
+        sent.append((event, name, payload["reason"]))
+
+    monkeypatch.setattr("flows.predict_inbox.emit", emit)
     inbox, out = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     for number in (1, 2):
@@ -294,6 +301,9 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path) -
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     state = predict_inbox(**given, return_state=True)
     assert state.message == "1 duplicate, 3 failed, 2 predicted"
+    assert {event for event, *_ in sent} == {"inbox.failed"}
+    assert any(name == "broken.fasta" and "neither FASTA nor FASTQ" in reason for _, name, reason in sent)
+    assert len(sent) == 3
     table = {row.file: row for row in Ledger(inbox, out).read_table()}
     assert {name: row.fate for name, row in table.items() if name in ("2.fasta", "broken.fasta")} == {
         "2.fasta": "predicted",
@@ -305,6 +315,7 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path) -
     assert all((run / name).is_file() for name in RESULTS)
     again = predict_inbox(**given, return_state=True)
     assert (again.name, again.message) == ("Reused", "1 duplicate, 3 failed, 2 predicted")
+    assert len(sent) == 3, "a failure is told of once"
 
 
 def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Path) -> None:
