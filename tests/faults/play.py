@@ -106,7 +106,7 @@ class Play:
         elif code in OWN_WAYS and len(lines) != 1:
             self._say(f"{what}: exit code {code} with {len(lines)} lines that say why")
         if "Traceback" in text:
-            self._say(f"{what}: a traceback: {text.splitlines()[-1][:120]}")
+            self._say(f"{what}: a traceback: {text[text.index('Traceback') - 300 :][:3000]!r}")
         if any("unexpected" in line for line in lines):
             self._say(f"{what}: {lines[-1][:160]}")
         if code == 0:

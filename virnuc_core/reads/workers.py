@@ -68,27 +68,23 @@ class Workers:
         by the second item if they `may_start`. Errors: what `items` raises, and the work here; from another process
         `OSError` of the work, `WorkerError` for its other errors and for a process that dies or does not move.
         """
-        waiting: deque[tuple[Future[O], int]] = deque()
-        try:
-            for number, item in enumerate(items):
-                busy = sum(not future.done() for future, _ in waiting)
-                if busy < _AHEAD * self._others and (self._pool is not None or (may_start and number)):
-                    future = self._submit(work, item)
-                else:
-                    future = Future()
-                    future.set_result(work(item))
-                waiting.append((future, nbytes(item)))
-                while waiting and (
-                    waiting[0][0].done()
-                    or len(waiting) > _WINDOW * self._others
-                    or sum(size for _, size in waiting) > _MOST_HELD_BYTES * self._others
-                ):
-                    yield self._result(waiting.popleft()[0])
-            while waiting:
+        waiting: deque[tuple[Future[O], int]] = deque()  # none is ever cancelled: a pool that breaks cannot bear it
+        for number, item in enumerate(items):
+            busy = sum(not future.done() for future, _ in waiting)
+            if busy < _AHEAD * self._others and (self._pool is not None or (may_start and number)):
+                future = self._submit(work, item)
+            else:
+                future = Future()
+                future.set_result(work(item))
+            waiting.append((future, nbytes(item)))
+            while waiting and (
+                waiting[0][0].done()
+                or len(waiting) > _WINDOW * self._others
+                or sum(size for _, size in waiting) > _MOST_HELD_BYTES * self._others
+            ):
                 yield self._result(waiting.popleft()[0])
-        finally:
-            for future, _ in waiting:
-                future.cancel()
+        while waiting:
+            yield self._result(waiting.popleft()[0])
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
         before = {*multiprocessing.active_children()}

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,30 @@ def test_errors_of_a_worker_come_with_its_traceback() -> None:
     with pytest.raises(ValueError, match="invalid literal"), Workers(1) as workers:
         list(workers.map(int, ["1", "no"]))
     assert workers_of(os.getpid()) == []
+
+
+def test_an_interrupt_while_others_are_at_work_leaves_no_thread_that_complains(monkeypatch: pytest.MonkeyPatch) -> None:
+    complaints: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+    shut = ProcessPoolExecutor.shutdown
+
+    def shut_late(pool: ProcessPoolExecutor, **how: bool) -> None:
+        while workers_of(os.getpid()):  # the pool sees that its processes are dead before it hears of the end
+            time.sleep(0.01)
+        time.sleep(0.1)
+        shut(pool, **how)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shut_late)
+
+    def items() -> Iterator[int]:
+        yield from (0, *[600] * 6)  # of six for two processes one at least stays with the pool
+        time.sleep(0.2)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Workers(3) as workers:
+        list(workers.map(time.sleep, items()))
+    assert workers_of(os.getpid()) == []
+    assert not complaints
 
 
 def test_results_stand_in_order_and_little_work_needs_no_other_process() -> None:
