@@ -21,6 +21,7 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate, WorkPoolCre
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelled, Cancelling, Crashed, Pending, Running, Scheduled
 
@@ -36,8 +37,10 @@ def watched() -> None:
 
 @pytest.fixture
 def client(server: dict[str, str]) -> Iterator[SyncPrefectClient]:
+    EventsWorker.drain_all()  # one that an earlier test left would go on sending to that test's server
     with get_client(sync_client=True) as found:
         yield found
+    EventsWorker.drain_all()
 
 
 @pytest.fixture
