@@ -72,7 +72,7 @@ def test_predict_writes_its_files_and_says_so(tmp_path: Path, reads: Path, model
     asked = {name: record.spec[name] for name in ("sample", "on_error", "write_viral", "reads", "threshold")}
     assert asked == {"sample": "few", "on_error": "stop", "write_viral": True, "reads": [str(reads)], "threshold": 0.5}
     assert record.attempts[0].command
-    assert record.attempts[0].directory == os.getcwd()
+    assert record.attempts[0].directory == str(Path.cwd())
     assert state.message == f"{summary.fates['viral']:,} of 300 reads are viral"
     assert {*RESULTS, "embeddings.h5", "failed.tsv", "viral.fastq.gz"} == set(summary.files or {})
     with get_client(sync_client=True) as client:
