@@ -34,7 +34,6 @@ from virnuc_core.validation import BaselineSubset, BaselineSummary, choose_reads
 
 log = logging.getLogger(__name__)
 
-SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent too
 DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
 _, _, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 
@@ -222,7 +221,7 @@ class _Measurement:
             logs = self.run.root / "logs"
             children = [workers.start(spec, logs / f"baseline-{spec.device.id}.log") for spec in specs]
             for _ in children:
-                assert isinstance(workers.expect(children, SILENCE_S)[1], Ready)
+                assert isinstance(workers.expect(children)[1], Ready)
             start_s = time.monotonic() - started
             for stage, op in zip((DNABERT_S, ESM2, MERGING, PREDICTION), get_args(worker.Operation), strict=True):
                 began, done[stage] = time.monotonic(), []
@@ -233,7 +232,7 @@ class _Measurement:
                         name, folder = self.spec.name, str(self.folder)
                         child.send(worker.FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
                 while busy := [child for child, files in todo.items() if files]:
-                    child, event = workers.expect(busy, SILENCE_S)
+                    child, event = workers.expect(busy)
                     if isinstance(event, worker.RowsDone):
                         self.rows_embedded += event.rows
                         self.on_progress(self.rows_embedded / (2 * rows))

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import multiprocessing
 import queue
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -82,12 +81,6 @@ def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
     store, proteins, dnas = opened(*source)
     protein, dna = proteins.encode(store.protein(*span)), dnas.encode(store.dna(*span))
     return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
-
-
-def _leave_with_worker() -> None:
-    """A loader process leaves with the worker that started it, and lets it handle Ctrl-C."""
-    die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def slices(kept: NDArray[np.int64]) -> list[Slice]:
@@ -203,7 +196,7 @@ class Loader:
         self._processes: ProcessPoolExecutor | None = None
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
-            self._processes = ProcessPoolExecutor(engine.num_workers, context, _leave_with_worker)
+            self._processes = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and its end."""

@@ -29,7 +29,7 @@ from virnuc_core.runfiles import Device, ModelFlops
 from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
-from virnuc_core.telemetry.tables import OVERLAPPED, START_UP, Encoder, ShardDone, Stage, StageClock, StageTime
+from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, START_UP, ShardDone, StageClock, StageTime
 
 if TYPE_CHECKING:
     from virnuc_core.engine.poison_rows import Search
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WORKER: Final = "virnuc_core.engine.worker"
-ENCODER_STAGES: Final[tuple[tuple[Stage, Encoder], ...]] = (("DNABERT-S", "dnabert_s"), ("ESM-2", "esm2"))
 TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one its loader prepares
 TICK_S: Final = 0.5
 SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, and of its last block
@@ -91,7 +90,7 @@ class WorkerSlot:
     """A device's place in the pool: who works there now, and what it holds."""
 
     spec: WorkerSpec
-    worker: Child | None = None
+    worker: Child = field(init=False)
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
     ready: bool = False  # whether the present worker has said so
     unready_deaths: int = 0
@@ -129,9 +128,10 @@ class Pool:
         traceback for workers that never get ready, and after `end_all_children`.
         """
         self._todo.extend(tasks)
+        del self._slots[len(tasks) :]
         left = {task.shard for task in tasks}
         with self._workers:
-            for slot in self._slots[: len(tasks)]:
+            for slot in self._slots:
                 self._start(slot)
             while left:
                 self._end_silent()
@@ -140,12 +140,11 @@ class Pool:
                 child, heard = received
                 for slot in self._slots:  # none for an earlier worker's last message
                     if slot.worker is child:
-                        self._hear(slot, child, heard)
+                        self._hear(slot, heard)
                 if isinstance(heard, Computed) and heard.done is not None:
                     left.discard(heard.done.shard)
             for slot in self._slots:
-                if slot.worker is not None:
-                    slot.worker.send(Closed())
+                slot.worker.send(Closed())
 
     def _start(self, slot: WorkerSlot) -> None:
         slot.ready = False
@@ -155,7 +154,6 @@ class Pool:
 
     def _feed(self, slot: WorkerSlot) -> None:
         """Give the worker tasks until it holds enough; a suspect travels alone, so that a death names it."""
-        assert slot.worker is not None
         while self._todo and len(slot.held) < TASKS_AHEAD:
             suspects = [task for task in (self._todo[0], *slot.held) if task.probe or self._killed[task.shard]]
             if slot.held and suspects:
@@ -165,15 +163,16 @@ class Pool:
             slot.held.append(task)
             slot.worker.send(task)
 
-    def _hear(self, slot: WorkerSlot, worker: Child, heard: Message) -> None:
+    def _hear(self, slot: WorkerSlot, heard: Message) -> None:
+        device = slot.worker.device
         match heard:
             case Ready(record=record):
                 slot.ready, slot.unready_deaths = True, 0
-                first = self.records.setdefault(worker.device, {"spawned_s": worker.started_s, **record})
+                first = self.records.setdefault(device, {"spawned_s": slot.worker.started_s, **record})
                 if first["pid"] != record["pid"]:
-                    self.lost_s[worker.device] += time.monotonic() - slot.since_s
+                    self.lost_s[device] += time.monotonic() - slot.since_s
                 slot.since_s = time.monotonic()
-                log.info("%s ready after %.1f s", worker.device, record["ready_s"])
+                log.info("%s ready after %.1f s", device, record["ready_s"])
             case Computed(done=done):
                 task = slot.held.popleft()
                 if done is None:
@@ -188,11 +187,11 @@ class Pool:
                         self._set_aside(done.shard, lost)
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
-                log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
+                log.error("%s: %s: %s", device, heard.kind, heard.message)
                 if (error := named(heard.kind, heard.message)) is not None:
                     raise error
             case Closed():
-                self._died(slot, worker)
+                self._died(slot)
 
     def _set_aside(self, shard: int, lost: int) -> None:
         """Count rows that are not finite. Errors: `WeightsError` for more than the run may lose."""
@@ -208,13 +207,14 @@ class Pool:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""
         now = time.monotonic()
         for slot in self._slots:
-            if slot.worker is not None and slot.held and now - slot.worker.progress_s > self._silence_s:
+            if slot.held and now - slot.worker.progress_s > self._silence_s:
                 log.error("%s has been silent for more than %.0f s; ending it", slot.worker.device, self._silence_s)
                 slot.worker.progress_s = now
                 slot.worker.end(0.5)
 
-    def _died(self, slot: WorkerSlot, worker: Child) -> None:
+    def _died(self, slot: WorkerSlot) -> None:
         """Hand out again what a dead worker held, and start another in its place."""
+        worker = slot.worker
         status, failed = worker.end(0.5), worker.failed
         if self._workers.cancelled:
             raise WorkerError(INTERRUPTED)
@@ -313,8 +313,8 @@ class Embedding:
         """Put the embedding on the run's clock: where the time of the busiest device went, and when that was."""
         batches, shards = self.measured.batches, self.measured.shards
         busy = max(device_busy(shards), key=lambda one: one.busy_s, default=None)
-        for name, encoder in ENCODER_STAGES:
-            seconds = 0.0 if busy is None else busy.esm2_s if encoder == "esm2" else busy.dnabert_s
+        spent_s = (busy.dnabert_s, busy.esm2_s) if busy else (0.0, 0.0)
+        for name, encoder, seconds in zip(("DNABERT-S", "ESM-2"), ENCODERS, spent_s, strict=True):
             clock.add(name, seconds, embedding_span(batches[batches.encoder == encoder]))
         clock.fuse("Feature Merging", "ESM-2")
         clock.add("Model Prediction", busy.head_s if busy else 0.0)

@@ -34,6 +34,7 @@ from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
 GRACE_S: Final = 4.5  # for a worker to finish what it is at
+SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 # a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
 PROGRAM: Final = """
 import sys
@@ -77,9 +78,9 @@ class Alive(Message):
 
 
 class Ready(Message):
-    """A worker takes tasks."""
+    """A worker takes tasks, and what it has to say of itself or its device; the engine's stands in summary.json."""
 
-    record: dict[str, Any] = Field(default_factory=dict)  # what it says of itself in summary.json
+    record: dict[str, Any] = Field(default_factory=dict)
 
 
 class Failed(Message):
@@ -279,7 +280,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         except queue.Empty:
             return None
 
-    def expect(self, busy: Iterable[Child], silence_s: float) -> tuple[Child, Message]:
+    def expect(self, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
         """The next message of workers none of which may fail.
 
         Errors: those of input, weights and devices as the worker raised them; `WorkerError` for one that failed

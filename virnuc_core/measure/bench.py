@@ -1,7 +1,7 @@
 """Rates of the engine, the same in every tool: of a job, with commits, sampler or kept models and without, of layers.
 
 The ceiling is what the linear layers sustain on each device, measured just before a run by a process of its own on
-each. Messages in: a WorkerSpec. Out: Measured, or Failed.
+each. Messages in: a WorkerSpec. Out: Ready, with the tokens/s of each encoder, or Failed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import Embedding, Job, Watch, worker_specs
-from virnuc_core.engine.process import LocalWorkers, Message, Parent, WorkerSpec
+from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import read_shard
 from virnuc_core.engine.worker import Runner
 from virnuc_core.errors import ConfigError, VirnucError
@@ -47,7 +47,6 @@ EXACT_UNIQUES: Final = 300
 AHEAD: Final = 4  # passes launched before the oldest is waited for
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
 NEVER_S: Final = 86_400.0  # between samples: none is taken
-SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +74,6 @@ class Bench:
             "more": more,
         }
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-class Measured(Message):
-    """A worker's word of what the linear layers of each encoder sustain."""
-
-    tokens_per_s: dict[str, float]
 
 
 class Measurement(RunFile):
@@ -274,12 +267,12 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
         gpus = worker_specs(models, [device for device in devices if device.kind == "cuda"], engine)
         measuring = {workers.start(gpu, logs / f"ceiling-{gpu.device.id}.log") for gpu in gpus}
         while measuring:
-            worker, event = workers.expect(measuring, SILENCE_S)
-            assert isinstance(event, Measured)
+            worker, event = workers.expect(measuring)
+            assert isinstance(event, Ready)
             measuring.discard(worker)
-            if not event.tokens_per_s:
+            if not event.record:
                 log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", worker.device)
-            for encoder, rate in event.tokens_per_s.items():
+            for encoder, rate in event.record.items():
                 found[encoder][worker.device] = rate
     ceilings = {f"{encoder}_ceiling_tokens_s": rates for encoder, rates in found.items()}
     return model_flops(models).model_copy(update=ceilings)
@@ -301,7 +294,7 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
             found[name] = budgets[name] * passes / elapsed_s
     except torch.OutOfMemoryError:
         found = {}  # the runs will halve the budgets
-    parent.send(Measured(tokens_per_s=found))
+    parent.send(Ready(record=found))
     parent.receive()
 
 

@@ -11,6 +11,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, Final, Self
@@ -175,7 +176,7 @@ class InferenceProgressReporter:
         self._total, self._monitor, self._on_progress, self._now = total_sequences, monitor, on_progress, now
         self._console = console or shared_console()
         self._first = self._done = already_done
-        self._totals = dict.fromkeys(monitor.devices, (0, 0, 0))  # rows, tokens and slots of this run
+        self._totals = defaultdict[str, Counter[str]](Counter)  # by device: rows, tokens and slots of this run
         self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
         self._bars: Progress | None = None
         self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
@@ -207,20 +208,19 @@ class InferenceProgressReporter:
         return min(1.0, self._done / self._total) if self._total else 1.0
 
     @property
-    def eta_s(self) -> float | None:
-        """Seconds left at this run's speed since its first batch; `None` before anything is done."""
-        elapsed, made = self._now() - self._began_s, self._done - self._first
-        if self._done >= self._total:
-            return 0.0
-        return elapsed * (self._total - self._done) / made if made > 0 and elapsed > 0 else None
+    def eta(self) -> str:
+        """The time left at this run's speed since its first batch; `--:--` before anything is done."""
+        elapsed, made, left = self._now() - self._began_s, self._done - self._first, self._total - self._done
+        if left <= 0:
+            return clock_text(0.0)
+        return clock_text(elapsed * left / made) if made > 0 and elapsed > 0 else "--:--"
 
     def update(self, shard: ShardDone) -> None:
         """Count a committed shard, and show it when it is time."""
         if self._done == self._first:  # what came before the first batch was not embedding
             self._began_s = min((batch.launched_s for batch in shard.batches), default=self._began_s)
-        counted = shard.rows, sum(b.tokens for b in shard.batches), sum(b.slots for b in shard.batches)
-        before = self._totals.get(shard.device, (0, 0, 0))
-        self._totals[shard.device] = before[0] + counted[0], before[1] + counted[1], before[2] + counted[2]
+        tokens, slots = (sum(getattr(batch, what) for batch in shard.batches) for what in ("tokens", "slots"))
+        self._totals[shard.device].update(rows=shard.rows, tokens=tokens, slots=slots)
         self._done, now = self._done + shard.rows, self._now()
         if self._bars is not None or now - self._last_plain_s >= PLAIN_EVERY_S:
             self._last_plain_s = now
@@ -232,8 +232,8 @@ class InferenceProgressReporter:
     def progress(self, *devices: str) -> tuple[int, dict[str, str]]:
         """Rows that `devices`, or all of them, have done so far; and in words their speed, the mean of their newest
         utilisation and their packing."""
-        names, elapsed = devices or tuple(self._totals), self._now() - self._began_s
-        rows, tokens, slots = (sum(self._totals[name][i] for name in names) for i in range(3))
+        names, elapsed = devices or self._monitor.devices, self._now() - self._began_s
+        rows, tokens, slots = (sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots"))
         newest = [sample.utilisation for name in names if (sample := self._monitor.latest.get(name)) is not None]
         told = [used for used in newest if used is not None]
         return rows, {
@@ -245,12 +245,9 @@ class InferenceProgressReporter:
     def _shown(self, *devices: str) -> dict[str, Any]:
         """What a bar shows of one device, or of all."""
         rows, words = self.progress(*devices)
-        count, eta = (f"{rows:,}", "") if devices else (f"{self._done:,}/{self._total:,}", f"ETA {self._eta()}")
+        count, eta = (f"{rows:,}", "") if devices else (f"{self._done:,}/{self._total:,}", f"ETA {self.eta}")
         told = {"gpu": f"{words['gpu']} GPU", "pack": f"{words['pack']} pack", "tokens": words["tokens"]}
         return {"completed": rows if devices else self._done, "count": count, "eta": eta, **told}
-
-    def _eta(self) -> str:
-        return "--:--" if (eta_s := self.eta_s) is None else clock_text(eta_s)
 
     def _show(self) -> None:
         """Bring the bars up to date, or say a line."""
@@ -262,7 +259,7 @@ class InferenceProgressReporter:
         log.info(
             f"{TITLE}: {self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
-            f"elapsed {clock_text(self._now() - self._started_s)} | ETA {self._eta()}"
+            f"elapsed {clock_text(self._now() - self._started_s)} | ETA {self.eta}"
         )
 
 

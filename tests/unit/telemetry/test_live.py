@@ -74,7 +74,7 @@ def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
 def test_before_anything_is_done_nothing_is_known(clock: Clock) -> None:
     progress = reporter(100, Sampler(("cpu-core-0",)), clock)
     assert progress.progress() == (0, {"tokens": "- tok/s", "gpu": "n/a", "pack": "n/a"})
-    assert progress.eta_s is None
+    assert progress.eta == "--:--"
 
 
 def test_plain_lines_come_every_few_seconds_and_can_be_grepped(
@@ -139,15 +139,15 @@ def test_the_callback_is_throttled_and_gets_the_end(sampler: Sampler, clock: Clo
             clock.now = tick / 2
             progress.update(done(1))
     assert seen == [0.25, 0.5, 0.75, 1.0, 1.0]
-    assert progress.eta_s == 0.0
+    assert progress.eta == "00:00"
 
 
 def test_what_an_earlier_run_did_does_not_make_this_one_faster(sampler: Sampler, clock: Clock) -> None:
     with reporter(100, sampler, clock, already_done=80) as progress:
-        assert progress.eta_s is None
+        assert progress.eta == "--:--"
         clock.now = 10.0
         progress.update(done(10))
-        assert progress.eta_s == pytest.approx(10.0)
+        assert progress.eta == "00:10"
 
 
 def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -> None:
@@ -156,12 +156,12 @@ def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -
         clock.now = 40.0
         progress.update(shard(0, [batch(30.0), batch(35.0)]))
         assert progress.progress()[1]["tokens"] == "180 tok/s"
-        assert progress.eta_s == pytest.approx(40.0)
+        assert progress.eta == "00:40"
 
 
 def test_a_run_of_nothing_is_done(clock: Clock) -> None:
     progress = reporter(0, Sampler(()), clock)
-    assert (progress.share, progress.eta_s) == (1.0, 0.0)
+    assert (progress.share, progress.eta) == (1.0, "00:00")
 
 
 def test_a_stage_that_runs_twice_adds_up() -> None:
