@@ -11,7 +11,7 @@ import json
 import logging
 import statistics
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -262,7 +262,7 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
 
     Errors: those that a worker would raise; `WorkerError` for others, and when a process ends without an answer.
     """
-    found: dict[str, dict[str, float]] = {"esm2": {}, "dnabert_s": {}}
+    found = defaultdict[str, dict[str, float]](dict)
     with LocalWorkers(__name__) as workers:
         gpus = worker_specs(models, [device for device in devices if device.kind == "cuda"], engine)
         measuring = {workers.start(gpu, logs / f"ceiling-{gpu.device.id}.log") for gpu in gpus}
@@ -273,9 +273,8 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
             if not event.record:
                 log.warning("%s: no ceiling was measured, its memory does not hold the token budgets", worker.device)
             for encoder, rate in event.record.items():
-                found[encoder][worker.device] = rate
-    ceilings = {f"{encoder}_ceiling_tokens_s": rates for encoder, rates in found.items()}
-    return model_flops(models).model_copy(update=ceilings)
+                found[f"{encoder}_ceiling_tokens_s"][worker.device] = rate
+    return model_flops(models).model_copy(update=found)
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

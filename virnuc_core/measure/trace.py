@@ -26,7 +26,6 @@ from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.rundir import RUN_FILES, TRACES, RunDir, discard, whole_file
 from virnuc_core.runfiles import Device, RunFile, read, write
 
-SCHEMA_VERSION: Final = 1
 TABLE: Final = "{}.operations.json"  # of a device
 WAIT: Final = "dataloader_fetch"
 SHAPES_WIDTH: Final = 200
@@ -49,7 +48,7 @@ class Operation(RunFile):
 class TraceTable(RunFile):
     """`<device>.operations.json`: what one device's recording adds up to."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     device: str
     kind: str
     shards: int

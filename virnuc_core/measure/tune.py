@@ -28,7 +28,6 @@ from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock,
 from virnuc_core.runfiles import write
 from virnuc_core.validation import read_usable
 
-SCHEMA_VERSION: Final = 1
 MAX_CANDIDATES: Final = 200
 FINALISTS: Final = 3  # stay in the running to the end, whatever the first rounds say
 DEVICE_WAIT_S: Final = 60.0  # a device that another run is just leaving is waited for, not held against a candidate
@@ -223,7 +222,7 @@ class Sweep:
         """
         engine = chosen.candidate.engine
         body = {
-            "schema_version": SCHEMA_VERSION,
+            "schema_version": 1,
             "created": runfiles.now(),
             "profile": self.profile.name,
             "score_tolerance": self.profile.score_tolerance,

@@ -186,13 +186,14 @@ class InferenceProgressReporter:
             devices = self._monitor.devices
             on_gpu = any(device.startswith(GPU_UUIDS) for device in devices)
             words = ["count", "tokens", *["gpu"] * on_gpu, *["pack"] * (self._console.width >= WIDE), "eta"]
-            columns = [TextColumn(f"{{task.fields[{word}]}}", justify="right") for word in words]
+            units = {"gpu": " GPU", "pack": " pack"}
+            columns = [TextColumn(f"{{task.fields[{w}]}}{units.get(w, '')}", justify="right") for w in words]
             bar = (BarColumn(bar_width=None), TaskProgressColumn(show_speed=False))  # as wide as the words leave it
             name = TextColumn("[bold blue]{task.description}")
             self._bars = Progress(name, *bar, *columns, console=self._console, expand=True)
             for device in devices if len(devices) > 1 else ():
-                self._tasks[self._bars.add_task(device[:12], total=None, **self._shown(device))] = (device,)
-            self._tasks[self._bars.add_task(TITLE, total=self._total, **self._shown())] = ()
+                self._tasks[self._bars.add_task(device[:12], total=None, **self.progress(device))] = (device,)
+            self._tasks[self._bars.add_task(TITLE, total=self._total, **self.progress())] = ()
             self._bars.start()
         return self
 
@@ -229,37 +230,33 @@ class InferenceProgressReporter:
             self._last_callback_s = now
             self._on_progress(self.share)
 
-    def progress(self, *devices: str) -> tuple[int, dict[str, str]]:
-        """Rows that `devices`, or all of them, have done so far; and in words their speed, the mean of their newest
-        utilisation and their packing."""
+    def progress(self, *devices: str) -> dict[str, Any]:
+        """What is shown of `devices`, or of all: rows done so far, and in words their count, the time left, their
+        speed, the mean of their newest utilisation and their packing."""
         names, elapsed = devices or self._monitor.devices, self._now() - self._began_s
         rows, tokens, slots = (sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots"))
         newest = [sample.utilisation for name in names if (sample := self._monitor.latest.get(name)) is not None]
         told = [used for used in newest if used is not None]
-        return rows, {
+        return {
+            "completed": rows if devices else self._done,
+            "count": f"{rows:,}" if devices else f"{self._done:,}/{self._total:,}",
+            "eta": "" if devices else f"ETA {self.eta}",
             "tokens": f"{tokens / elapsed:,.0f} tok/s" if tokens and elapsed > 0 else "- tok/s",
             "gpu": f"{sum(told) / len(told):.0f} %" if told else "n/a",
             "pack": f"{100 * tokens / slots:.1f} %" if slots else "n/a",
         }
 
-    def _shown(self, *devices: str) -> dict[str, Any]:
-        """What a bar shows of one device, or of all."""
-        rows, words = self.progress(*devices)
-        count, eta = (f"{rows:,}", "") if devices else (f"{self._done:,}/{self._total:,}", f"ETA {self.eta}")
-        told = {"gpu": f"{words['gpu']} GPU", "pack": f"{words['pack']} pack", "tokens": words["tokens"]}
-        return {"completed": rows if devices else self._done, "count": count, "eta": eta, **told}
-
     def _show(self) -> None:
         """Bring the bars up to date, or say a line."""
         if self._bars is not None:
             for task, devices in self._tasks.items():
-                self._bars.update(task, **self._shown(*devices))
+                self._bars.update(task, **self.progress(*devices))
             return
-        _, words = self.progress()
+        words = self.progress()
         log.info(
             f"{TITLE}: {self._done:,} of {self._total:,} sequences ({100 * self.share:.1f} %) | "
             f"{words['tokens']} | gpu util {words['gpu']} | packing efficiency {words['pack']} | "
-            f"elapsed {clock_text(self._now() - self._started_s)} | ETA {self.eta}"
+            f"elapsed {clock_text(self._now() - self._started_s)} | {words['eta']}"
         )
 
 

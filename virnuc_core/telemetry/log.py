@@ -224,8 +224,7 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
     """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
 
     `told` is what `telemetry_file` takes. In HDF5 the columns of the batches lie at the root, the other tables in
-    groups of their names.
-    Errors: `StorageError` of the disk.
+    groups of their names. Errors: `StorageError` of the disk.
     """
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))

@@ -62,18 +62,23 @@ def reporter(total: int, sampler: Sampler, clock: Clock, **options: Any) -> Infe
     return InferenceProgressReporter(total, sampler, now=clock, **asked)
 
 
+def shown(progress: InferenceProgressReporter, *devices: str) -> tuple[Any, ...]:
+    """Rows done, speed, utilisation and packing."""
+    return tuple(progress.progress(*devices)[name] for name in ("completed", "tokens", "gpu", "pack"))
+
+
 def test_totals_by_device_and_together(sampler: Sampler, clock: Clock) -> None:
     progress = reporter(100, sampler, clock)
     progress.update(shard(0, [batch(0), batch(1, tokens=500)]))
     progress.update(done(10, "GPU-b"))
     clock.now = 10.0
-    assert progress.progress("GPU-a") == (20, {"tokens": "140 tok/s", "gpu": "90 %", "pack": "70.0 %"})
-    assert progress.progress() == (30, {"tokens": "230 tok/s", "gpu": "80 %", "pack": "76.7 %"})
+    assert shown(progress, "GPU-a") == (20, "140 tok/s", "90 %", "70.0 %")
+    assert shown(progress) == (30, "230 tok/s", "80 %", "76.7 %")
 
 
 def test_before_anything_is_done_nothing_is_known(clock: Clock) -> None:
     progress = reporter(100, Sampler(("cpu-core-0",)), clock)
-    assert progress.progress() == (0, {"tokens": "- tok/s", "gpu": "n/a", "pack": "n/a"})
+    assert shown(progress) == (0, "- tok/s", "n/a", "n/a")
     assert progress.eta == "--:--"
 
 
@@ -155,7 +160,7 @@ def test_the_speed_counts_from_the_first_batch(sampler: Sampler, clock: Clock) -
     with reporter(100, sampler, clock) as progress:
         clock.now = 40.0
         progress.update(shard(0, [batch(30.0), batch(35.0)]))
-        assert progress.progress()[1]["tokens"] == "180 tok/s"
+        assert progress.progress()["tokens"] == "180 tok/s"
         assert progress.eta == "00:40"
 
 
