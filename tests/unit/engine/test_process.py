@@ -40,7 +40,7 @@ def work(parent, spec):
     while True:
         number = parent.receive().number
         if number == 13:
-            raise InputError("unlucky", line=13)
+            raise InputError("unlucky", file="x.fa", line=13)
         parent.send(Number(number=number))
 """
 
@@ -114,7 +114,7 @@ def test_messages_go_both_ways_and_prints_do_not_garble_them(workers: process.Lo
 def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
     child.send(Number(number=13))
-    with pytest.raises(InputError, match="line 13: unlucky"):
+    with pytest.raises(InputError, match=r"x\.fa:13: unlucky"):
         workers.expect({child}, 30)
 
 
