@@ -13,9 +13,9 @@ from uuid import UUID
 
 from pydantic import Field
 
-from flows.parameters import Flag, FlowSettings, Reads, RunSettings, VerdictSettings, command
+from flows.parameters import Flag, FlowSettings, Reads, RunSettings, command
 from flows.start import Ending, prepare_prefect, say, starts, writable
-from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch
+from virnuc_core.config import SWITCHES, Attention, Precision, PredictSpec, Spec, Switch
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.nights import DATED, LATEST, keep_newest
 from virnuc_core.profiles import Profile
@@ -28,7 +28,7 @@ NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended 
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 
-class InboxSettings(VerdictSettings, FlowSettings):
+class InboxSettings(PredictSpec, FlowSettings):
     """Predict each new file of a folder, once."""
 
     inbox: Path = Field(description="folder that is watched; files are told apart by their content")
@@ -276,7 +276,8 @@ class TrainSettings(RunSettings):
     reads: Reads = Field(description="labelled reads")
     out: Path = Field(description="run directory of the training embeddings; the head is written to OUT/head")
     truth: Path = Field(description="table of read id, label (virus or others) and genome")
-    install: bool = Field(False, description="put the head into the models directory; the old one becomes head.before")
+    install: bool = Field(False, description="put a head better than chance, and than the old one, into the models")
+    install_anyway: bool = Field(False, description="put the head into the models directory, however good it is")
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
 
@@ -292,7 +293,8 @@ class TrainSettings(RunSettings):
 
 
 def _trained(settings: TrainSettings, _: State[Any]) -> Ending:
-    return Ending({"Head": f"{settings.models / 'head'} (installed)" if settings.install else settings.out / "head"})
+    installed = settings.install or settings.install_anyway
+    return Ending({"Head": f"{settings.models / 'head'} (installed)" if installed else settings.out / "head"})
 
 
 train = starts("flows.tools:train", TrainSettings, "reads", ending=_trained)

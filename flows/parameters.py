@@ -22,7 +22,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import THRESHOLD, ClassifySpec, Devices, EngineSpec, Spec, explain, reading, small_text
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, PredictSpec, Spec, explain, reading, small_text
 from virnuc_core.errors import ConfigError, few
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -268,14 +268,7 @@ class RunSettings(FlowSettings):
         return ClassifySpec(models=self.models, devices=devices, engine=engine, force=self.force, parameters=given)
 
 
-class VerdictSettings(Spec):
-    """What is called viral, and whether those reads are written out."""
-
-    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
-    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
-
-
-class PredictSettings(VerdictSettings, RunSettings):
+class PredictSettings(PredictSpec, RunSettings):
     """Which reads are viral."""
 
     def is_done(self) -> bool:

@@ -19,8 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from flows.parameters import Flag, Json, command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, THRESHOLD
+from flows.parameters import ENVIRONMENT, Flag, Json, command
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
 from virnuc_core.profiles import Target, load_profile, profile_names
@@ -36,6 +36,7 @@ Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Size = Literal["tiny", "small", "medium", "large", "100k", "1m", "6m"]
 Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
+ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="models directory")]
 Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
 LENGTH_HELP: Final = "model length S of the head: 300 or 500 as VirNucPro's, or another"
@@ -177,6 +178,29 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> int:
     return 0
 
 
+@models.command
+def heads(*, models: ModelsDir) -> int:
+    """The heads of a models directory: each that was ever installed, and what its card says."""
+    from virnuc_core.encoders.kept_heads import kept_heads
+
+    rows = []
+    for head in kept_heads(models):
+        card, mark = head.shape.card, "installed" if head.installed else ""
+        told = (str(card.auroc), "-".join(map(str, card.lengths)), card.test[:8]) if card else ("no card", "", "")
+        rows.append((str(head.number or ""), head.digest[:8], mark, str(head.shape.model_length), *told))
+    show(("number", "digest", "", "model length", "AUROC of reads", "bases in training", "test"), rows)
+    return 0
+
+
+@models.command(name="use-head")
+def use_head(number: int, /, *, models: ModelsDir) -> int:
+    """Go back to a head that was installed before; the present one is kept."""
+    from virnuc_core.encoders.kept_heads import use_head as put
+
+    print(f"{models / 'head'} is now {put(models, number).folder.name}")
+    return 0
+
+
 def compare(
     vanilla: Annotated[Path, Parameter(help="the reference, A")],
     refactored: Annotated[Path, Parameter(help="what is held against it, B")],
@@ -250,20 +274,22 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
     return 0 if found.ok else 1
 
 
-def rescore(run: Path, /, *, out: Out, head: Path | None = None, threshold: Share = THRESHOLD) -> int:
-    """Score a finished run's embeddings again: another head or threshold, no GPU.
+class RescoreSettings(VerdictSpec):
+    """Which run is scored again, and how."""
 
-    Args:
-        run: run directory
-        out: directory of the new results
-        head: the new head: its folder, or a models directory it is in
-        threshold: viral score from which a read is viral
-    """
+    run: Path = Field(description="run directory")
+    out: Path = Field(description="directory of the new results")
+    head: Path | None = Field(None, description="the new head: its folder, or a models directory it is in")
+
+
+@command(RescoreSettings, "run")
+def rescore(settings: RescoreSettings) -> int:
+    """Score a finished run's embeddings again: another head or threshold, no GPU."""
     from virnuc_core.measure.head import rescore as score
 
-    with run_lock(out):
-        results = score(RunDir(run), head, RunDir(out), threshold=threshold).results
-    print(f"{results.fates['viral']:,} of {sum(results.fates.values()):,} reads are viral\nResults: {out}")
+    with run_lock(settings.out):
+        fates = score(RunDir(settings.run), settings.head, RunDir(settings.out), settings).results.fates
+    print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral\nResults: {settings.out}")
     return 0
 
 

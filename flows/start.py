@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, Devices, EngineSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, Devices, EngineSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
 from virnuc_core.rundir import RunDir, check_room
 
@@ -231,10 +231,13 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     Errors: those of reads, weights' headers, devices, settings and output, and of the files one flow alone takes.
     """
     from virnuc_core.encoders.checkpoint import check_models
+    from virnuc_core.encoders.model_config import verdict
     from virnuc_core.engine.devices import resolve, resolve_engine
     from virnuc_core.reads.sources import is_remote
 
     head, rows = check_models(settings.models), 0
+    if isinstance(settings, VerdictSpec):
+        verdict(head, settings)
     if isinstance(settings, RunSettings):
         local = tuple(name for name in settings.reads if not is_remote(name))
         if local:

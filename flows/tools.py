@@ -28,9 +28,10 @@ from tasks.tools import overhead as timed
 from tasks.tools import run_trial, trace
 from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
+from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, median, spread, validated
-from virnuc_core.measure.head import TrainSpec, TrainSummary, install_head
+from virnuc_core.measure.head import TrainSpec, TrainSummary
 from virnuc_core.measure.trace import Traces
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
@@ -169,7 +170,7 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
     """Fits a head on reads whose origin is known; no genome is on both sides of the split.
 
     Accuracy and area under the curve are of genomes that the head has never met. The head is written to `OUT/head`;
-    with `install` it takes the place of the models directory's own, which is kept as `head.before`.
+    with `install` it takes the place of the models directory's own, which is kept (`virnuc models heads`).
     """
     with staged_run(settings) as staged:
         run = staged.run
@@ -182,9 +183,10 @@ def train(settings: TrainSettings) -> State[TrainSummary]:
             seed=settings.seed,
             label=staged.label,
         ).result()
-        if settings.install:
-            install_head(summary.head, settings.models)
-    return done(summary, str(summary))
+        told = [str(summary)]
+        if settings.install or settings.install_anyway:
+            told.append(install_head(summary.head, settings.models, anyway=settings.install_anyway))
+    return done(summary, "; ".join(told))
 
 
 @flow(name="overhead", flow_run_name=named("out", "devices"))

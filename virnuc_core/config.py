@@ -117,15 +117,29 @@ def _devices(given: Any) -> Any:
     return Devices.parse(given) if isinstance(given, str) else given
 
 
-class ClassifySpec(Spec):
+class VerdictSpec(Spec):
+    """What is called viral."""
+
+    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
+    fdr: float | None = Field(
+        None, ge=0, le=1, description="instead: the head's own threshold for this false discovery rate, as 0.01"
+    )
+    abstain: bool = Field(False, description="reads with scores that the head's card calls uncertain are not judged")
+
+
+class PredictSpec(VerdictSpec):
+    """What is called viral, and whether those reads are written out."""
+
+    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
+
+
+class ClassifySpec(PredictSpec):
     """One run over staged reads."""
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
     devices: Annotated[Devices, BeforeValidator(_devices), PlainSerializer(str)] = Devices(kind="auto")
     engine: EngineSpec = EngineSpec()
-    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
-    write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
     parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
 
 

@@ -16,10 +16,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
+
 from virnuc_core import runfiles
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_part
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
@@ -120,20 +122,27 @@ def classify(
     A run that is complete is not computed again: its summary comes back. Its result files are written again from the
     shards when the threshold is another, or one of them is not as the summary lists it. `prewarmed` workers are used
     where they fit; `flops` has the devices' ceilings where they were measured. Errors: `ConfigError` (another run works
-    here, or the head does not fit the store), `RunMismatchError`, `WeightsError`, `DeviceError`, `ShardError`,
-    `WorkerError`, `OSError` of the disk; `InputError` when viral reads are wanted and the input is not what was staged.
-    Whatever was committed stays.
+    here, the head does not fit the store, its card does not tell what is asked), `RunMismatchError`, `WeightsError`,
+    `DeviceError`, `ShardError`, `WorkerError`, `OSError` of the disk; `InputError` when viral reads are wanted and the
+    input is not what was staged. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
-        job = replace(prepare(run, staging.store, spec, staging=staging), flops=flops or model_flops(spec.models))
+        head = open_part(spec.models, HeadShape)[0]
+        threshold, uncertain = verdict(head, spec)
+        spec = spec.model_copy(update={"threshold": threshold})
+        job = prepare(run, staging.store, spec, staging=staging)
+        said = remarks(head, np.asarray(job.store.read_length))
+        job = replace(job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said)
+        for remark in said:
+            log.warning("%s", remark)
         before = read_summary(run)
         if before is None or job.todo:
             run.summary.unlink(missing_ok=True)
             run.former_summary.unlink(missing_ok=True)
             return _compute(job, staging, watch or Watch(), started_s, prewarmed)
         log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
-        sound, as_asked = _sound_files(run, before, spec)
+        sound, as_asked = _sound_files(job, before)
         if not as_asked:
             before = before.model_copy(update=_write_results(job, staging, StageClock(), sound))
             write(run.summary, before)
@@ -141,9 +150,10 @@ def classify(
         return before
 
 
-def _sound_files(run: RunDir, summary: RunSummary, spec: ClassifySpec) -> tuple[set[Path], bool]:
-    """The result files that are what a summary lists, and whether they are all that `spec` asks for."""
-    if summary.files is None or summary.threshold != spec.threshold:
+def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
+    """The result files that are what a summary lists, and whether they are all that is asked for."""
+    run, spec = job.run, job.spec
+    if summary.files is None or (summary.threshold, summary.uncertain) != (spec.threshold, job.uncertain):
         return set(), False
     sound, wrong = set(), []
     for path in run.listed:
@@ -229,7 +239,7 @@ def _compute(
     embedding = Embedding(job, watch, started_s)
     pool = embedding.run(prewarmed)
     embedding.tell(clock, pool)
-    errors, orfs = _log_errors(job.run), job.store
+    errors, orfs, said = _log_errors(job.run), job.store, "lines of the workers' logs tell of errors; the first"
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
     own_s, record = time.monotonic() - started_s, runfiles.read_record(job.run)
     earlier = [attempt for attempt in record.attempts[:-1] if attempt.wall_s is not None]
@@ -260,7 +270,7 @@ def _compute(
         telemetry=next((one.telemetry for one in reversed(earlier) if one.telemetry), None),
         damaged=job.damaged,
         log_errors=len(errors),
-        warnings=tuple(f"{len(errors)} lines of the workers' logs tell of errors; the first: {e}" for e in errors[:1]),
+        warnings=(*job.remarks, *(f"{len(errors)} {said}: {error}" for error in errors[:1])),
         reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced.items()},
         flops=job.flops,
     )
@@ -304,17 +314,17 @@ def _write_results(
         if path.exists() and not spec.write_viral:
             log.warning("%s is of an earlier judgement and is removed; --write-viral writes it anew", path)
         path.unlink(missing_ok=True)
-    results = write_results(run, job.store, scores, failed, threshold=spec.threshold)
+    results = write_results(run, job.store, scores, failed, threshold=spec.threshold, uncertain=job.uncertain)
     shards.write_virtual_embeddings(run)
     if spec.write_viral:
         from virnuc_core.reads.subsets import write_viral  # few runs need it
 
-        write_viral(run, job.store, staging.files, threshold=spec.threshold, on_error=staging.on_error)
+        write_viral(run, job.store, staging.files, on_error=staging.on_error)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
     names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
     files = {path.name: found for path in run.listed if (found := digest(path)) is not None}
     clock.add("Result files", time.monotonic() - since_s - results.predict_s - results.consensus_s)
-    counted = {"files": files, "rows_set_aside": int(failed.sum())}
+    counted = {"files": files, "rows_set_aside": int(failed.sum()), "uncertain": job.uncertain}
     return {name: getattr(results, name) for name in names} | counted

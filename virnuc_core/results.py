@@ -32,9 +32,10 @@ from virnuc_core.rundir import RunDir, whole_file
 Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
+Band = tuple[float, float]
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
-VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED = range(len(FATES))
+VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)  # the last only where it is asked for
 
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
@@ -43,8 +44,8 @@ FAILED_HEADER: Final = "Sequence_ID\n"
 
 BLOCK_READS: Final = 65_536
 BLOCK_ROWS: Final = 131_072
-_FATE_NAMES: Final = np.array(FATES, dtype=object)
-_READ_LABELS: Final = np.array(("virus", "others", "", "", ""), dtype=object)  # by fate
+_FATE_NAMES: Final = np.array((*FATES, "uncertain"), dtype=object)
+_READ_LABELS: Final = np.array(("virus", "others", "", "", "", ""), dtype=object)  # by fate
 _ROW_LABELS: Final = np.array(("others", "virus"), dtype=object)
 _REMARKS: Final = {0: "", SHORT_FOR_MODEL: "short_for_model", AMBIGUOUS: "ambiguous"} | {
     SHORT_FOR_MODEL | AMBIGUOUS: "short_for_model,ambiguous"
@@ -56,7 +57,7 @@ _HALF: Final = np.float32(0.5)
 class ResultSummary:
     """What the result files hold."""
 
-    fates: dict[str, int]  # of reads; the five add up to all that came in
+    fates: dict[str, int]  # of reads; they add up to all that came in
     rows: int  # rows of the store, failed ones included
     rows_virus: int
     rows_failed: int
@@ -132,17 +133,19 @@ class _Block:
         self.scored_before = before.scored_before + len(before.scored)
         self.lost_before = before.lost_before or bool(lost.any())
 
-    def read_lines(self, lost: Mask, threshold: float) -> tuple[bytes, Places]:
-        """Lines of `reads.tsv`, and one index into `FATES` for every read; `lost` [rows] marks the failed rows."""
+    def read_lines(self, lost: Mask, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
+        """Lines of `reads.tsv`, and one index into `_FATE_NAMES` for each read; `lost` [rows] marks the failed rows."""
         store, low, high = self.store, self.reads.start, self.reads.stop
         score = self.read_scores()
         fate = np.where(score >= threshold, VIRAL, OTHERS)
+        fate[(score >= uncertain[0]) & (score < uncertain[1])] = UNCERTAIN
         fate[store.read_rows[low:high] == 0] = NO_OPEN_FRAME
         fate[store.read_chunks[low:high] == 0] = EMPTY
         fate[np.asarray(store.row_read[self.rows])[lost] - low] = FAILED
         fate[: self.lost_before] = FAILED
         shown = np.full(self.n_reads, "", dtype=object)
-        shown[fate <= OTHERS] = _texts(score[fate <= OTHERS])
+        judged = np.isin(fate, (VIRAL, OTHERS, UNCERTAIN))
+        shown[judged] = _texts(score[judged])
         columns = store.read_length, store.read_chunks, store.read_rows
         counts = (_texts(column[low:high].tolist()) for column in columns)
         bits = np.asarray(store.read_flags[low:high])
@@ -155,18 +158,24 @@ class _Block:
 
 
 def write_results(
-    run: RunDir, store: OrfStore, scores: Scores, failed: Mask, *, threshold: float = THRESHOLD
+    run: RunDir,
+    store: OrfStore,
+    scores: Scores,
+    failed: Mask,
+    *,
+    threshold: float = THRESHOLD,
+    uncertain: Band | None = None,
 ) -> ResultSummary:
     """Write the result files of a run; memory holds one block of reads at a time.
 
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
-    verdict on reads only; VirNucPro's files know no threshold. Errors: `ShardError` when a sequence that did not fail
-    has no score; `VirnucError` for a store that contradicts itself.
+    verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
+    `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself.
     """
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
-    fates = np.zeros(len(FATES), np.int64)
+    fates = np.zeros(len(_FATE_NAMES), np.int64)
     counts = Counter(rows=store.n_rows, rows_virus=0, rows_failed=0, chunks_scored=0, chunks_virus=0)
     began_s, predict_s = time.perf_counter(), 0.0
     with ExitStack() as stack:
@@ -188,13 +197,13 @@ def write_results(
                 failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
             predict_s += time.perf_counter() - judged_s
             if whole:
-                table, fate = block.read_lines(lost, threshold)
+                table, fate = block.read_lines(lost, threshold, uncertain or (0.0, 0.0))
                 reads.write(table)
-                fates += np.bincount(fate, minlength=len(FATES))
+                fates += np.bincount(fate, minlength=len(fates))
             before = None if whole else (block, lost)
             counts.update(rows_virus=int(block.row_is_virus.sum()), rows_failed=int(lost.sum()))
             counts.update(chunks_scored=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
-    told = dict(zip(FATES, fates.tolist(), strict=True))
+    told = dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, fates.tolist(), strict=False))
     consensus_s = time.perf_counter() - began_s - predict_s
     return ResultSummary(fates=told, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, **counts)
 

@@ -294,6 +294,7 @@ class RunSummary(RunCounts):
     stages: dict[str, Seconds | None] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
     protein_tokens: Count | None = None  # of the uniques, specials included
     threshold: Share | None = None  # viral score from which a read is called viral
+    uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
     rows_virus: Count | None = None
     chunks_virus: Count | None = None
     chunks_scored: Count | None = None

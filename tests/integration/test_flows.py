@@ -271,14 +271,15 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
         models=folder,
         out=tmp_path / "run",
         devices="cpu:1",
-        install=True,
+        install_anyway=True,
         epochs=3,
         return_state=True,
     )
     assert "unseen genomes" in (state.message or "")
+    assert "installed as 002-" in (state.message or "")
     new = (tmp_path / "run" / "head" / "model.safetensors").read_bytes()
     assert (folder / "head" / "model.safetensors").read_bytes() == new != before
-    assert (folder / "head.before" / "model.safetensors").read_bytes() == before
+    assert [path.read_bytes() for path in folder.glob("heads/001-*/model.safetensors")] == [before]
 
 
 def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

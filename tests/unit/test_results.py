@@ -229,6 +229,29 @@ def test_the_threshold_moves_reads_and_nothing_else(run: RunDir) -> None:
     assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == before
 
 
+def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: RunDir) -> None:
+    reads = [one("below", (0.61, 0.39)), one("low", (0.6, 0.4)), one("high", (0.41, 0.59)), one("above", (0.4, 0.6))]
+    reads += [one("half", (0.5, 0.5), None), Read("gone", 90, 1), Read("nothing", 0, 0)]
+    plain = write(run, reads)
+    before = run.predictions.read_bytes(), run.consensus.read_bytes(), run.reads_table.read_text().splitlines()
+    assert "uncertain" not in plain.fates
+    summary = write(run, reads, uncertain=(0.4, 0.6))
+    assert (run.predictions.read_bytes(), run.consensus.read_bytes()) == before[:2]
+    assert [line.split("\t")[4:7] for line in run.reads_table.read_text().splitlines()[1:5]] == [
+        ["others", "0.39", "others"],
+        ["uncertain", "0.4", ""],
+        ["uncertain", "0.59", ""],
+        ["viral", "0.6", "virus"],
+    ]
+    assert run.reads_table.read_text().splitlines()[5:] == before[2][5:]
+    assert summary.fates == {"viral": 1, "others": 1, "no_open_frame": 1, "empty": 1, "failed": 1, "uncertain": 2}
+
+
+def test_uncertain_reads_are_not_among_the_viral_ones(tmp_path: Path) -> None:
+    run, store, reads = staged(tmp_path, FASTQ, FASTA, uncertain=(0.8, 0.95))
+    assert write_viral(run, store, reads) == 0
+
+
 def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
     reads = [
         Read("r", 90, 1, flags=SHORT_FOR_MODEL),
@@ -272,7 +295,7 @@ def test_a_store_that_contradicts_itself_leaves_the_old_files(run: RunDir) -> No
 # --- the viral reads themselves ---
 
 
-def staged(folder: Path, fastq: str, fasta: str) -> tuple[RunDir, OrfStore, tuple[str, ...]]:
+def staged(folder: Path, fastq: str, fasta: str, **settings: object) -> tuple[RunDir, OrfStore, tuple[str, ...]]:
     """A finished run over one FASTQ and one FASTA file; every row scores 0.9 when its read's id begins with v."""
     (folder / "a.fastq").write_text(fastq)
     (folder / "b.fasta").write_text(fasta)
@@ -282,7 +305,7 @@ def staged(folder: Path, fastq: str, fasta: str) -> tuple[RunDir, OrfStore, tupl
     store = OrfStore.open(run.store)
     virus = np.array([name.startswith("v") for name in store.row_ids(0, store.n_rows)])[store.unique_row[:]]
     p = np.where(virus, 0.9, 0.1).astype(np.float32)
-    write_results(run, store, np.stack((1 - p, p), axis=1), np.zeros(len(p), dtype=bool))
+    write_results(run, store, np.stack((1 - p, p), axis=1), np.zeros(len(p), dtype=bool), **settings)
     return run, store, reads
 
 
@@ -314,7 +337,8 @@ def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
 def test_a_higher_threshold_leaves_no_read_of_before(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA)
     write_viral(run, store, reads)
-    assert write_viral(run, store, reads, threshold=0.95) == 0
+    run, store, reads = staged(tmp_path, FASTQ, FASTA, threshold=0.95)
+    assert write_viral(run, store, reads) == 0
     assert {path.name: gzip.decompress(path.read_bytes()) for path in run.root.glob("viral.*")} == {
         "viral.fasta.gz": b"",
         "viral.fastq.gz": b"",

@@ -39,12 +39,7 @@ def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """
     shape = _shape(models, kind)
     if isinstance(shape, HeadShape):
-        dna, protein = _shape(models, DnabertShape).width, _shape(models, Esm2Shape).width
-        if (shape.dna_width, shape.protein_width) != (dna, protein):
-            raise WeightsError(
-                f"{models / 'head'}: made for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
-                f"the encoders beside it give {dna} + {protein}; use the head that belongs to them"
-            )
+        check_widths(models, shape)
     opened = open_folder(models / shape.model, kind)
     if isinstance(shape, DnabertShape) and (vocab := DnabertTokenizer(models).vocab) > shape.vocab:
         raise WeightsError(f"{models / shape.model}: the tokenizer has {vocab} tokens, the model only {shape.vocab}")
@@ -60,6 +55,16 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     if isinstance(shape, HeadShape):  # which is small
         check_finite(folder, shape, read)
     return shape, read
+
+
+def check_widths(models: Path, head: HeadShape) -> None:
+    """See that a head's inputs are what the encoders of a models directory give. Errors: `WeightsError`."""
+    dna, protein = _shape(models, DnabertShape).width, _shape(models, Esm2Shape).width
+    if (head.dna_width, head.protein_width) != (dna, protein):
+        raise WeightsError(
+            f"{models / 'head'}: made for embeddings of {head.dna_width} (DNA) + {head.protein_width} (protein), "
+            f"the encoders beside it give {dna} + {protein}; use the head that belongs to them"
+        )
 
 
 def check_finite(folder: Path, shape: Shape, read: Read) -> int:

@@ -1,4 +1,4 @@
-"""Sizes of the three models: typed, checked, read from and written to their `config.json`."""
+"""Sizes of the three models, and a trained head's card: typed, checked, read from and written to `config.json`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, Self, TypeVar
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from virnuc_core.config import Share, Spec, reading, small_text
-from virnuc_core.errors import WeightsError
+from virnuc_core.config import THRESHOLD, Share, Spec, VerdictSpec, reading, small_text
+from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import write_text_whole
 
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
 CONFIG_BYTES: Final = 1 << 20  # a config.json at most
 Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
+FAR: Final = 1.5  # times as long, or as short, as in training is the median read of which no number is known
+MOST_OUTSIDE: Final = 0.1  # of the reads may be shorter or longer than any in training
 
 
 class Shape(Spec):
@@ -107,6 +111,9 @@ class Estimate(Spec):
     low: Share
     high: Share
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
 
 class HeadCard(Spec):
     """What a trained head says of itself. Its numbers are of whole reads, of genomes that it was not trained on."""
@@ -148,6 +155,42 @@ class HeadShape(Shape):
         shapes = _linear("hidden_layer", self.hidden, self.width) | _norm("bn1", self.hidden)
         shapes |= {"bn1.running_mean": (self.hidden,), "bn1.running_var": (self.hidden,)}
         return shapes | _linear("output_layer", 2, self.hidden)
+
+
+def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, float] | None]:
+    """The viral score from which a read is viral, and the scores that are uncertain: None unless those were asked for.
+
+    Errors: `ConfigError` when the head's card does not say.
+    """
+    card, threshold = head.card, asked.threshold
+    if card is None:
+        for name in [name for name, given in (("fdr", asked.fdr is not None), ("abstain", asked.abstain)) if given]:
+            raise ConfigError(f"{name}: the head has no card that would tell; virnuc train writes heads with one")
+        return threshold, None
+    if asked.fdr is not None:
+        if threshold != THRESHOLD:
+            raise ConfigError(f"fdr {asked.fdr:g} and threshold {threshold:g} both say when a read is viral; give one")
+        if asked.fdr not in card.thresholds:
+            known = ", ".join(f"{rate:g}" for rate in sorted(card.thresholds)) or "none"
+            raise ConfigError(f"fdr {asked.fdr:g}: the head's card has no threshold for it; it has those for {known}")
+        threshold = card.thresholds[asked.fdr]
+    if asked.abstain and card.uncertain is None:
+        raise ConfigError("abstain: the head's card names no uncertain scores")
+    return threshold, card.uncertain if asked.abstain else None
+
+
+def remarks(head: HeadShape, lengths: NDArray[np.integer]) -> tuple[str, ...]:
+    """What to say of reads whose lengths are far from those that the head was trained on."""
+    if head.card is None or not len(lengths):
+        return ()
+    (shortest, usual, longest), median = head.card.lengths, float(np.median(lengths))
+    outside = float(np.mean((lengths < shortest) | (lengths > longest)))
+    if outside <= MOST_OUTSIDE and usual / FAR <= median <= usual * FAR:
+        return ()
+    return (
+        f"the head was trained on reads of {shortest} to {longest} bases, half of them below {usual}; here half are "
+        f"below {median:.0f} and {outside:.0%} shorter or longer than any of those: do not rely on their scores",
+    )
 
 
 RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begins with this word

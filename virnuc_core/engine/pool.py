@@ -68,6 +68,8 @@ class Job:
     lost: int  # rows set aside in shards that are committed
     spec: ClassifySpec  # as it was asked for
     unique_bytes: int  # of a unique's embeddings and scores
+    uncertain: tuple[float, float] | None = None  # scores of which no verdict is wanted
+    remarks: tuple[str, ...] = ()  # on reads and head
     flops: ModelFlops | None = None
     trace: TraceSpec | None = None  # what workers record with torch's profiler
     worker: str = WORKER  # module that says what a worker does

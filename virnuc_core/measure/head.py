@@ -9,8 +9,6 @@ from __future__ import annotations
 import copy
 import csv
 import logging
-import os
-import shutil
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -24,22 +22,31 @@ from numpy.typing import NDArray
 from pydantic import Field
 from torch import Tensor, nn
 
-from virnuc_core.config import THRESHOLD, Spec
+from virnuc_core.config import Share, Spec, VerdictSpec
 from virnuc_core.encoders.checkpoint import open_folder, part_digest
 from virnuc_core.encoders.convert import write_tensors
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.model_config import (
+    DnabertShape,
+    Esm2Shape,
+    HeadShape,
+    read_shape,
+    remarks,
+    verdict,
+    write_shape,
+)
 from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, InputError, ShardError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
-from virnuc_core.rundir import RunDir, discard
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, read_record, write
 
 log = logging.getLogger(__name__)
 
 HEAD_FILES: Final = ("config.json", "model.safetensors")
 RESCORE: Final = "rescore.json"
+AS_EVER: Final = VerdictSpec()
 CLASSES: Final = ("others", "virus")
 SPLITS: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
@@ -284,20 +291,6 @@ def auc(scores: NDArray[np.float32], label: NDArray[np.int64]) -> float:
     return float(wins / (virus.sum() * (~virus).sum()))
 
 
-def install_head(new: Path, models: Path) -> None:
-    """Put `new` in place as `models/head`; the head that was there becomes `models/head.before`.
-
-    Errors: `OSError` for an older head that cannot be removed, so that it is never taken for the new one.
-    """
-    target, before, aside = models / "head", models / "head.before", models / ".head.new"
-    discard(aside, *HEAD_FILES)
-    shutil.copytree(new, aside)
-    if target.exists():
-        discard(before, *HEAD_FILES)
-        os.replace(target, before)
-    os.replace(aside, target)
-
-
 class RescoreSummary(RunFile):
     """`rescore.json`: what the result files beside it stand on."""
 
@@ -307,15 +300,17 @@ class RescoreSummary(RunFile):
     head: str  # fingerprint of the head that scored
     model_length: int
     results: ResultSummary
+    uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
     elapsed_s: float
 
 
-def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float = THRESHOLD) -> RescoreSummary:
+def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = AS_EVER) -> RescoreSummary:
     """Write the result files of `run` anew into `out`, scored by `new_head`, a folder or a models directory with it.
 
-    Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there;
-    `ConfigError` when the run is not finished, when `out` is the run itself, or when the head was trained for another
-    model length or other widths; `ShardError` for a damaged shard.
+    Without it the run's own scores are kept and only the threshold moves. Errors: `WeightsError` when no head is there
+    or it is not finite; `ConfigError` when the run is not finished, when `out` is the run itself, when the head was
+    trained for another model length or other widths, or its card does not tell what is asked; `ShardError` for a
+    damaged shard.
     """
     started = time.perf_counter()
     if out.root.resolve() == run.root.resolve():
@@ -331,7 +326,9 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
     if missing:
         raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
     scores, failed = shards.read_scores(run)
-    digest = record.fingerprints["head"]
+    digest, threshold, uncertain = record.fingerprints["head"], asked.threshold, None
+    if new_head is None and (asked.abstain or asked.fdr is not None):
+        raise ConfigError("fdr and abstain: a head's card tells; name the head with --head")
     if new_head is not None:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, read = open_folder(folder, HeadShape)
@@ -344,6 +341,9 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
                 f"the head in {folder} is for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
                 f"the run has {dna} + {protein}; it belongs to other encoders"
             )
+        threshold, uncertain = verdict(shape, asked)
+        for remark in remarks(shape, np.asarray(store.read_length)):
+            log.warning("%s", remark)
         head, digest = Head(shape, read, torch.device("cpu")), part_digest(folder)
         for shard in range(len(plan)):
             result = shards.read_shard(run, plan, shard)
@@ -355,7 +355,8 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, *, threshold: float
         reads=store.fingerprint,
         head=digest,
         model_length=store.model_length,
-        results=write_results(out, store, scores, failed, threshold=threshold),
+        results=write_results(out, store, scores, failed, threshold=threshold, uncertain=uncertain),
+        uncertain=uncertain,
         elapsed_s=time.perf_counter() - started,
     )
     write(out.root / RESCORE, summary)

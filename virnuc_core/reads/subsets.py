@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.parse import parse
@@ -176,20 +175,17 @@ def readable_twice(reads: Sequence[str]) -> tuple[str, ...]:
     return files
 
 
-def write_viral(
-    run: RunDir, store: OrfStore, reads: Sequence[str], *, threshold: float = THRESHOLD, on_error: OnError = "stop"
-) -> int:
-    """Write the reads whose `viral_score` in `reads.tsv` reaches `threshold`, as they stand in the input; their number.
+def write_viral(run: RunDir, store: OrfStore, reads: Sequence[str], *, on_error: OnError = "stop") -> int:
+    """Write the reads that `reads.tsv` calls viral, as they stand in the input; their number.
 
     FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
     input gives the same bytes. `reads` and `on_error` are those the store was made from. Errors: `InputError` when
     the input is not what was staged, or came through a pipe.
     """
     files = readable_twice(reads)
-    viral_score = read_reads_table(run, {"viral_score": "float32"})["viral_score"].to_numpy()
-    if len(viral_score) != store.n_reads:
-        raise InputError(f"{len(viral_score)} lines for {store.n_reads} reads", file=run.reads_table)
-    wanted, read = viral_score >= threshold, 0
+    wanted, read = read_reads_table(run, {"fate": "str"})["fate"].to_numpy() == "viral", 0
+    if len(wanted) != store.n_reads:
+        raise InputError(f"{len(wanted)} lines for {store.n_reads} reads", file=run.reads_table)
     with ExitStack() as stack:
         out: dict[str, gzip.GzipFile] = {}
         begun = False  # a wanted read of which parts are still to come

@@ -133,7 +133,7 @@ def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
     found.as_told(where, summary, {"rows_set_aside": int(failed.sum())})
     threshold = THRESHOLD if summary.threshold is None else summary.threshold
     with found.scratch(f"{name}: its result files were not made again") as folder:
-        made = write_results(RunDir(folder), store, scores, failed, threshold=threshold)
+        made = write_results(RunDir(folder), store, scores, failed, threshold=threshold, uncertain=summary.uncertain)
         for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows):
             if not path.is_file():
                 found.wrong(f"{name}/{path.name}: missing")

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from virnuc_core.encoders.checkpoint import load_head, open_part
-from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.model_config import HeadShape, read_shape, write_shape
 from virnuc_core.errors import WeightsError
+
+from .test_head_card import CARD
 
 CPU = torch.device("cpu")
 
@@ -44,19 +46,6 @@ def test_its_widths_and_length_come_from_the_config(models: Path) -> None:
     assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
     with pytest.raises(WeightsError, match=r"features are \(3, 127\), it takes 128 columns"):
         head.scores(torch.zeros(3, 127))
-
-
-CARD = HeadCard(
-    reads="a" * 64,
-    truth="b" * 64,
-    test="c" * 64,
-    lengths=(60, 151, 302),
-    prevalence=0.1,
-    auroc=Estimate(value=0.9, low=0.85, high=0.94),
-    metrics={"recall": Estimate(value=0.7, low=0.6, high=0.8)},
-    thresholds={0.01: 0.93, 0.1: 0.6},
-    uncertain=(0.4, 0.6),
-)
 
 
 def test_a_card_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import json
 import logging
 import shutil
 import signal
@@ -189,3 +190,29 @@ def test_a_record_that_cannot_be_opened_is_not_called_damaged(
         go(root, staged, tiny_models, ONE)
     assert (root / "run.json").is_dir()
     shutil.rmtree(root / "run.json")
+
+
+def test_the_heads_card_tells_threshold_uncertain_scores_and_lengths(
+    tmp_path: Path, staged: Staged, tiny_models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    models, root = Path(shutil.copytree(tiny_models, tmp_path / "models")), tmp_path / "run"
+    config = models / "head" / "config.json"
+    told = {"lengths": [900, 950, 990], "prevalence": 0.5, "thresholds": {"0.01": 0.7}, "uncertain": [0.2, 0.8]}
+    digests = {name: name * 8 for name in ("reads", "truth", "test")}
+    card = {**digests, **told, "auroc": {"value": 0.9, "low": 0.8, "high": 1.0}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"card": card}))
+    summary = go(root, staged, models, ONE, fdr=0.01)
+    assert (summary.threshold, summary.uncertain, "uncertain" in summary.fates) == (0.7, None, False)
+    assert "the head was trained on reads of 900 to 990 bases" in caplog.text
+    assert [warning for warning in summary.warnings if "900 to 990" in warning]
+    plain = contents(root)
+    unsure = go(root, staged, models, ONE, fdr=0.01, abstain=True)
+    assert unsure.uncertain == (0.2, 0.8)
+    assert unsure.fates["uncertain"] > 0
+    assert read_summary(RunDir(root)) == unsure
+    assert unsure.telemetry == summary.telemetry, "nothing was computed anew"
+    assert go(root, staged, models, ONE, threshold=0.7).fates == summary.fates
+    assert contents(root) == plain
+    with pytest.raises(ConfigError, match=r"has those for 0\.01"):
+        go(root, staged, models, ONE, fdr=0.05)
+    assert contents(root) == plain

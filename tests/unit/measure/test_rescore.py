@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from virnuc_core import runfiles
-from virnuc_core.encoders.checkpoint import fingerprint, load_head
+from virnuc_core.config import VerdictSpec
+from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_head
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part
-from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError
 from virnuc_core.measure.head import rescore
@@ -103,8 +105,8 @@ def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
 
 def test_the_threshold_alone_moves_reads_only(tmp_path: Path, run: RunDir) -> None:
     low, high = RunDir(tmp_path / "low"), RunDir(tmp_path / "high")
-    few = rescore(run, None, high, threshold=0.9)
-    many = rescore(run, None, low, threshold=0.1)
+    few = rescore(run, None, high, VerdictSpec(threshold=0.9))
+    many = rescore(run, None, low, VerdictSpec(threshold=0.1))
     assert few.results.fates["viral"] < many.results.fates["viral"]
     assert content(low)[:2] == content(high)[:2] == content(run)[:2]
 
@@ -113,10 +115,10 @@ def test_a_rescoring_that_is_cut_short_leaves_no_record_of_the_one_before(
     tmp_path: Path, run: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = RunDir(tmp_path / "out")
-    rescore(run, None, out, threshold=0.9)
+    rescore(run, None, out, VerdictSpec(threshold=0.9))
     monkeypatch.setattr("os.replace", stopped_at("reads.tsv"))
     with pytest.raises(KeyboardInterrupt):
-        rescore(run, None, out, threshold=0.1)
+        rescore(run, None, out, VerdictSpec(threshold=0.1))
     assert not (out.root / "rescore.json").exists(), "it would speak of files that are no longer there"
 
 
@@ -136,7 +138,7 @@ def test_the_files_of_another_run_are_not_replaced(tmp_path: Path, run: RunDir) 
     shutil.copytree(run.root, other.root)
     before = content(other)
     with pytest.raises(ConfigError, match="holds a run"):
-        rescore(run, None, other, threshold=0.9)
+        rescore(run, None, other, VerdictSpec(threshold=0.9))
     assert content(other) == before
 
 
@@ -196,3 +198,38 @@ def test_a_heads_own_folder_will_do(tmp_path: Path, run: RunDir, models: Path) -
     assert summary.head == fingerprint(models)["head"]
     with pytest.raises(WeightsError, match="no head here"):
         rescore(run, tmp_path, RunDir(tmp_path / "other"))
+
+
+def test_the_card_of_the_new_head_tells_threshold_and_uncertain_scores(
+    tmp_path: Path, run: RunDir, models: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    head = Path(shutil.copytree(models / "head", tmp_path / "head"))
+    chance = Estimate(value=0.5, low=0.4, high=0.6)
+    told = {"lengths": (900, 950, 990), "prevalence": 0.5, "auroc": chance, "thresholds": {0.01: 0.7}}
+    card = HeadCard(reads="a", truth="b", test="c", uncertain=(0.65, 0.75), **told)
+    shape = read_shape(head / "config.json", HeadShape)
+    write_shape(shape.model_copy(update={"card": card}), head / "config.json")
+    plain = rescore(run, head, RunDir(tmp_path / "plain"), VerdictSpec(threshold=0.7)).results
+    asked = rescore(run, head, RunDir(tmp_path / "asked"), VerdictSpec(fdr=0.01)).results
+    assert (asked.fates, asked.threshold) == (plain.fates, 0.7)
+    assert "trained on reads of 900 to 990 bases" in caplog.text
+    unsure = rescore(run, head, RunDir(tmp_path / "unsure"), VerdictSpec(fdr=0.01, abstain=True))
+    assert unsure.uncertain == (0.65, 0.75)
+    assert unsure.results.fates["uncertain"] > 0
+    assert sum(unsure.results.fates.values()) == sum(plain.fates.values())
+    with pytest.raises(ConfigError, match="fdr: the head has no card"):
+        rescore(run, models, RunDir(tmp_path / "none"), VerdictSpec(fdr=0.01))
+    with pytest.raises(ConfigError, match="name the head with --head"):
+        rescore(run, None, RunDir(tmp_path / "none"), VerdictSpec(abstain=True))
+
+
+def test_a_head_that_is_not_finite_is_refused_as_predict_refuses_it(tmp_path: Path, run: RunDir, models: Path) -> None:
+    bad = Path(shutil.copytree(models, tmp_path / "bad"))
+    tensors = load_file(bad / "head" / "model.safetensors")
+    tensors["bn1.weight"][3] = torch.inf
+    save_file(tensors, bad / "head" / "model.safetensors")
+    said = "head: tensor bn1.weight holds NaN or infinity"
+    with pytest.raises(WeightsError, match=said):
+        rescore(run, bad, RunDir(tmp_path / "out"))
+    with pytest.raises(WeightsError, match=said):
+        check_models(bad)

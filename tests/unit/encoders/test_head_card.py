@@ -1,0 +1,79 @@
+"""A head's card: which score is viral, which is uncertain, and whether it speaks of reads as long as these."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from virnuc_core.config import VerdictSpec
+from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, remarks, verdict
+from virnuc_core.errors import ConfigError
+
+CARD = HeadCard(
+    reads="a" * 64,
+    truth="b" * 64,
+    test="c" * 64,
+    lengths=(60, 150, 300),
+    prevalence=0.1,
+    auroc=Estimate(value=0.9, low=0.85, high=0.94),
+    thresholds={0.01: 0.93, 0.1: 0.6},
+    uncertain=(0.4, 0.6),
+)
+BARE = HeadShape(model_length=500, dna_width=64, protein_width=64)
+HEAD = BARE.model_copy(update={"card": CARD})
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (0.5, None)),
+        ({"threshold": 0.8}, (0.8, None)),
+        ({"fdr": 0.01}, (0.93, None)),
+        ({"abstain": True}, (0.5, (0.4, 0.6))),
+        ({"fdr": 0.1, "abstain": True}, (0.6, (0.4, 0.6))),
+    ],
+)
+def test_the_card_gives_what_is_asked_and_nothing_else(asked: dict[str, float], expected: tuple[object, ...]) -> None:
+    assert verdict(HEAD, VerdictSpec(**asked)) == expected
+
+
+@pytest.mark.parametrize(
+    ("head", "asked", "said"),
+    [
+        (BARE, {"fdr": 0.01}, "fdr: the head has no card"),
+        (BARE, {"abstain": True}, "abstain: the head has no card"),
+        (HEAD, {"fdr": 0.02}, r"fdr 0\.02: .* no threshold for it; it has those for 0\.01, 0\.1"),
+        (HEAD, {"fdr": 0.01, "threshold": 0.7}, r"fdr 0\.01 and threshold 0\.7 both say"),
+    ],
+)
+def test_what_the_card_does_not_tell_is_one_line(head: HeadShape, asked: dict[str, float], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        verdict(head, VerdictSpec(**asked))
+
+
+def test_a_card_without_thresholds_or_uncertain_scores_says_so() -> None:
+    empty = BARE.model_copy(update={"card": CARD.model_copy(update={"thresholds": {}, "uncertain": None})})
+    with pytest.raises(ConfigError, match="it has those for none"):
+        verdict(empty, VerdictSpec(fdr=0.01))
+    with pytest.raises(ConfigError, match="names no uncertain scores"):
+        verdict(empty, VerdictSpec(abstain=True))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "far"),
+    [
+        ([150] * 10, False),
+        ([100, 225], False),
+        ([59] + [150] * 9, False),
+        ([59, 59] + [150] * 9, True),
+        ([301, 301] + [150] * 9, True),
+        ([99] * 10, True),
+        ([230] * 10, True),
+        ([], False),
+    ],
+)
+def test_reads_far_from_those_of_training_are_remarked_in_one_line(lengths: list[int], far: bool) -> None:
+    said = remarks(HEAD, np.array(lengths, np.int64))
+    assert (len(said) == 1) == far
+    assert all("60 to 300 bases" in line and "\n" not in line for line in said)
+    assert remarks(BARE, np.array(lengths, np.int64)) == ()
