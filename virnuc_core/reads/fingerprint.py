@@ -8,12 +8,13 @@ neighbours.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from mmh3 import mmh3_x64_128_digest
@@ -101,20 +102,19 @@ class Fingerprint:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Entries of several values in a file, read by stretches: none are held."""
+    """Entries of several 64-bit values in a file, read by stretches: none are held."""
 
     path: Path
-    kind: type[np.generic]
     width: int  # values of one entry
 
     def __len__(self) -> int:
-        return self.path.stat().st_size // (np.dtype(self.kind).itemsize * self.width)
+        return self.path.stat().st_size // (8 * self.width)
 
-    def read(self, low: int, high: int) -> NDArray[Any]:
+    def read(self, low: int, high: int) -> NDArray[np.int64]:
         """The entries `low` to `high`, fewer at the end: [n, width]."""
-        offset = low * self.width * np.dtype(self.kind).itemsize
-        values: NDArray[Any] = np.fromfile(self.path, self.kind, (high - low) * self.width, offset=offset)
-        return values.reshape(-1, self.width)
+        return np.fromfile(self.path, np.int64, (high - low) * self.width, offset=8 * low * self.width).reshape(
+            -1, self.width
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,89 +131,70 @@ class Bucket:
         buckets = 1 << max(_FEWEST, -(-len(digests) // BUCKET) - 1).bit_length()
         return [cls(digests, number, buckets) for number in range(buckets)]
 
-    def records(self) -> Iterator[tuple[NDArray[np.uint64], bool]]:
-        """Both halves of the digests and their places in the column: uint64 [n, 3]; and whether more come after.
+    def records(self) -> Iterator[tuple[NDArray[np.int64], bool]]:
+        """Both halves of the digests and their places in the column: [n, 3]; and whether more come after.
 
         That is so only where a few digests make up much of the column.
         """
-        held, size = [np.empty((0, 3), np.uint64)], 0
+        held = [np.empty((0, 3), np.int64)]
         for low in range(0, len(self.digests), _READ_AT_ONCE):
             found = self.digests.read(low, low + _READ_AT_ONCE)
-            own = np.flatnonzero(found[:, 0] & np.uint64(self.buckets - 1) == self.number)
-            held.append(np.column_stack([found[own], (low + own).astype(np.uint64)]))
-            size += len(own)
-            if size > BUCKET:
+            own = np.flatnonzero(found[:, 0] & self.buckets - 1 == self.number)
+            held.append(np.column_stack([found[own], low + own]))
+            if sum(map(len, held)) > BUCKET:
                 yield np.concatenate(held), True
-                held, size = [np.empty((0, 3), np.uint64)], 0
+                held = held[:1]
         yield np.concatenate(held), False
 
 
 def repeats_in(bucket: Bucket) -> Column:
-    """The entries of a bucket that equal an earlier one, in order: int64 [n, 3], in a file.
+    """The entries of a bucket that equal an earlier one, in order: [n, 3], in a file.
 
     Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
     """
-    made = Column(bucket.digests.path.with_suffix(f".{bucket.number}"), np.int64, 3)
-    known, counted = np.empty((0, 3), np.uint64), np.empty(0, np.int64)  # the first of each kind, how many there were
+    made = Column(bucket.digests.path.with_suffix(f".{bucket.number}"), 3)
+    known = np.empty((0, 4), np.int64)  # the first of each kind, how many there were
     with made.path.open("wb") as out:
         for new, more in bucket.records():
-            records = np.concatenate([known, new]) if len(known) else new
+            records = np.concatenate([known, np.pad(new, ((0, 0), (0, 1)), constant_values=1)])
             # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
             order = np.argsort(records[:, 0])
-            low = records[order, 0]
-            same = low[1:] == low[:-1]
-            in_company = np.zeros(len(order), bool)
-            in_company[1:] |= same
-            in_company[:-1] |= same
-            places = order[in_company]
-            places = places[np.lexsort(records[places].T[::-1])]
-            kinds, before = records[places], np.append(counted, np.ones(len(new), np.int64))[places]
-            begins = np.ones(len(kinds), bool)
-            begins[1:] = (kinds[1:, :2] != kinds[:-1, :2]).any(axis=1)
-            first = np.maximum.accumulate(np.where(begins, np.arange(len(kinds)), 0))
-            count = before[first] + np.arange(len(kinds)) - first
-            again = np.flatnonzero(~begins)
-            found = np.column_stack([kinds[again, 2], kinds[first[again], 2], count[again]]).astype(np.int64)
+            same = np.diff(records[order, 0]) == 0
+            in_company = np.append(same, False) | np.append(False, same)[: len(order)]
+            kinds = records[order[in_company]]
+            kinds = kinds[np.lexsort(kinds.T[2::-1])]
+            begins = np.append(True, np.diff(kinds[:, :2], axis=0).any(axis=1))[: len(kinds)]
+            first = np.flatnonzero(begins)[np.cumsum(begins) - 1]
+            count = kinds[first, 3] + np.arange(len(kinds)) - first
+            found = np.column_stack([kinds[:, 2], kinds[first, 2], count])[~begins]
             out.write(found[np.argsort(found[:, 0])].data)
             if more:
-                ends = np.append(begins, True)[1:]  # none where no two are alike
-                alone = order[~in_company]
-                known = np.concatenate([records[alone], kinds[begins]])
-                counted = np.append(np.append(counted, np.ones(len(new), np.int64))[alone], count[ends])
+                counted = np.column_stack([kinds[begins, :3], count[np.append(begins, True)[1:]]])
+                known = np.concatenate([records[order[~in_company]], counted])
     return made
 
 
 class Repeats:
-    """What repeats in a whole column of digests, kept in a file by stretches of the column."""
+    """What repeats in a whole column of digests, of which each bucket has its file."""
 
-    def __init__(self, path: Path, edges: list[int]) -> None:
-        self._column = Column(path, np.int64, 3)
-        self._edges = edges  # where stretches begin, and where the last ends
-        self._bounds: list[NDArray[np.int64]] = []  # of each bucket: where its repeats of each stretch begin
-        path.touch()
+    def __init__(self, buckets: list[Column], edges: list[int]) -> None:
+        self._edges = edges  # where stretches of the column begin, and where the last ends
+        self._found = [
+            np.memmap(one.path, np.int64, "r").reshape(-1, 3) if len(one) else np.empty((0, 3), np.int64)
+            for one in buckets
+        ]
 
     def __len__(self) -> int:
-        return len(self._column)
-
-    def add(self, repeats: Column) -> None:
-        """Keep the repeats of one more bucket, whose file goes."""
-        bounds = np.full(len(self._edges), len(self))
-        with self._column.path.open("ab") as file:
-            for low in range(0, len(repeats), _READ_AT_ONCE):
-                found = repeats.read(low, low + _READ_AT_ONCE)
-                bounds += np.searchsorted(found[:, 0], self._edges)
-                file.write(found.data)
-        self._bounds.append(bounds)
-        repeats.path.unlink()
+        return sum(map(len, self._found))
 
     def of(self, stretch: int) -> NDArray[np.int64]:
         """The repeats within the stretch of this number: [n, 3] as of `repeats_in`, in order of their buckets."""
-        return np.concatenate([self._column.read(at[stretch], at[stretch + 1]) for at in self._bounds])
+        low, high = self._edges[stretch : stretch + 2]
+        return np.concatenate([one[bisect_left(one[:, 0], low) : bisect_left(one[:, 0], high)] for one in self._found])
 
     def first(self) -> tuple[int, int] | None:
         """The first place of all that repeats another, and that one; none where nothing repeats."""
-        found = [self._column.read(at[0], at[0] + 1)[0].tolist() for at in self._bounds if at[-1] > at[0]]
-        return min(((place, first) for place, first, _ in found), default=None)
+        return min(((int(one[0, 0]), int(one[0, 1])) for one in self._found if len(one)), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,7 +177,8 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
         while len(text) < wanted and not ended:
             more = source.read(wanted - len(text))
             text, ended = text + more, not more
-        text = _LONE_RETURN.sub(b"\n", text + b"\n" * (ended and text.endswith(b"\r")))
+        if b"\r" in text:
+            text = _LONE_RETURN.sub(b"\n", text + b"\n" * (ended and text.endswith(b"\r")))
         end, lines, after = 0, 0, None
         if part is not None:
             end = text.find(b"\n>") + 1

@@ -189,7 +189,7 @@ class StoreWriter:
         self._segments: list[Segment] = []
         self._counts: Counter[str] = Counter()
         self._kinds = dict(COLUMNS)
-        self._digests = {axis: Column(folder / f"{axis}_digests", np.uint64, 2) for axis in ("read", "row")}
+        self._digests = {axis: Column(folder / f"{axis}_digests", 2) for axis in ("read", "row")}
         for column in self._digests.values():
             column.path.touch()
 
@@ -211,11 +211,9 @@ class StoreWriter:
         }
         buckets = {axis: Bucket.all_of(column) for axis, column in self._digests.items()}
         found = workers.map(repeats_in, buckets["read"] + buckets["row"], may_start=False)
-        self._repeats = {}
-        for axis, some in buckets.items():
-            self._repeats[axis] = Repeats(self._folder / f"{axis}_repeats", self._at[axis].tolist())
-            for _ in some:
-                self._repeats[axis].add(next(found))
+        self._repeats = {
+            axis: Repeats([next(found) for _ in some], self._at[axis].tolist()) for axis, some in buckets.items()
+        }
         self._counts["n_duplicate_ids"] = len(self._repeats["read"])
         return self._repeats["read"].first()
 
@@ -251,7 +249,7 @@ class StoreWriter:
 
     def _digests_of_names(self, mark: str) -> Column:
         """Digests of the names that reads with an earlier one's id would get."""
-        names = Column(self._folder / f"names{len(mark)}", np.uint64, 2)
+        names = Column(self._folder / f"names{len(mark)}", 2)
         with names.path.open("wb") as out:
             for number, segment in enumerate(self._segments):
                 repeats = self._repeats["read"].of(number)

@@ -99,7 +99,7 @@ class Orfs:
     frame: NDArray[np.uint8]  # [n] 0..5, see FRAMES
     proteins: NDArray[np.uint8]  # end to end
     protein_lengths: NDArray[np.int32]  # [n] ≥ 1
-    dna: NDArray[np.uint8]  # end to end, upper case
+    dna: NDArray[np.object_]  # [n] bytes, upper case
     dna_lengths: NDArray[np.int32]  # [n]
 
     def __len__(self) -> int:
@@ -125,7 +125,7 @@ def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) 
     """
     if not len(starts):
         letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
-        return Orfs(np.zeros(0, np.int64), letters, letters, lengths, letters, lengths)
+        return Orfs(np.zeros(0, np.int64), letters, letters, lengths, np.zeros(0, object), lengths)
     parts = [_translate_group(bases, starts[a:b], ends[a:b], a) for a, b in _groups(starts, ends)]
     columns = zip(*(map(part.__getattribute__, Orfs.__slots__) for part in parts), strict=True)
     return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, columns))
@@ -173,13 +173,12 @@ def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.i
     dna_lengths = np.minimum(3 * protein_lengths + 1, lengths[chunk] - offset)
     both = b"".join(strands)
     at = np.where(strand == 0, begins[0][chunk], begins[1][chunk] + len(strands[0])) + offset
-    dna = b"".join([both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)])
     return Orfs(
         chunk=chunk + first_chunk,
         frame=frame.astype(np.uint8),
         proteins=table[filled],
         protein_lengths=protein_lengths.astype(np.int32),
-        dna=np.frombuffer(dna, np.uint8),
+        dna=np.array([both[a:b] for a, b in zip(at.tolist(), (at + dna_lengths).tolist(), strict=True)], object),
         dna_lengths=dna_lengths.astype(np.int32),
     )
 
@@ -274,7 +273,7 @@ def _rows(orfs: Orfs, chunks: Chunks, ambiguous: NDArray[np.bool_]) -> dict[str,
         "protein_length": orfs.protein_lengths,
         "dna_length": orfs.dna_lengths,
         "protein_bytes": orfs.proteins,
-        "dna_bytes": orfs.dna,
+        "dna_bytes": np.frombuffer(b"".join(orfs.dna), np.uint8),
     }
 
 
@@ -349,7 +348,7 @@ def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]
     DNA of A, C, G, T alone says what the protein is; elsewhere the protein goes into the digest too. `ambiguous` [rows]
     may be true for more rows than those.
     """
-    texts = list(Strings(orfs.dna.tobytes(), offsets_of(orfs.dna_lengths)))
+    texts = orfs.dna.tolist()
     proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths)) if ambiguous.any() else None
     for i in np.flatnonzero(ambiguous).tolist():
         if proteins is not None and texts[i].translate(None, b"ACGT"):

@@ -52,7 +52,7 @@ few_pairs = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=6
 
 def column(folder: Path, name: str, pairs: list[tuple[int, int]]) -> Column:
     np.array(pairs, np.uint64).tofile(folder / name)
-    return Column(folder / name, np.uint64, 2)
+    return Column(folder / name, 2)
 
 
 @example(pairs=[(0, 0), (2, 0)], bucket=1, stretch=1)  # more digests than a bucket takes, and no two alike
@@ -64,9 +64,8 @@ def test_repeats_are_found_whatever_the_stretches_and_buckets(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fingerprint, "BUCKET", bucket)
         patch.setattr(fingerprint, "_READ_AT_ONCE", stretch)
-        repeats = Repeats(folder / "repeats", [*range(0, len(pairs) + stretch, stretch)])
-        for one in Bucket.all_of(column(folder, "digests", pairs)):
-            repeats.add(repeats_in(one))
+        buckets = Bucket.all_of(column(folder, "digests", pairs))
+        repeats = Repeats([*map(repeats_in, buckets)], [*range(0, len(pairs) + stretch, stretch)])
         found = [
             [tuple(row) for row in sorted(repeats.of(number).tolist())] for number in range(-(-len(pairs) // stretch))
         ]
