@@ -62,13 +62,10 @@ def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_by
             ids = Strings.of([name or f"unnamed_{before + i}".encode() for i, name in enumerate(ids, 1)])
         at = np.array([record.line for record in held], np.int64)
         batch, illegal = without_illegal(ReadBatch(first.file, first.form, ids, bases, at, text, part), first.name)
-        if part is None:
-            log.take(first.name, len(batch), illegal)
-        elif not log.take_part(first.name, part, illegal):
+        if not log.take(first.name, part, len(batch), illegal) and part is not None:
             if part.last:
                 yield dropped(first, part)
-            continue
-        if len(batch):
+        elif len(batch):
             yield batch
     if piece.damage is not None:
         log.broken(piece.damage)

@@ -6,7 +6,7 @@ A cutter takes what it is sure of from the front of a block; from anything unusu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Final, Literal
@@ -125,22 +125,21 @@ class ParseLog:
         """Good ones so far."""
         return self.reads_by_file.total()
 
-    def take(self, name: str, reads: int, illegal: Iterable[InputError]) -> None:
-        """Count the reads of a piece or batch of the file `name`, and those that are left out."""
+    def take(self, name: str, part: Part | None, reads: int, illegal: Sequence[InputError]) -> bool:
+        """Count the reads of a piece or batch of the file `name`, those that are left out, a long one once it is whole.
+
+        Whether it is to be used: in a long read nothing was illegal so far.
+        """
+        if part is not None:
+            good = (self._good or part.first) and not part.dropped
+            illegal = illegal if good else ()
+            self._good = good and not illegal
+            reads = int(self._good and part.last)
         self.reads_by_file[name] += reads
         for error in illegal:
             self.left_out += 1
             self.broken(error)
-
-    def take_part(self, name: str, part: Part, illegal: Sequence[InputError]) -> bool:
-        """Count a long record once it is whole; whether nothing in it was illegal so far."""
-        self._good = (self._good or part.first) and not part.dropped
-        if illegal and self._good:
-            self._good = False
-            self.take(name, 0, illegal)
-        if part.last and self._good:
-            self.take(name, 1, ())
-        return self._good
+        return part is None or self._good
 
     def broken(self, error: InputError) -> None:
         """Stop at a broken record, or count it and go on, as was asked."""

@@ -46,8 +46,9 @@ class Leaves:
     part: Part | None = None  # of a long read: which one this is
 
 
-def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64]) -> Leaves:
-    """Hash a batch; `id_digests` [reads, 2] are those of its ids."""
+def leaves_of(batch: ReadBatch, id_digests: NDArray[np.uint64] | None = None) -> Leaves:
+    """Hash a batch; `id_digests` [reads, 2] are those of its ids, where they are known."""
+    id_digests = digests(batch.ids) if id_digests is None else id_digests
     if (part := batch.part) is not None:  # id and lengths are known with the last
         length = (part.before + len(batch.bases.data)).to_bytes(8, "little")
         about = (batch.ids.data, len(batch.ids.data).to_bytes(8, "little"), length) if part.last else (b"", b"", b"")

@@ -107,10 +107,9 @@ def parse_by(
             item, value = given.popleft(), made.value
             if isinstance(item, Piece):
                 log.parse_s += made.parse_s
-                if item.part is None or made.irregular:
-                    log.take(item.name, made.reads, made.illegal)
-                elif not log.take_part(item.name, item.part, made.illegal):
-                    value = work(dropped(item, item.part)) if item.part.last else None
+                part = None if made.irregular else item.part
+                if not log.take(item.name, part, made.reads, made.illegal) and part is not None:
+                    value = work(dropped(item, part)) if part.last else None
             if value is not None:
                 yield value
             if isinstance(item, ReadBatch):
@@ -179,7 +178,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             text, ended = text + more, not more
         if b"\r" in text:
             text = _LONE_RETURN.sub(b"\n", text + b"\n" * (ended and text.endswith(b"\r")))
-        end, lines, after = 0, 0, None
+        end, after = 0, None
         if part is not None:
             end = text.find(b"\n>") + 1
             if ended and not end:
@@ -187,17 +186,16 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             part, after = replace(part, last=end > 0), None if end else part
             # line ends are left for the next part, where it can be seen whether a header follows
             end = end or len(text.rstrip(b"\r\n")) or len(text) - 1
-            lines = _newlines(text[:end])
         elif ended and source.damage is None:
             break
         else:
-            end, lines = _whole_records(text, form)
+            end = _whole_records(text, form)
         if end:
             yield Piece(number, source.name, form, text[:end], line, part=part)
             if after is not None:
                 bases = text[text.index(b"\n") if after.first else 0 : end].translate(None, b"\r\n")
                 after = replace(after, first=False, before=after.before + len(bases))
-            part, text, line, wanted = after, text[end:], line + lines, block_bytes
+            part, text, line, wanted = after, text[end:], line + _newlines(text[:end]), block_bytes
         elif ended:
             break
         elif part is None and form == "fasta" and b"\n" in text:
@@ -212,17 +210,14 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
     yield Piece(number, source.name, form, text, line, True, source.damage, part=part)
 
 
-def _whole_records(text: bytes, form: Format) -> tuple[int, int]:
-    """How many bytes of `text` are whole records, if they are regular, and how many lines those have."""
+def _whole_records(text: bytes, form: Format) -> int:
+    """How many bytes of `text` are whole records, if they are regular."""
     if form == "fasta":
-        end = text.rfind(b"\n>") + 1
-        lines = _newlines(text[:end])
-    else:
-        end, lines = len(text), _newlines(text)
-        for _ in range(lines % 4 + 1):
-            end = text.rfind(b"\n", 0, end)
-        end, lines = (end + 1, lines - lines % 4) if lines >= 4 else (0, 0)
-    return end, lines
+        return text.rfind(b"\n>") + 1
+    end, lines = len(text), _newlines(text)
+    for _ in range(lines % 4 + 1):
+        end = text.rfind(b"\n", 0, end)
+    return end + 1 if lines >= 4 else 0
 
 
 def _newlines(text: bytes) -> int:

@@ -22,12 +22,12 @@ from pydantic import Field
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
 from virnuc_core.reads.fast_parser import OnError, ParseLog
-from virnuc_core.reads.fingerprint import Fingerprint
+from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
 from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.seals import is_intact
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import SEALED_AS, STORES, OrfStore, StoreCounts, StoreWriter
-from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, fingerprint_batch, long_segments, process
+from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import InputFile, RunFile, RunRecord, other_files, read_or_set_aside, write
@@ -220,7 +220,7 @@ def _is_current(
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
         return False
     fingerprint = Fingerprint(f"{STORES} {spec.model_length}")
-    for leaves in parse_by(workers, fingerprint_batch, inputs.files, log):
+    for leaves in parse_by(workers, leaves_of, inputs.files, log):
         fingerprint.add(leaves)
     _accept(spec, inputs.files, out, log, fingerprint, expected)
     return fingerprint.hexdigest() == store.fingerprint

@@ -309,7 +309,7 @@ def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> tuple[LongPart, Le
         file.seek(part.before)
         file.write(bases)
     kept = LongPart(part, str(path), len(bases), len(_odd(bases)) > 0, batch.ids)
-    return kept, fingerprint_batch(batch), {"store_s": time.perf_counter() - started}
+    return kept, leaves_of(batch), {"store_s": time.perf_counter() - started}
 
 
 def long_segments(
@@ -335,11 +335,6 @@ def _window(path: str, numbers: range, *, length: int, size: int, ambiguous: boo
         file.seek(low)
         orfs = translate(file.read(high - low), chunks.start - low, chunks.end - low)
     return _write(folder, _rows(orfs, chunks, np.array([ambiguous])), len(number))
-
-
-def fingerprint_batch(batch: ReadBatch) -> Leaves:
-    """What a batch adds to the fingerprint of all reads."""
-    return leaves_of(batch, digests(batch.ids))
 
 
 def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]:

@@ -24,7 +24,7 @@ def fingerprint(reads: Pairs, cuts: list[int]) -> str:
     edges = [0, *sorted(cut % (len(reads) + 1) for cut in cuts), len(reads)]
     for low, high in pairwise(edges):
         batch = batch_of(reads[low:high])
-        made.add(leaves_of(batch, digests(batch.ids)))
+        made.add(leaves_of(batch))
     return made.hexdigest()
 
 
