@@ -36,7 +36,7 @@ def read_state(path: Path) -> dict[str, Tensor]:
         if zipped:
             _check_archive(path, None)
         # fair-esm keeps its arguments in a namespace
-        state = _state(_load(path, [argparse.Namespace], mmap=zipped), "model", path.stat().st_size)
+        state = _tensors(path, [argparse.Namespace], "model", mmap=zipped)
     except Exception as error:  # torch raises whatever a broken file leads to
         raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {first_line(error)}") from error
     if state is None:
@@ -79,9 +79,7 @@ def read_head(path: Path) -> dict[str, Tensor]:
     """
     try:
         _check_archive(path, HEAD_MAX_BYTES)
-        content = _load(path, list(HEAD_MODULES), mmap=False)
-        whole = content.tensors if isinstance(content, ModuleState) else content
-        state = _state(whole, "model_state_dict", path.stat().st_size)
+        state = _tensors(path, list(HEAD_MODULES), "model_state_dict", mmap=False)
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
     except zipfile.BadZipFile as error:
@@ -118,18 +116,16 @@ def _at_most(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _load(path: Path, allowed: list[Any], *, mmap: bool) -> object:
-    room = SHARED * path.stat().st_size + BESIDES
-    with _at_most(room), warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
-        warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+def _tensors(path: Path, allowed: list[Any], key: str, *, mmap: bool) -> dict[str, Tensor] | None:
+    """The tensors of a module, of a state dictionary, or of one under `key` of a dictionary; None when there are none.
 
-
-def _state(content: object, key: str, size: int) -> dict[str, Tensor] | None:
-    """The tensors of a state dictionary, or of one under `key` of a dictionary; None when there are none.
-
-    Errors: `ValueError` where they claim more numbers than a file of `size` bytes can have.
+    Errors: `ValueError` where they claim more numbers than the file can have; what torch raises.
     """
+    size = path.stat().st_size
+    with _at_most(SHARED * size + BESIDES), warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+        warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    content = content.tensors if isinstance(content, ModuleState) else content
     inner = content.get(key) if isinstance(content, Mapping) else None
     found = inner if isinstance(inner, Mapping) else content
     if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):

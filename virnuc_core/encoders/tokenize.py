@@ -10,7 +10,6 @@ from typing import Final, NamedTuple
 import numpy as np
 import tokenizers
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.config import small_text
@@ -72,7 +71,7 @@ class Esm2Tokenizer:
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
-        offsets = _offsets([len(sequence) + 2 for sequence in sequences])
+        offsets = np.cumsum([0, *(len(sequence) + 2 for sequence in sequences)], dtype=np.int64)
         tokens = np.empty(int(offsets[-1]), dtype=np.int64)
         inner = np.ones(len(tokens), dtype=bool)
         inner[offsets[:-1]] = inner[offsets[1:] - 1] = False
@@ -99,16 +98,12 @@ class DnabertTokenizer:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
         texts = [sequence.decode("latin-1") for sequence in sequences]  # any byte is some letter; odd ones are [UNK]
         rows = [row.ids for row in self._bpe.encode_batch_fast(texts, add_special_tokens=True)]
-        offsets = _offsets([len(row) for row in rows])
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
         tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int64, count=int(offsets[-1]))
         return torch.from_numpy(tokens), torch.from_numpy(offsets)
 
 
 Tokenizer = Esm2Tokenizer | DnabertTokenizer
-
-
-def _offsets(lengths: list[int]) -> NDArray[np.int64]:
-    return np.cumsum([0, *lengths], dtype=np.int64)
 
 
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
