@@ -76,12 +76,10 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
 
 
 def check_models(models: Path) -> HeadShape:
-    """The sizes of the head of a models directory of which all is right that can be told without reading its weights:
-    in milliseconds, of any size.
+    """The sizes of the head of a models directory of which all is right that can be told without reading its weights.
 
-    The parts are there and whole (a safetensors file is as long as its header says), every tensor has the shape and a
-    type its config asks for, the tokenizer is one and its tokens fit the model, the head's inputs are what the encoders
-    give. Errors: `WeightsError` names the file and what is wrong with it.
+    The parts are there and whole (a safetensors file is as long as its header says), and as `open_part` wants them.
+    Errors: `WeightsError` names the file and what is wrong with it.
     """
     open_part(models, Esm2Shape)
     open_part(models, DnabertShape)
@@ -110,10 +108,7 @@ def _weights(folder: Path) -> list[Path]:
 
 
 def fingerprint(models: Path) -> dict[str, str]:
-    """SHA-256 of each part's files, by the part's name; equal ones mean equal scores.
-
-    A file's digest is remembered in this process while its size and time stay the same.
-    """
+    """SHA-256 of each part's files, by the part's name; equal ones mean equal scores."""
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
@@ -132,7 +127,7 @@ def part_digest(folder: Path, *further: Path) -> str:
 
 @functools.cache
 def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """SHA-256 of a file that has not changed since."""
+    """SHA-256 of a file, remembered in this process while its size and time stay the same."""
     return sha256_of(path)
 
 
@@ -229,9 +224,8 @@ def fit(source: Checkpoint, shape: Shape) -> Read:
         given["inv_freq"] = inv_freq(shape.head_dim)
     ours = {theirs: theirs if theirs in wanted else our_name(theirs) for theirs in given}
     theirs_of = {name: theirs for theirs, name in reversed(ours.items())}  # the first of several
-    parts = {name: [name] for name in wanted}
-    for name in [name for name in wanted if ".qkv." in name and name not in theirs_of]:  # there in three tensors
-        parts[name] = [name.replace(".qkv.", f".{one}.") for one in "qkv"]
+    in_three = {name for name in wanted if ".qkv." in name and name not in theirs_of}
+    parts = {name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name] for name in wanted}
     used = {"", *chain.from_iterable(parts.values())}
     missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
     unexpected = [theirs for theirs, name in ours.items() if name not in used]

@@ -21,10 +21,7 @@ from virnuc_core.reads.fast_parser import (
     Piece,
     ReadBatch,
     Strings,
-    dropped,
-    printable_ids,
     shortened,
-    without_illegal,
 )
 
 _LONGEST_RECORD_LINES: Final = 100_000  # a record of more lines is taken for broken: bounds what one error costs
@@ -57,14 +54,14 @@ def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_by
     records = (_fastq_records if first.form == "fastq" else _fasta_records)(pieces(), first, log.broken)
     for held in _lists(records, block_bytes):
         ids, bases, text = (Strings.of([getattr(one, name) for one in held]) for name in ("id", "bases", "text"))
-        ids, before, part = printable_ids(ids), log.reads + log.left_out, held[0].part
+        ids, before, part = ids.printable(), log.reads + log.left_out, held[0].part
         if not ids.lengths.all():
             ids = Strings.of([name or f"unnamed_{before + i}".encode() for i, name in enumerate(ids, 1)])
         at = np.array([record.line for record in held], np.int64)
-        batch, illegal = without_illegal(ReadBatch(first.file, first.form, ids, bases, at, text, part), first.name)
+        batch, illegal = ReadBatch(first.file, first.form, ids, bases, at, text, part).without_illegal(first.name)
         if not log.take(first.name, part, len(batch), illegal) and part is not None:
             if part.last:
-                yield dropped(first, part)
+                yield first.dropped(part)
         elif len(batch):
             yield batch
     if piece.damage is not None:
@@ -126,10 +123,7 @@ def _fasta_records(pieces: Iterable[Piece], first: Piece, broken: Callable[[Inpu
 
 
 class _Lines:
-    """Text lines of one file with a counter, and those of the current record to go back to.
-
-    Looks like a text file to Biopython.
-    """
+    """A text file, to Biopython: lines with a counter, and those of the current record to go back to."""
 
     def __init__(self, pieces: Iterable[Piece], line: int) -> None:
         self._text = self._split(pieces)
@@ -173,10 +167,8 @@ class _Lines:
 
 
 def _fastq_records(pieces: Iterable[Piece], first: Piece, broken: Callable[[InputError], None]) -> Iterator[_Record]:
-    """Records of the rest of a FASTQ file, wrapped or not; each broken one is given to `broken` and left out.
-
-    After a broken record reading goes on at the next lines that look like a record.
-    """
+    """Records of the rest of a FASTQ file, wrapped or not. Each broken one is given to `broken` and left out; reading
+    goes on at the next lines that look like a record."""
     lines = _Lines(pieces, first.line)
     while _skip_blank(lines):
         start = lines.number + 1

@@ -56,6 +56,14 @@ class Strings:
         """[n]"""
         return np.diff(self.offsets)
 
+    def printable(self) -> Strings:
+        """Ids as printable UTF-8 words, some perhaps empty; nearly always they are just that already."""
+        raw = np.frombuffer(self.data, np.uint8)
+        if not ((raw < 33) | (raw > 126)).any():
+            return self
+        texts = (one.decode("utf-8", "backslashreplace") for one in self)
+        return Strings.of([_printable("".join(text.split(None, 1)[:1])).encode() for text in texts])
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -83,6 +91,11 @@ class Piece:
     refused: bool = False  # the file cannot be read at all, for its damage
     part: Part | None = None
 
+    def dropped(self, part: Part) -> ReadBatch:
+        """What says that the long record which ends with this part does not count."""
+        nothing, end = Strings.of([b""]), replace(part, dropped=True)
+        return ReadBatch(self.file, self.form, nothing, nothing, np.array([part.line]), nothing, end)
+
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
@@ -103,6 +116,23 @@ class ReadBatch:
     def id(self, index: int) -> str:
         """Id of one read."""
         return self.ids[index].decode()
+
+    def without_illegal(self, name: str) -> tuple[ReadBatch, list[InputError]]:
+        """The batch without reads that hold other letters than nucleotides, and what is to be said of those."""
+        bases = self.bases
+        if not bases.data.translate(None, _LEGAL):
+            return self, []
+        hint = "expected A C G T U N, IUPAC codes or gaps; is this a protein file?"
+        before, kept, errors = self.part.before + 1 if self.part else 1, list[int](), list[InputError]()
+        for i, letters in enumerate(bases):
+            if odd := letters.translate(None, _LEGAL)[:1]:
+                what = f"{odd.decode('latin-1')!r} at base {letters.index(odd) + before} is no nucleotide letter"
+                read_id = shortened(self.id(i))
+                errors.append(InputError(what, file=name, line=int(self.lines[i]), read_id=read_id, hint=hint))
+            else:
+                kept.append(i)
+        ids, bases, text = (Strings.of([column[i] for i in kept]) for column in (self.ids, bases, self.text))
+        return ReadBatch(self.file, self.form, ids, bases, self.lines[kept], text, self.part), errors
 
 
 @dataclass(slots=True)
@@ -173,33 +203,6 @@ def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def printable_ids(ids: Strings) -> Strings:
-    """Ids as printable UTF-8 words, some perhaps empty; nearly always they are just that already."""
-    raw = np.frombuffer(ids.data, np.uint8)
-    if not ((raw < 33) | (raw > 126)).any():
-        return ids
-    texts = (one.decode("utf-8", "backslashreplace") for one in ids)
-    return Strings.of([_printable("".join(text.split(None, 1)[:1])).encode() for text in texts])
-
-
-def without_illegal(batch: ReadBatch, name: str) -> tuple[ReadBatch, list[InputError]]:
-    """The batch without reads that hold other letters than nucleotides, and what is to be said of those."""
-    bases = batch.bases
-    if not bases.data.translate(None, _LEGAL):
-        return batch, []
-    hint = "expected A C G T U N, IUPAC codes or gaps; is this a protein file?"
-    before, kept, errors = batch.part.before + 1 if batch.part else 1, list[int](), list[InputError]()
-    for i, letters in enumerate(bases):
-        if odd := letters.translate(None, _LEGAL)[:1]:
-            what = f"{odd.decode('latin-1')!r} at base {letters.index(odd) + before} is no nucleotide letter"
-            read_id = shortened(batch.id(i))
-            errors.append(InputError(what, file=name, line=int(batch.lines[i]), read_id=read_id, hint=hint))
-        else:
-            kept.append(i)
-    ids, bases, text = (Strings.of([column[i] for i in kept]) for column in (batch.ids, bases, batch.text))
-    return ReadBatch(batch.file, batch.form, ids, bases, batch.lines[kept], text, batch.part), errors
-
-
 class _Lines:
     """Whole lines of a block: `data[start:end]`, without line ends."""
 
@@ -240,10 +243,8 @@ class _Lines:
 
 
 def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
-    """Four-line records from the front of a piece, and how many bytes are left from the first irregular one on.
-
-    Ids may be unprintable.
-    """
+    """Four-line records from the front of a piece, with any ids, and how many bytes are left from the first irregular
+    one on."""
     data = piece.data
     lines = _Lines(data if data.endswith(b"\n") else data + b"\n")
     n = len(lines.starts) // 4
@@ -321,9 +322,3 @@ def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
     if piece.part is not None:
         batch = replace(batch, lines=np.array([piece.part.line]), text=Strings.of([piece.data]))
     return batch, 0
-
-
-def dropped(piece: Piece, part: Part) -> ReadBatch:
-    """What says that the long record which ends with this part does not count."""
-    nothing, end = Strings.of([b""]), replace(part, dropped=True)
-    return ReadBatch(piece.file, piece.form, nothing, nothing, np.array([part.line]), nothing, end)

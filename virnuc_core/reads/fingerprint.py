@@ -29,10 +29,7 @@ _LEAF_READS: Final = np.uint64(64)  # on average
 
 
 def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
-    """The MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2].
-
-    It is no defence against someone who makes strings collide on purpose; by chance two do in 1 of 2¹²⁸ cases.
-    """
+    """The MurmurHash3 (x64, 128 bit) of each string: uint64 [n, 2]. Strings can be made to collide on purpose."""
     return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
 
@@ -133,10 +130,8 @@ class Bucket:
         return [cls(digests, number, buckets) for number in range(buckets)]
 
     def records(self) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Both halves of the digests and their places in the column: [n, 3]; and whether more come after.
-
-        That is so only where a few digests make up much of the column.
-        """
+        """Both halves of the digests and their places in the column: [n, 3]; and whether more come after, which is so
+        only where a few digests make up much of the column."""
         held = [np.empty((0, 3), np.int64)]
         for low in range(0, len(self.digests), _READ_AT_ONCE):
             found = self.digests.read(low, low + _READ_AT_ONCE)

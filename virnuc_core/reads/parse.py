@@ -30,9 +30,6 @@ from virnuc_core.reads.fast_parser import (
     ReadBatch,
     cut_fasta,
     cut_fastq,
-    dropped,
-    printable_ids,
-    without_illegal,
 )
 from virnuc_core.reads.sources import Source
 from virnuc_core.reads.workers import Workers
@@ -60,10 +57,8 @@ def parse(
 ) -> Iterator[ReadBatch]:
     """Batches of reads of all files, in order; what was met is counted in `log`.
 
-    A FASTA record of more than `block_bytes` comes in parts, each a batch of its own.
-
-    Errors: `InputError` for a file that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is
-    `skip`, for the first broken record.
+    A FASTA record of more than `block_bytes` comes in parts, each a batch of its own. Errors: `InputError` for a file
+    that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is `skip`, for the first broken record.
     """
     with Workers(1) as here:
         yield from parse_by(here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes)
@@ -109,7 +104,7 @@ def parse_by(
                 log.parse_s += made.parse_s
                 part = None if made.irregular else item.part
                 if not log.take(item.name, part, made.reads, made.illegal) and part is not None:
-                    value = work(dropped(item, part)) if part.last else None
+                    value = work(item.dropped(part)) if part.last else None
             if value is not None:
                 yield value
             if isinstance(item, ReadBatch):
@@ -142,10 +137,10 @@ def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O
     read, irregular = (cut_fastq if item.form == "fastq" else cut_fasta)(item)
     if read is None:
         return _Made(None, irregular=irregular)
-    ids = printable_ids(read.ids)
+    ids = read.ids.printable()
     if not ids.lengths.all():  # their names need the number of reads before, which is not known here
         return _Made(None, irregular=len(item.data))
-    batch, illegal = without_illegal(replace(read, ids=ids), item.name)
+    batch, illegal = replace(read, ids=ids).without_illegal(item.name)
     parse_s = time.perf_counter() - started
     return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s)
 

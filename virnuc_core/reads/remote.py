@@ -54,10 +54,7 @@ class _Remembered(Spec):
 
 
 def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -> tuple[str, ...]:
-    """The same inputs as local names: addresses and `ncbi:ACC,ACC` are fetched into `folder`, others stay.
-
-    Errors: as of `fetch` and `fetch_accessions`.
-    """
+    """The same inputs as local names: addresses and `ncbi:ACC,ACC` are fetched into `folder`, others stay."""
     local = []
     for name in reads:
         if name.startswith(NCBI_PREFIX):

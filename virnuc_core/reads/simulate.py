@@ -137,10 +137,7 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
 
 
 def read_histogram(path: Path) -> dict[int, int]:
-    """Lengths and counts from lines `length count`; `#` lines and one header line are passed over.
-
-    Errors: `InputError` naming the line.
-    """
+    """Lengths and counts from lines `length count`, without `#` lines and a header; `InputError` names the line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
