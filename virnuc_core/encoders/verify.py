@@ -34,22 +34,16 @@ class Check:
     detail: str
 
 
-class Original(NamedTuple):
-    """What comes out for a row; of VirNucPro in float32 with its 500 head."""
+class Anchor(NamedTuple):
+    """One row of VirNucPro's public test reads, and what it gives for it in float32 with its 500 head."""
 
+    name: str
+    dna: bytes
     virus: float  # score
     dna_norm: float
     dna_first: float
     protein_norm: float
     protein_first: float
-
-
-class Anchor(NamedTuple):
-    """One row of VirNucPro's public test reads."""
-
-    name: str
-    dna: bytes
-    original: Original
 
     @property
     def protein(self) -> bytes:
@@ -67,10 +61,10 @@ _SEQ2: Final = (
     b"GCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCAT"
 )
 ANCHORS: Final = (  # their open frames
-    Anchor("seq1 R1", _SEQ1, Original(0.8789939, 3.660475, -0.070582, 14.341653, 0.069515)),
-    Anchor("seq1 R2", _SEQ1[1:-1], Original(0.9988405, 3.740260, -0.006739, 13.663273, 0.011022)),
-    Anchor("seq2 R1", _SEQ2, Original(0.4498659, 3.904326, 0.071082, 14.291137, 0.084354)),
-    Anchor("seq2 R2", _SEQ2[1:-1], Original(0.93954605, 4.107737, 0.062328, 13.813206, 0.008760)),
+    Anchor("seq1 R1", _SEQ1, 0.8789939, 3.660475, -0.070582, 14.341653, 0.069515),
+    Anchor("seq1 R2", _SEQ1[1:-1], 0.9988405, 3.740260, -0.006739, 13.663273, 0.011022),
+    Anchor("seq2 R1", _SEQ2, 0.4498659, 3.904326, 0.071082, 14.291137, 0.084354),
+    Anchor("seq2 R2", _SEQ2[1:-1], 0.93954605, 4.107737, 0.062328, 13.813206, 0.008760),
 )
 
 
@@ -125,12 +119,13 @@ def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: tor
 
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
-    there = anchor.original
-    here = Original(*(float(one) for one in (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])))
-    allowed = (TOLERANCE, there.dna_norm * NORM_TOLERANCE, TOLERANCE, there.protein_norm * NORM_TOLERANCE, TOLERANCE)
-    fine = all(abs(a - b) <= most for a, b, most in zip(here, there, allowed, strict=True))
+    virus, dna_norm, _, protein_norm, _ = here = [
+        float(one) for one in (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])
+    ]
+    allowed = (TOLERANCE, anchor.dna_norm * NORM_TOLERANCE, TOLERANCE, anchor.protein_norm * NORM_TOLERANCE, TOLERANCE)
+    fine = all(abs(a - b) <= most for a, b, most in zip(here, anchor[2:], allowed, strict=True))
     detail = (
-        f"virus {here.virus:.7f} (original {there.virus}), DNABERT-S norm {here.dna_norm:.6f} ({there.dna_norm}), "
-        f"ESM-2 norm {here.protein_norm:.6f} ({there.protein_norm})"
+        f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm}), "
+        f"ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
     )
     return Check(f"anchor {anchor.name}", "ok" if fine else "fail", detail)

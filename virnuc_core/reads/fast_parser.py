@@ -251,10 +251,21 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     if n == 0:
         return None, len(data) if data.strip() else 0
     starts, ends = lines.starts[: 4 * n].reshape(n, 4), lines.ends[: 4 * n].reshape(n, 4)
-    fits = _regular_fastq(lines, starts, ends)
-    id_starts = starts[:, 0] + 1
+    lengths, id_starts = ends - starts, starts[:, 0] + 1
     id_ends = lines.id_ends(id_starts, ends[:, 0])
-    fits &= id_ends > id_starts
+    fits: NDArray[np.bool_] = (  # plain records, by the rules of Biopython's parser
+        (lines.letters[starts[:, 0]] == _HEADER_FASTQ)
+        & (lines.letters[starts[:, 2]] == _PLUS)
+        & (lengths[:, 1] == lengths[:, 3])
+        & (lengths[:, 2] >= 1)
+        & (id_ends > id_starts)
+    )
+    for i in np.flatnonzero(fits & (lengths[:, 2] > 1)).tolist():  # "+" may repeat the header, and nothing else
+        header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
+        fits[i] = lines.data[starts[i, 2] + 1 : ends[i, 2]].rstrip() in (header, b"")
+    # blanks belong into headers only; elsewhere a parser may strip them, so they are not ours to judge
+    line_of = np.searchsorted(lines.nexts, lines.low, side="right")
+    fits[line_of[(line_of % 2 == 1) & (line_of < starts.size)] // 4] = False
     whole = n if fits.all() else int(np.argmin(fits))
     if whole == 0:
         return None, len(data)
@@ -268,25 +279,6 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
         text=Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4])),
     )
     return batch, len(rest) if rest.strip() else 0
-
-
-def _regular_fastq(lines: _Lines, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Which of the four-line groups are plain records, by the rules of Biopython's parser. [n]"""
-    letters, lengths = lines.letters, ends - starts
-    fits: NDArray[np.bool_] = (
-        (letters[starts[:, 0]] == _HEADER_FASTQ)
-        & (letters[starts[:, 2]] == _PLUS)
-        & (lengths[:, 1] == lengths[:, 3])
-        & (lengths[:, 2] >= 1)
-    )
-    for i in np.flatnonzero(fits & (lengths[:, 2] > 1)).tolist():  # "+" may repeat the header, and nothing else
-        header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
-        fits[i] = lines.data[starts[i, 2] + 1 : ends[i, 2]].rstrip() in (header, b"")
-    # blanks belong into headers only; elsewhere a parser may strip them, so they are not ours to judge
-    line_of = np.searchsorted(lines.nexts, lines.low, side="right")
-    odd = line_of[(line_of % 2 == 1) & (line_of < starts.size)]
-    fits[odd // 4] = False
-    return fits
 
 
 def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:

@@ -58,7 +58,7 @@ def parse(
     """Batches of reads of all files, in order; what was met is counted in `log`.
 
     A FASTA record of more than `block_bytes` comes in parts, each a batch of its own. Errors: `InputError` for a file
-    that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is `skip`, for the first broken record.
+    that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is `skip`, for a broken record.
     """
     with Workers(1) as here:
         yield from parse_by(here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes)

@@ -227,18 +227,14 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment 
     orfs = translate(bases, begin + chunks.start, begin + chunks.end)
     translated = time.perf_counter()
     ambiguous = np.zeros(len(batch), bool)
-    ambiguous[np.searchsorted(offsets, _odd(bases), side="right") - 1] = True
+    odd = np.flatnonzero(np.frombuffer(bases.translate(_ODD), np.bool_))
+    ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
     rows = np.bincount(chunks.read[orfs.chunk], minlength=len(batch))
     reads = _reads(batch.ids, batch.lines, batch.bases.lengths, model_length, rows, ambiguous)
     segment = _write(folder, reads | _rows(orfs, chunks, ambiguous), len(chunks.read))
     leaves = leaves_of(batch, reads["read_id_digest"].reshape(-1, 2))
     stored_s = time.perf_counter() - translated
     return segment, leaves, {"chunk_s": chunked - started, "translate_s": translated - chunked, "store_s": stored_s}
-
-
-def _odd(bases: bytes) -> NDArray[np.int64]:
-    """Where letters stand that are none of A, C, G, T."""
-    return np.flatnonzero(np.frombuffer(bases.translate(_ODD), np.bool_))
 
 
 def _reads(
@@ -308,7 +304,7 @@ def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> tuple[LongPart, Le
     with path.open("rb+") as file:
         file.seek(part.before)
         file.write(bases)
-    kept = LongPart(part, str(path), len(bases), len(_odd(bases)) > 0, batch.ids)
+    kept = LongPart(part, str(path), len(bases), any(bases.translate(_ODD)), batch.ids)
     return kept, leaves_of(batch), {"store_s": time.perf_counter() - started}
 
 

@@ -83,10 +83,10 @@ def test_an_anchor_passes_for_its_own_numbers_only() -> None:
         return torch.tensor([first, (norm**2 - first**2) ** 0.5])
 
     dna, protein = (
-        embedding(anchor.original.dna_norm, anchor.original.dna_first),
-        embedding(anchor.original.protein_norm, anchor.original.protein_first),
+        embedding(anchor.dna_norm, anchor.dna_first),
+        embedding(anchor.protein_norm, anchor.protein_first),
     )
-    scores = torch.tensor([1 - anchor.original.virus, anchor.original.virus])
+    scores = torch.tensor([1 - anchor.virus, anchor.virus])
     assert judge(anchor, dna, protein, scores).verdict == "ok"
     assert judge(anchor, dna * 1.001, protein, scores).verdict == "fail"
     assert judge(anchor, dna, protein.flip(0), scores).verdict == "fail"
