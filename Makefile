@@ -11,7 +11,7 @@ JOBS ?= 1
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: help setup demo test test-slow check lint lines sound deploy alerts test-ui test-postgres faults bench clean
+.PHONY: help setup demo test test-slow check lint lines sound deploy alerts test-ui test-postgres docs faults bench clean
 
 help:
 	@echo "make setup     .venv with the pinned versions       make demo       the whole story in two minutes"
@@ -20,6 +20,7 @@ help:
 	@echo "make sound     do the pinned versions fit together? make deploy     deployments to the configured server"
 	@echo "make test-ui   the UI in a real browser             make test-postgres  a team's server"
 	@echo "make faults N=300 JOBS=16   real commands, struck at random, so many at a time"
+	@echo "make docs      the documentation as a site, in build/site"
 	@echo "make bench     what fits this machine, in rounds; JSON in bench-out/, compared with the last"
 
 setup: $(STAMP)
@@ -89,6 +90,11 @@ test-ui: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[ui]'
 	sh tests/ui/install-browser.sh
 	$(BIN)/pytest -m ui tests/ui
+
+# the documentation as a site, in build/site; broken links are errors
+docs: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/mkdocs build --quiet --strict
 
 test-postgres: setup
 	$(BIN)/pytest -m postgres

@@ -24,6 +24,7 @@ from flows.predict_inbox import predict_inbox
 from flows.tools import train
 from flows.validate import validate
 from tasks.step import beside, on_host
+from tests.columns import documented
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.measure.inbox import Ledger
 from virnuc_core.measure.tune import Candidate, Recommendation
@@ -316,6 +317,7 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, m
     assert all((run / name).is_file() for name in RESULTS)
     again = predict_inbox(**given, return_state=True)
     assert (again.name, again.message) == ("Reused", "1 duplicate, 3 failed, 2 predicted")
+    assert documented(out / "inbox.tsv") == 6
     assert len(sent) == 3, "a failure is told of once"
 
 

@@ -19,6 +19,7 @@ import h5py
 import pytest
 
 from flows import cli
+from tests.columns import documented
 from virnuc_core.config import RunSpec
 from virnuc_core.pipeline import predict
 
@@ -103,6 +104,12 @@ def test_result_files_hold_the_recorded_rows(name: str, out: Path) -> None:
                 assert float(one[column]) == pytest.approx(float(value), abs=TOLERANCE), (other, column)
             else:
                 assert one[column] == value, (other, column)
+
+
+def test_each_table_has_the_columns_and_values_that_are_documented(out: Path) -> None:
+    counts = {name: documented(out / name) for name in (*TABLES, "failed.tsv")}
+    assert counts["reads.tsv"] > 200
+    assert counts["failed.tsv"] == 0
 
 
 def test_no_recorded_label_hangs_on_a_rounding() -> None:

@@ -13,6 +13,7 @@ from Bio.SeqIO.FastaIO import SimpleFastaParser
 from pydantic import ValidationError
 from xopen import xopen
 
+from tests.columns import documented
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.simulate import PRESETS, TRUTH_HEADER, SimulateSpec, SimulateSummary, read_histogram, simulate
@@ -44,6 +45,7 @@ def genomes_of(summary: SimulateSummary) -> dict[str, str]:
 def test_reads_and_truth_agree(tmp_path: Path, name: str) -> None:
     summary = simulate(SimulateSpec(reads=200, error_rate=0, n_rate=0), tmp_path / name)
     reads, truth, genomes = reads_of(summary.reads_file), truth_of(summary), genomes_of(summary)
+    assert documented(summary.truth_file, "reads.truth.tsv") == len(reads)
     assert [read for read, _ in reads] == list(truth)
     assert len(reads) == summary.reads == 200
     for read, bases in reads:

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from xopen import xopen
 
+from tests.columns import documented
 from virnuc_core.config import Spec
 from virnuc_core.errors import ConfigError, InputError, StorageError
 from virnuc_core.reads.stage import StageSpec, stage
@@ -312,6 +313,7 @@ def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Pat
     for reused in (False, True):
         summary = stage(StageSpec(reads=(path,), on_error="skip"), out)
         assert (summary.reused, summary.skipped_records, summary.counts.n_reads) == (reused, 2, 2)
+        assert documented(tmp_path / "skipped.tsv") > 0
         lines = [line.split("\t") for line in (tmp_path / "skipped.tsv").read_text().splitlines()]
         assert lines[0] == ["file", "line", "read", "problem"]
         assert sorted(line[:3] for line in lines[1:]) == [[path, "5", "b"], [path, "9", "c"]]
