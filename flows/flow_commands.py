@@ -180,7 +180,6 @@ SWEPT: Final = {
     "shard_sizes": "shard_tokens",
 }
 GRIDS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {  # named sweeps: each value with every other
-    "lists": {},
     "quick": {"num_workers": (4, 8, 12), "prefetch_factor": (2, 4, 8)},
     "full": {"num_workers": (4, 8, 12, 16), "prefetch_factor": (2, 4, 8), "token_budget": (4_096, 8_192, 12_288)},
 }
@@ -205,7 +204,7 @@ class TuneSettings(RunSettings):
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
     allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
     token_budgets: tuple[Slots, ...] = Field(
-        (8_192, 16_384, 32_768), description="token slots of one ESM-2 batch to try"
+        BUDGETS["token_budget"], description="token slots of one ESM-2 batch to try"
     )
     dna_token_budgets: tuple[Slots, ...] = Field((), description="slots of one DNABERT-S batch to try")
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
@@ -216,7 +215,7 @@ class TuneSettings(RunSettings):
 
     def swept(self) -> dict[str, tuple[Any, ...]]:
         """Engine settings and the values to try, without those that are not swept; a named grid goes first."""
-        lists = GRIDS[self.grid] or {engine: getattr(self, own) for own, engine in SWEPT.items()}
+        lists = GRIDS.get(self.grid) or {engine: getattr(self, own) for own, engine in SWEPT.items()}
         return {name: values for name, values in lists.items() if values}
 
 

@@ -213,10 +213,9 @@ def own_server(*, debug: bool) -> Callable[[], None]:
             httpx.get(f"{url}/health", timeout=limit_s).raise_for_status()
         except httpx.HTTPError as error:
             log.seek(0)
-            said = re.findall(r"^[\w.]+(?:Error|Exception): .*", log.read().decode(errors="replace"), re.MULTILINE)
-            raise VirnucError(
-                f"Prefect's own server does not start: {(said or [error])[-1]}; mend it, or use {WITHOUT}"
-            ) from error
+            text = log.read().decode(errors="replace")
+            said = re.findall(r"^[\w.]+(?:Error|Exception): .*", text, re.MULTILINE) or [error]
+            raise VirnucError(f"Prefect's own server does not start: {said[-1]}; mend it, or use {WITHOUT}") from error
 
     return wait
 

@@ -166,8 +166,6 @@ def time_limit(what: object, limit_s: float | None, on_reached: Callable[[float]
 class Markdown(str):
     """Text that is Markdown already; all other text in a table is shown as it stands."""
 
-    __slots__ = ()
-
 
 def key(name: str) -> str:
     """A name as an artifact's key: lower-case letters, digits and dashes."""
@@ -202,14 +200,14 @@ def cell(value: object) -> str:
     return _MARKDOWN.sub(r"\\\1", text)
 
 
-def bounded_rows(rows: Rows, limit: int = MAX_BYTES) -> list[dict[str, str]]:
-    """The cells of the first rows that stay below `limit` bytes, and a last row that says how many were left out."""
+def bounded_rows(rows: Rows) -> list[dict[str, str]]:
+    """The cells of the first rows that stay below `MAX_BYTES`, and a last row that says how many were left out."""
     kept: list[dict[str, str]] = []
     used = 0
     for row in rows:
         texts = {name: cell(value) for name, value in row.items()}
         used += sum(len(name.encode()) + len(text.encode()) + 8 for name, text in texts.items())
-        if used > limit:
+        if used > MAX_BYTES:
             note = f"… {len(rows) - len(kept):,} more rows: see the files of the run"
             return [*kept, dict.fromkeys(row, "") | {next(iter(row)): note}]
         kept.append(texts)

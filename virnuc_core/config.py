@@ -38,9 +38,7 @@ class Spec(BaseModel):
 class EngineSpec(Spec):
     """How the packing engine computes. The fields of `RESULT_FIELDS` may change result bytes, the others never do."""
 
-    precision: Precision = Field(
-        "auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8 is for ESM-2, DNABERT-S keeps fp16 then"
-    )
+    precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8: ESM-2, DNABERT-S in fp16")
     attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
     token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
     dna_token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch")
