@@ -64,8 +64,9 @@ def api() -> str:
         lines += [f"## `virnuc_core.config.{model.__name__}`\n", f"{model.__doc__}\n", "| field | type | default | |"]
         lines.append("| --- | --- | --- | --- |")
         for name, field in model.model_fields.items():
-            kind = re.sub(r"\b(\w+\.)+", "", getattr(field.annotation, "__name__", str(field.annotation)))
-            given = "" if field.is_required() else f"`{field.get_default()}`"
+            kind = re.sub(r"\b(\w+\.)+", "", str(field.annotation)).removeprefix("<class '").removesuffix("'>")
+            default = field.get_default()
+            given = "its own" if isinstance(default, config.EngineSpec) else f"`{default}`" * (not field.is_required())
             cells = (f"`{name}`", f"`{kind}`", given, field.description or "")
             lines.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
         lines.append("")

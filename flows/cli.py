@@ -59,7 +59,7 @@ app = App(
     help_format="plaintext",
     help_formatter="plain",
     version=lambda: f"virnuc {version('virnuc')}",
-    version_flags=("--version",),
+    version_flags=("--version", "-V"),
 )
 app.register_install_completion_command()
 for _name, (_module, _help) in COMMANDS.items():

@@ -135,7 +135,7 @@ def _judged(settings: ValidateSettings, state: State[Any]) -> Ending:
     return Ending(facts, (folder / "report.txt").read_text(encoding="utf-8"), code)
 
 
-validate = starts("flows.validate:validate", ValidateSettings, ending=_judged)
+validate = starts("flows.validate:validate", ValidateSettings, "reads", ending=_judged)
 
 
 def _missed(state: State[Any]) -> int:
@@ -164,6 +164,7 @@ class ScaleSettings(MeasureSettings):
 scale = starts(
     "flows.validate:scale",
     ScaleSettings,
+    "reads",
     ending=lambda of, state: Ending({"Report": of.newest / "report" / "report.html"}, code=_missed(state)),
 )
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]

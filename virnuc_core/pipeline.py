@@ -54,7 +54,11 @@ def read_summary(run: RunDir) -> RunSummary | None:
 def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     """Reads to result files in `spec.out`, which is held from before staging until the last file: stage and classify.
 
-    Workers load the weights while the reads are staged. Errors: those of `check_output` and of both.
+    Workers load the weights while the reads are staged. Returns counts of reads by fate and times in seconds. In
+    `spec.out` are then the tables of docs/results.md, scores from 0 to 1, and `embeddings.h5` with `embeddings`,
+    float32 [distinct sequences, DNA width + protein width]. A run that is complete is not computed again. `watch`
+    hears of progress. Raises `InputError` for reads, `WeightsError`, `DeviceError`, `ConfigError` for settings and
+    output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do.
     """
     run, inputs = RunDir(spec.out), find_inputs(spec.reads).files
     check_output(spec.out, models=spec.models, reads=inputs, force=spec.force)

@@ -1,0 +1,24 @@
+"""The notebook of the documentation does what it says."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_notebook_runs(tmp_path: Path) -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
+    shown = f"{code}\nprint(summary.fates, vectors.shape, len(frames), len(batches))\n"
+    done = subprocess.run(
+        [sys.executable, "-c", shown], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr
+    assert "'viral'" in done.stdout
