@@ -105,11 +105,7 @@ def _without_queries(settings: Settings) -> Settings:
 
 
 def sample_of(reads: Sequence[str]) -> str:
-    """A short name of the input: the first file without its endings, and how many more there are.
-
-    >>> sample_of(["/data/lung_R1.fastq.gz"]), sample_of(["a.fa", "b.fa", "c.fa"]), sample_of(["-"])
-    ('lung_R1', 'a+2', 'stdin')
-    """
+    """A short name of the input: the first file without its endings, and how many more there are: `lung_R1+2`."""
     if not reads:
         return "no-reads"
     first = re.split(r"[?#]", reads[0])[0] if is_address(reads[0]) else reads[0]

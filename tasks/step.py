@@ -178,11 +178,7 @@ def on_host(name: str) -> str:
 
 
 def cell(value: object) -> str:
-    """One value as the text of a table cell: comparison signs as signs, no infinite number, nothing read as Markdown.
-
-    >>> cell(">= 0.9"), cell(float("inf")), cell(None), cell(0.12345678), cell("a*b*")
-    ('≥ 0.9', '∞', '–', '0.1235', 'a\\\\*b\\\\*')
-    """
+    """One value as a table cell's text: comparison signs as signs, no infinite number, nothing read as Markdown."""
     match value:
         case None:
             return "–"

@@ -75,18 +75,14 @@ class TraceSpec(Spec):
 
 
 class Devices(Spec):
-    """The devices of a run: CUDA devices by index or UUID, or a number of CPU cores.
-
-    `parse` reads `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) and `auto` (all CUDA devices, else one
-    core; resolved in `engine.devices`).
-    """
+    """The devices of a run: CUDA devices by index or UUID, or a number of CPU cores."""
 
     kind: Literal["cuda", "cpu", "auto"]
     ids: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Devices:
-        """Read a device list; raises `ConfigError` naming the part that cannot be read."""
+        """Read `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) or `auto`. Errors: `ConfigError`."""
         cleaned = text.strip()
         if cleaned == "auto":
             return cls(kind="auto")

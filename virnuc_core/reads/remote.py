@@ -165,9 +165,6 @@ def _copy(answer: Any, out: BinaryIO, name: str) -> None:
         raise http.client.IncompleteRead(b"", answer.length)
 
 
-# -- connections -------------------------------------------------------------------------------------------------------
-
-
 def _open(url: str, headers: Mapping[str, str], sent: bytes | None = None) -> Any:
     """The answer to a request, redirects followed. Errors: `OSError`; `InputError` for where nobody should be sent."""
     shown, opener = hidden(url), urllib.request.OpenerDirector()
@@ -232,9 +229,6 @@ def _refuse_private(host: str, port: int | None) -> None:
             if not (getattr(address, "ipv4_mapped", None) or address).is_global:
                 hint = f"set {PRIVATE}=allow where reads may come from there"
                 raise InputError(f"leads to the private address {address}", file=host, hint=hint)
-
-
-# -- NCBI --------------------------------------------------------------------------------------------------------------
 
 
 def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | None) -> Path:
