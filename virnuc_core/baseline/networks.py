@@ -31,15 +31,9 @@ def pad(flat: Tensor, offsets: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
     return pad_sequence(flat.split(lengths.tolist()), batch_first=True, padding_value=pad_id), lengths
 
 
-def _real(lengths: Tensor, longest: int) -> Tensor:
-    """True where a token is no padding, bool [rows, longest]."""
-    return torch.arange(longest, device=lengths.device) < lengths[:, None]
-
-
 def placed(read: Callable[[str], Tensor], names: Iterable[str], device: torch.device, dtype: torch.dtype) -> Tensors:
     """The tensors of these names on the device, one at a time, in `dtype`; rotary frequencies stay float32."""
-    kept = {"inv_freq": torch.float32}
-    return {name: read(name).to(device).to(kept.get(name, dtype)) for name in names}
+    return {name: read(name).to(device).to(torch.float32 if name == "inv_freq" else dtype) for name in names}
 
 
 class Padded:
@@ -52,8 +46,8 @@ class Padded:
         self.w, self.shape, self.tokenizer = tensors, shape, tokenizer
         self.device = tensors["embed.weight"].device
 
-    def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
-        """The last layer's output, [rows, longest, width]; padding positions hold no meaning."""
+    def hidden(self, tokens: Tensor, real: Tensor) -> Tensor:
+        """The last layer's output, [rows, longest, width]; it holds no meaning where no `real` token is."""
         raise NotImplementedError
 
     def embed(self, sequences: list[bytes]) -> Tensor:
@@ -62,7 +56,8 @@ class Padded:
         Each row's mean is taken in the precision of the run and fetched by itself, as the originals do.
         """
         tokens, lengths = pad(*self.tokenizer.encode(sequences), self.tokenizer.pad_id)
-        out = self.hidden(tokens.to(self.device), lengths.to(self.device))
+        real = torch.arange(tokens.shape[1]) < lengths[:, None]  # [rows, longest]
+        out = self.hidden(tokens.to(self.device), real.to(self.device))
         counts = (lengths - 2 * self.ENDS).clamp(max=self.LIMIT).tolist()
         rows = (out[row, self.ENDS : self.ENDS + n] for row, n in enumerate(counts))
         return torch.stack([row.mean(0).float().cpu() for row in rows])
@@ -89,9 +84,8 @@ class PaddedEsm2(Padded):
 
     ENDS, LIMIT = 1, 1024  # residues alone, and no more of them
 
-    def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, real: Tensor) -> Tensor:
         """The last layer's output after the final norm."""
-        real = _real(lengths, tokens.shape[1])
         x = F.embedding(tokens, self.w["embed.weight"])
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             x = x * torch.tensor(1 - MASKED_IN_TRAINING).to(x)  # no token is masked here
@@ -122,9 +116,8 @@ class PaddedDnabertS(Padded):
 
     ENDS, LIMIT = 0, sys.maxsize  # all tokens, special ones included
 
-    def hidden(self, tokens: Tensor, lengths: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, real: Tensor) -> Tensor:
         """The last layer's output."""
-        real = _real(lengths, tokens.shape[1])
         x = F.embedding(tokens, self.w["embed.weight"]) + self.w["token_type.weight"][0]
         x = self._norm("embed_norm", x)
         # ALiBi: each head's slope times minus the distance, [1, heads, longest, longest]

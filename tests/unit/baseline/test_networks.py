@@ -126,9 +126,9 @@ def test_padding_changes_nothing(models: Path, which: str) -> None:
 def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path) -> None:
     reader = load(models, "esm2", CPU, torch.float32)
     protein = b"MKVLAGWY" * 130  # 1040 residues
-    tokens, lengths = pad(*reader.tokenizer.encode([protein]), 1)
+    tokens, _ = pad(*reader.tokenizer.encode([protein]), 1)
     with torch.inference_mode():
-        hidden = reader.hidden(tokens, lengths)[0]
+        hidden = reader.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))[0]
     torch.testing.assert_close(embed_rows(reader, [protein], [[0]])[0], hidden[1:1025].mean(0))
 
 
