@@ -15,7 +15,7 @@ from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, Reads, RunSettings, command
 from flows.start import Ending, prepare_prefect, say, starts, writable
-from virnuc_core.config import SWITCHES, Attention, Precision, PredictSpec, Spec, Switch
+from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.nights import DATED, LATEST, keep_newest
 from virnuc_core.profiles import Profile
@@ -28,7 +28,7 @@ NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended 
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 
-class InboxSettings(PredictSpec, FlowSettings):
+class InboxSettings(VerdictSpec, FlowSettings):
     """Predict each new file of a folder, once."""
 
     inbox: Path = Field(description="folder that is watched; files are told apart by their content")

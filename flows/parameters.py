@@ -22,7 +22,7 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, PredictSpec, Spec, explain, reading, small_text
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Spec, VerdictSpec, explain, reading, small_text
 from virnuc_core.errors import ConfigError, few
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -268,7 +268,7 @@ class RunSettings(FlowSettings):
         return ClassifySpec(models=self.models, devices=devices, engine=engine, force=self.force, parameters=given)
 
 
-class PredictSettings(PredictSpec, RunSettings):
+class PredictSettings(VerdictSpec, RunSettings):
     """Which reads are viral."""
 
     def is_done(self) -> bool:

@@ -197,7 +197,7 @@ def use_head(number: int, /, *, models: ModelsDir) -> int:
     """Go back to a head that was installed before; the present one is kept."""
     from virnuc_core.encoders.kept_heads import use_head as put
 
-    print(f"{models / 'head'} is now {put(models, number).folder.name}")
+    print(f"{models / 'head'} is now {put(models, number).name}")
     return 0
 
 
@@ -280,6 +280,7 @@ class RescoreSettings(VerdictSpec):
     run: Path = Field(description="run directory")
     out: Path = Field(description="directory of the new results")
     head: Path | None = Field(None, description="the new head: its folder, or a models directory it is in")
+    write_viral: Annotated[bool, Parameter(parse=False)] = False  # the reads themselves are not at hand
 
 
 @command(RescoreSettings, "run")

@@ -16,7 +16,7 @@ from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import embed, fate_rows
 from tasks.server import announce, device_slots
 from tasks.step import done, emit, publish_table
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, PredictSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, VerdictSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.pipeline import prewarm, read_summary
@@ -68,7 +68,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
     with staged_run(settings) as staged:
         run, label = staged.run, staged.label
-        embedded = staged.embed(**{name: getattr(settings, name) for name in PredictSpec.model_fields})
+        embedded = staged.embed(**{name: getattr(settings, name) for name in VerdictSpec.model_fields})
         summary = embedded.result()
         fates = fate_rows(summary, staged.staging.tally)
         publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")

@@ -15,7 +15,7 @@ from flows.parameters import ComputeSettings, ReadingSettings
 from flows.predict import predict
 from tasks.server import ServerLostError, announce
 from tasks.step import done, emit, key, publish_table
-from virnuc_core.config import EngineSpec, PredictSpec
+from virnuc_core.config import EngineSpec, VerdictSpec
 from virnuc_core.measure.inbox import Ledger, Row, RowFate
 from virnuc_core.runfiles import RunSummary
 
@@ -26,7 +26,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
     start.check(settings, EngineSpec())
     announce("inbox", settings.inbox.name)
-    shared = {name for part in (ComputeSettings, ReadingSettings, PredictSpec) for name in part.model_fields}
+    shared = {name for part in (ComputeSettings, ReadingSettings, VerdictSpec) for name in part.model_fields}
     common = settings.model_dump(include={"models", *shared})
 
     def predicted(row: Row, out: Path) -> RunSummary | Exception:

@@ -112,22 +112,15 @@ def _devices(given: Any) -> Any:
 
 
 class VerdictSpec(Spec):
-    """What is called viral."""
-
-    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
-    fdr: float | None = Field(
-        None, ge=0, le=1, description="instead: the head's own threshold for this false discovery rate, as 0.01"
-    )
-    abstain: bool = Field(False, description="reads with scores that the head's card calls uncertain are not judged")
-
-
-class PredictSpec(VerdictSpec):
     """What is called viral, and whether those reads are written out."""
 
+    threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
+    fdr: Share | None = Field(None, description="instead: the head's own threshold for this false discovery rate: 0.01")
+    abstain: bool = Field(False, description="reads with scores that the head's card calls uncertain are not judged")
     write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
 
 
-class ClassifySpec(PredictSpec):
+class ClassifySpec(VerdictSpec):
     """One run over staged reads."""
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from virnuc_core.encoders.checkpoint import check_widths, open_folder, part_digest
-from virnuc_core.encoders.model_config import HeadCard, HeadShape
+from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import run_lock, whole_file
 
@@ -33,62 +33,66 @@ def kept_heads(models: Path) -> list[KeptHead]:
     """The heads of a models directory by number. Errors: `WeightsError` for one that cannot be read."""
     folders = [(number, path) for number, path in [(0, models / "head"), *_kept(models)] if (path / CONFIG).is_file()]
     found = {part_digest(path): (number, path) for number, path in folders}  # of equal ones, the kept one
-    installed = part_digest(models / "head") if folders and not folders[0][0] else ""
-    opened = ((digest, *one, open_folder(one[1], HeadShape)[0]) for digest, one in found.items())
-    return sorted(KeptHead(number, path, digest, digest == installed, shape) for digest, number, path, shape in opened)
+    now = part_digest(models / "head") if folders and not folders[0][0] else ""
+    opened = (KeptHead(*one, key, key == now, read_shape(one[1] / CONFIG, HeadShape)) for key, one in found.items())
+    return sorted(opened)
 
 
 def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
     """Put the head in `new` in place as `models/head`; what there is to say of it.
 
-    Errors: `WeightsError` when its inputs are not what the encoders give or, unless `anyway`, when it may not be better
-    than chance, or is worse than the installed one on the same test.
+    Errors: those of `_put`; `WeightsError` unless `anyway` when it may not be better than chance, or is worse than the
+    installed one on the same test.
     """
-    shape, current = open_folder(new, HeadShape)[0], models / "head"
-    before = open_folder(current, HeadShape)[0].card if (current / CONFIG).is_file() else None
-    problem, remark = _judge(shape.card, before)
+    card, current = read_shape(new / CONFIG, HeadShape).card, models / "head" / CONFIG
+    before = read_shape(current, HeadShape).card if current.is_file() else None
+    problem, both = "", ""
+    if card is None:
+        problem = "it has no card that tells how well it does"
+    elif card.auroc.low <= CHANCE:
+        problem = f"its AUROC is {card.auroc}, which may be chance"
+    elif before is None or (card.reads, card.truth, card.test) != (before.reads, before.truth, before.test):
+        both = "the one before was not tested on these reads, so the two cannot be compared" * current.is_file()
+    else:
+        both = f"AUROC {card.auroc}, of the one before {before.auroc}, on the same test"
+        problem = f"it is worse: {both}" * (card.auroc.value < before.auroc.value)
     if problem and not anyway:
         raise WeightsError(f"{new}: not installed: {problem}; --install-anyway puts it in place all the same")
-    put = f"installed as {_put(new, shape, models).name}"
-    return "; ".join(filter(None, (put, problem and f"although {problem}", remark)))
+    return f"installed as {_put(new, models).name}; {f'although {problem}' if problem else both}".removesuffix("; ")
 
 
-def use_head(models: Path, number: int) -> KeptHead:
-    """Put a kept head in place as `models/head`, and keep what stands there. Errors: `ConfigError`: no such number."""
-    heads = {head.number: head for head in kept_heads(models) if head.number}
+def use_head(models: Path, number: int) -> Path:
+    """Put a kept head in place as `models/head`, and keep what stands there; where it is kept.
+
+    Errors: `ConfigError` when there is no such number; those of `_put`.
+    """
+    heads = dict(_kept(models))
     if number not in heads:
         known = ", ".join(map(str, heads)) or "none"
         raise ConfigError(f"{models}: no head is kept under {number}; there are {known}, see virnuc models heads")
-    _put(heads[number].folder, heads[number].shape, models)
-    return heads[number]
-
-
-def _judge(new: HeadCard | None, before: HeadCard | None) -> tuple[str, str]:
-    """Why a head is not to take the place of the one before, and what else to say of the two."""
-    if new is None:
-        return "it has no card that tells how well it does", ""
-    chance = f"its AUROC is {new.auroc}, which may be chance" if new.auroc.low <= CHANCE else ""
-    if before is None:
-        return chance, ""
-    if (new.reads, new.truth, new.test) != (before.reads, before.truth, before.test):
-        return chance, "it cannot be compared with the one before, which was tested on other reads"
-    both = f"AUROC {new.auroc}, of the one before {before.auroc}, on the same test"
-    return (chance or f"it is worse: {both}", "") if new.auroc.value < before.auroc.value else (chance, both)
+    return _put(heads[number], models)
 
 
 def _kept(models: Path) -> list[tuple[int, Path]]:
     """Number and folder of each kept head, also of half a copy."""
-    return sorted((int(path.name[:3]), path) for path in models.glob("heads/[0-9][0-9][0-9]-????????"))
+    return sorted((int(path.name.partition("-")[0]), path) for path in models.glob("heads/[0-9][0-9][0-9]*-????????"))
 
 
-def _put(head: Path, shape: HeadShape, models: Path) -> Path:
-    """Keep all heads that are there and this one, and put it in place; where it is kept."""
-    check_widths(models, shape)
+def _put(head: Path, models: Path) -> Path:
+    """Keep all heads that are there and this one, and put it in place; where it is kept.
+
+    Errors: `WeightsError` when it is not sound, or its inputs are not what the encoders give.
+    """
+    check_widths(models, open_folder(head, HeadShape)[0])
     current, aside, former = models / "head", models / ".head.new", models / ".head.old"
     with run_lock(models / "heads"):
         for one in (models / "head.before", current, head):  # the first is of an older version
             if (one / CONFIG).is_file():
-                kept = _keep(one, models)
+                digest, others = part_digest(one)[:8], _kept(models)
+                new = models / "heads" / f"{others[-1][0] + 1 if others else 1:03d}-{digest}"
+                kept = next((path for _, path in others if path.name.endswith(f"-{digest}")), new)
+                if not (kept / CONFIG).is_file():
+                    _copy(one, kept)
         for left in (aside, former):  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
         _copy(kept, aside)
@@ -97,16 +101,6 @@ def _put(head: Path, shape: HeadShape, models: Path) -> Path:
         aside.rename(current)
         shutil.rmtree(former, ignore_errors=True)
     return kept
-
-
-def _keep(head: Path, models: Path) -> Path:
-    """Where a head is kept; it is copied there unless it is there already."""
-    digest, others = part_digest(head)[:8], _kept(models)
-    new = models / "heads" / f"{others[-1][0] + 1 if others else 1:03d}-{digest}"
-    folder = next((path for _, path in others if path.name[4:] == digest), new)
-    if not (folder / CONFIG).is_file():
-        _copy(head, folder)
-    return folder
 
 
 def _copy(head: Path, folder: Path) -> None:

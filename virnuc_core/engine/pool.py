@@ -200,10 +200,8 @@ class Pool:
         log.warning("shard %05d: %d rows are not finite and are set aside (failed.tsv)", shard, lost)
         self._lost += lost
         if self._lost > self._job.most_lost:
-            raise WeightsError(
-                f"{self._lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's; do not trust "
-                "these weights at this precision: run virnuc models verify, or use another --precision"
-            )
+            told = f"{self._lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's"
+            raise WeightsError(f"{told}; run virnuc models verify, or use another --precision")
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from flows.cli import main
 from virnuc_core.encoders.checkpoint import check_models, part_digest
@@ -54,7 +55,8 @@ def trained(tmp_path: Path, drawn: list[Path]) -> Make:
 
 def test_the_head_before_is_kept_by_number_and_digest(models: Path, trained: Make) -> None:
     before, new = part_digest(models / "head"), trained(0.9)
-    assert install_head(new, models) == f"installed as 002-{part_digest(new)[:8]}"
+    said = install_head(new, models)
+    assert said.startswith(f"installed as 002-{part_digest(new)[:8]}; the one before was not tested on these reads")
     assert part_digest(models / "head") == part_digest(new)
     assert (models / "head" / "README.md").exists()
     assert sorted(path.name for path in (models / "heads").iterdir()) == [
@@ -70,7 +72,7 @@ def test_going_back_and_forth_keeps_each_once(models: Path, trained: Make) -> No
     first, second, third = part_digest(models / "head"), trained(0.8), trained(0.9, seed=2)
     install_head(second, models)
     install_head(third, models)
-    assert use_head(models, 1).digest == first == part_digest(models / "head")
+    assert part_digest(use_head(models, 1)) == first == part_digest(models / "head")
     use_head(models, 2)
     assert part_digest(models / "head") == part_digest(second)
     install_head(third, models)
@@ -112,7 +114,8 @@ def test_a_head_worse_on_the_same_test_is_refused_and_on_another_it_is_said(mode
     with pytest.raises(WeightsError, match=r"it is worse: AUROC 0\.800 .*, of the one before 0\.900 .* same test"):
         install_head(trained(0.8, seed=2), models)
     assert "cannot be compared" in install_head(trained(0.7, seed=2, test="d" * 64), models)
-    assert "cannot be compared" not in install_head(trained(0.85, seed=1, test="d" * 64), models)
+    assert "AUROC 0.850" in (said := install_head(trained(0.85, seed=1, test="d" * 64), models))
+    assert "of the one before 0.700" in said
 
 
 def test_a_head_without_a_card_is_refused(models: Path, drawn: list[Path]) -> None:
@@ -128,9 +131,28 @@ def test_a_head_of_other_encoders_is_refused_in_any_case(models: Path, tmp_path:
         install_head(tmp_path / "head", models, anyway=True)
 
 
+def test_a_head_that_is_not_finite_is_not_put_in_place_but_makes_place(
+    models: Path, trained: Make, drawn: list[Path]
+) -> None:
+    bad, good = shutil.copytree(drawn[1] / "head", models / "bad"), part_digest(models / "head")
+    tensors = load_file(bad / "model.safetensors")
+    tensors["bn1.weight"][0] = float("nan")
+    save_file(tensors, bad / "model.safetensors")
+    with pytest.raises(WeightsError, match="holds NaN"):
+        install_head(bad, models, anyway=True)
+    shutil.rmtree(models / "head")
+    bad.rename(models / "head")
+    assert [head.installed for head in kept_heads(models)] == [True]
+    install_head(drawn[0] / "head", models, anyway=True)
+    assert part_digest(models / "head") == good
+    with pytest.raises(WeightsError, match="holds NaN"):
+        use_head(models, 1)
+    assert part_digest(models / "head") == good
+
+
 def test_a_models_directory_without_a_head_takes_its_first(models: Path, trained: Make) -> None:
     shutil.rmtree(models / "head")
-    assert install_head(trained(0.9), models).startswith("installed as 001-")
+    assert install_head(new := trained(0.9), models) == f"installed as 001-{part_digest(new)[:8]}"
     check_models(models)
 
 
