@@ -27,6 +27,7 @@ FAILURE: Final = 1
 BAD_SETTINGS: Final = ConfigError.exit_code
 # a lone dash is standard input to us and an option to cyclopts; until it is parsed it goes by a name no file can have
 STDIN: Final = "\0stdin"
+NUMBERS: Final = {"-1": "--mates-1", "-2": "--mates-2", "-": STDIN}  # what cyclopts takes for a value or for an option
 
 COMMANDS: Final = {
     "validate": ("flows.flow_commands", "prove this machine against a profile: the validation flow"),
@@ -110,7 +111,7 @@ def _run(words: list[str], debug: bool) -> int:
         close = "".join(f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1))
         raise ConfigError(f"{words[0]!r} is not a command{close}; see virnuc --help")
     try:
-        given = [STDIN if word == "-" else word for word in words]
+        given = [NUMBERS.get(word, word) for word in words]
         called, bound, not_parsed = app.parse_args(given, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         asked = " ".join(["virnuc", *(word for word in words[:1] if word in COMMANDS)])

@@ -274,6 +274,7 @@ class TrainSettings(RunSettings):
     """Fit the head on labelled reads."""
 
     reads: Reads = Field(description="labelled reads")
+    pairs: bool = Field(False, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs")
     out: Path = Field(description="run directory of the training embeddings; the head is written to OUT/head")
     truth: Path = Field(description="table of read id, label (virus or others) and genome")
     install: bool = Field(False, description="put a head better than chance, and than the old one, into the models")

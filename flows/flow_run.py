@@ -30,6 +30,7 @@ from flows.parameters import MOST_STAGING_PROCESSES, WITHOUT, FlowSettings, OnTe
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, beside, core_logs
+from virnuc_core.config import INPUTS, ReadsSpec
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
 from virnuc_core.pipeline import model_length
@@ -95,13 +96,14 @@ def _is_news(record: logging.LogRecord) -> bool:
 
 def _without_queries(settings: Settings) -> Settings:
     """The settings with what may be recorded of addresses; whoever made the run on a server gave them whole."""
-    reads = getattr(settings, "reads", ())
-    shown, context = tuple(map(hidden, reads)), FlowRunContext.get()
-    if shown == reads or context is None or context.flow_run is None:
+    named = {name: getattr(settings, name, ()) for name in INPUTS}
+    shown, context = {name: tuple(map(hidden, some)) for name, some in named.items()}, FlowRunContext.get()
+    if shown == named or context is None or context.flow_run is None:
         return settings
     with connection.telling("addresses without their queries"), get_client(sync_client=True) as client:
-        client.update_flow_run(context.flow_run.id, parameters={**context.flow_run.parameters, "reads": list(shown)})
-    return settings.model_copy(update={"reads": shown})
+        kept = {name: list(some) for name, some in shown.items()}
+        client.update_flow_run(context.flow_run.id, parameters=context.flow_run.parameters | kept)
+    return settings.model_copy(update=shown)
 
 
 def sample_of(reads: Sequence[str]) -> str:
@@ -131,7 +133,7 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
     for key in keys:
         value = parameters.get(key)
         if key == "reads":
-            parts.append(sample_of([str(read) for read in value or ()]))
+            parts.append(sample_of([str(read) for name in INPUTS for read in parameters.get(name) or ()]))
         elif isinstance(value, Path) or (isinstance(value, str) and key in ("inbox", "profile")):
             parts.append(Path(value).name.removesuffix(".toml"))
         elif value is not None:
@@ -142,7 +144,7 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
 def stage_input(settings: RunSettings, label: str) -> StageSummary:
     """The flow's reads in the store of its directory. Errors: those of the stage task."""
     spec = StageSpec(
-        reads=settings.reads,
+        **{name: getattr(settings, name) for name in ReadsSpec.model_fields},
         model_length=model_length(settings.models),
         workers=settings.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0))),
         on_error=settings.on_error,

@@ -22,7 +22,17 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Spec, VerdictSpec, explain, reading, small_text
+from virnuc_core.config import (
+    ClassifySpec,
+    Devices,
+    EngineSpec,
+    ReadsSpec,
+    Spec,
+    VerdictSpec,
+    explain,
+    reading,
+    small_text,
+)
 from virnuc_core.errors import ConfigError, few
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -35,7 +45,7 @@ Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
-SHORT_OPTIONS = {"out": "-o"}
+SHORT_OPTIONS = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 WITHOUT = "virnuc predict --no-prefect, which needs no server"
 ROOTS = "VIRNUC_ROOTS"  # folders, as PATH has them, in one of which every path of a flow must lie
 ENVIRONMENT = {"models": "VIRNUC_MODELS", "no_prefect": "VIRNUC_NO_PREFECT"}  # for what a command was not given
@@ -68,7 +78,7 @@ def within_roots(settings: BaseModel) -> None:
     of_paths = {name for name, value in settings if isinstance(value, Path)}
     named = [(name, Path(text)) for name, text in _texts(settings) if name in of_paths]
     named += [("profile", Path(text)) for name, text in _texts(settings) if name == "profile" and text[-5:] == ".toml"]
-    reads = [Path(text) for name, text in _texts(settings) if name == "reads" and text != STDIN and not is_remote(text)]
+    reads = [Path(text) for text in getattr(settings, "named", ()) if text != STDIN and not is_remote(text)]
     named += [("reads", path) for path in reads]
     named += [("reads", entry) for path in reads if path.is_dir() for entry in path.iterdir()]
     if getattr(settings, "history", ...) is None:
@@ -241,11 +251,11 @@ class FlowSettings(ComputeSettings, ReadingSettings):
         yield
 
 
-class RunSettings(FlowSettings):
+class RunSettings(ReadsSpec, FlowSettings):
     """What every flow over one directory takes."""
 
-    reads: Reads = Field(
-        description="FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
+    reads: tuple[str, ...] = Field(
+        (), description="FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
     )
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
@@ -253,7 +263,7 @@ class RunSettings(FlowSettings):
         """The files of local reads. Errors: `InputError`."""
         from virnuc_core.reads.sources import find_inputs, is_remote
 
-        local = tuple(name for name in self.reads if not is_remote(name))
+        local = tuple(name for name in self.named if not is_remote(name))
         return find_inputs(local).files if local else ()
 
     @contextmanager

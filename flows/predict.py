@@ -50,7 +50,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     The devices stay this run's until the body ends. Errors: those of `start.check` and of the stage task.
     """
     start.check(settings, EngineSpec())
-    label, run = sample_of(settings.reads), RunDir(settings.out)
+    label, run = sample_of(settings.named), RunDir(settings.out)
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
     with ExitStack() as held:
@@ -76,7 +76,8 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
         payload = {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())}
         emit("prediction.done", f"prediction.{label}", label, payload)
     already = "; nothing had to be computed" if embedded.name == "Reused" else ""
-    failed = summary.fates.get("failed", 0)
+    failed, pairs = summary.fates.get("failed", 0), sum(summary.pairs.values())
+    of_pairs = f"; {summary.pairs['viral']:,} of {pairs:,} pairs" if pairs else ""
     lost = f"; {failed:,} reads have rows that had to be set aside (failed.tsv)" if failed else ""
     unsure = f", {summary.fates['uncertain']:,} are uncertain" if "uncertain" in summary.fates else ""
-    return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{unsure}{lost}{already}")
+    return done(summary, f"{viral:,} of {summary.n_reads:,} reads are viral{unsure}{of_pairs}{lost}{already}")

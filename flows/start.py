@@ -28,7 +28,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, Devices, EngineSpec, VerdictSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
 from virnuc_core.rundir import RunDir, check_room
 
@@ -128,8 +128,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
 
     called = getattr(importlib.import_module(module), name)
     values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
-    if "reads" in values:  # which Prefect keeps
-        values["reads"] = tuple(map(hidden, values["reads"]))
+    values |= {name: tuple(map(hidden, values[name])) for name in INPUTS if name in values}  # which Prefect keeps
     return flow_run.run_flow(called, values, settings, ready)
 
 
@@ -238,9 +237,9 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     if isinstance(settings, VerdictSpec):
         verdict(head, settings)
     if isinstance(settings, RunSettings):
-        local = tuple(name for name in settings.reads if not is_remote(name))
+        local = tuple(name for name in settings.named if not is_remote(name))
         if local:
-            rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.reads))
+            rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.named))
         if local and isinstance(settings, PredictSettings) and settings.write_viral:
             from virnuc_core.reads.subsets import readable_twice  # few runs need it
 

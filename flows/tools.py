@@ -59,7 +59,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     devices = start.check(settings, profile.engine)
     base = resolve_engine(settings.engine(profile.engine), resolve(devices)[0].kind)
     tried = candidates(base, settings.swept())
-    label = sample_of(settings.reads)
+    label = sample_of(settings.named)
     announce(label, profile.name, devices.kind)
     stage_input(settings, label)
     bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
@@ -123,7 +123,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
     if loss is not None:
         bench, knobs = Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s), KNOBS[loss.kind]
         sweep = Sweep(out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
-        chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.reads))
+        chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.named))
         beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
     better = None if chosen is None or chosen.candidate.number == 0 else chosen.candidate.engine
     found = None if better is None else better.model_dump(mode="json")

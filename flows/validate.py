@@ -118,7 +118,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     Beside the report comes `; nothing had to be computed` where that is so, that nobody takes old for new.
     """
     profile = load_profile(settings.profile)
-    label = sample_of(settings.reads)
+    label = sample_of(settings.named)
     spec = settings.spec(start.check(settings, profile.engine), profile.engine, label)
     out, devices, force = settings.out, spec.devices, spec.force
     if force:

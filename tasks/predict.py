@@ -12,7 +12,7 @@ from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
 from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
-from virnuc_core.config import ClassifySpec
+from virnuc_core.config import INPUTS, ClassifySpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.pool import Watch
 from virnuc_core.engine.process import LocalWorkers
@@ -34,15 +34,18 @@ def stage(
 
     Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
     """
-    if any(map(is_remote, spec.reads)):
+    if any(map(is_remote, spec.named)):
         from virnuc_core.reads.remote import fetch_all  # few runs need it
 
-        local = fetch_all(spec.reads, store.parent / "downloads", email=email)
-        spec = spec.model_copy(update={"reads": local})
+        named = {name: getattr(spec, name) for name in INPUTS}
+        local = {name: fetch_all(some, store.parent / "downloads", email=email) for name, some in named.items()}
+        spec = spec.model_copy(update=local)
     summary = stage_reads(spec, store, force=force)
     how = "reused, content unchanged" if summary.reused else "staged"
     counts = summary.counts
     odd = (
+        (summary.n_pairs, "pairs"),
+        (sum(one.orphans for one in summary.by_file), "reads without their mates"),
         (summary.skipped_records, "broken records skipped"),
         (counts.n_empty, "reads without bases"),
         (counts.n_duplicate_ids, "reads with the id of an earlier one"),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationError, model_validator
 
@@ -23,6 +23,7 @@ SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 DEFAULT_MODEL_LENGTH = 500
 SETTINGS_BYTES = 1 << 16  # a file of settings at most
+INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 # settings once, with what they said of what is always done now; the first is what fingerprints hold
@@ -111,6 +112,29 @@ def _devices(given: Any) -> Any:
     return Devices.parse(given) if isinstance(given, str) else given
 
 
+class ReadsSpec(Spec):
+    """Which reads come in, and which of them are mates."""
+
+    reads: tuple[str, ...] = Field((), description="FASTA or FASTQ files or folders; - is standard input")
+    mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
+    mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
+    interleaved: bool = Field(False, description="mates follow each other in READS")
+    pairs: bool = Field(True, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs")
+
+    @property
+    def named(self) -> tuple[str, ...]:
+        """All inputs."""
+        return (*self.mates_1, *self.mates_2, *self.reads)
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if len(self.mates_1) != len(self.mates_2):
+            raise ConfigError(f"-1 names {len(self.mates_1)} files, -2 {len(self.mates_2)}; name both of each pair")
+        if not self.named:
+            raise ConfigError("reads: none are named; name files or folders, or the files of pairs by -1 and -2")
+        return self
+
+
 class VerdictSpec(Spec):
     """What is called viral, and whether those reads are written out."""
 
@@ -130,10 +154,9 @@ class ClassifySpec(VerdictSpec):
     parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
 
 
-class RunSpec(ClassifySpec):
+class RunSpec(ReadsSpec, ClassifySpec):
     """One predict run: reads in, result files out."""
 
-    reads: tuple[str, ...] = Field(min_length=1, description="FASTA or FASTQ files, plain or compressed")
     out: Path = Field(description="run directory")
 
 

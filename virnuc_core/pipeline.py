@@ -19,7 +19,7 @@ from typing import Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, RunSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadsSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
@@ -27,7 +27,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
-from virnuc_core.reads.sources import find_inputs
+from virnuc_core.reads.sources import Inputs, find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
@@ -60,9 +60,10 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     hears of progress. Raises `InputError` for reads, `WeightsError`, `DeviceError`, `ConfigError` for settings and
     output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do.
     """
-    run, inputs = RunDir(spec.out), find_inputs(spec.reads).files
+    run, inputs = RunDir(spec.out), find_inputs(spec.named).files
     check_output(spec.out, models=spec.models, reads=inputs, force=spec.force)
-    reads = StageSpec(reads=spec.reads, model_length=model_length(spec.models))
+    named = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
+    reads = StageSpec(model_length=model_length(spec.models), **named)
     with ExitStack() as held:
         held.enter_context(run_lock(run.root))
         prewarmed = None
@@ -164,13 +165,15 @@ def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
         told, found = summary.files.get(path.name), digest(path)
         if found is not None and found == told:
             sound.add(path)
-        elif path not in run.viral.values() or (told and (found or spec.write_viral)):
+        elif path == run.pairs_table and found is told is None:
+            continue  # a run of single reads
+        elif path not in run.viral or (told and (found or spec.write_viral)):
             # viral reads that were listed may have been taken elsewhere
             wrong.append(path.name)
     if wrong:
         said = "%s: %s not as the run left it; the result files are written again from its shards"
         log.warning(said, run.root, ", ".join(wrong))
-    return sound, not wrong and (not spec.write_viral or not sound.isdisjoint(run.viral.values()))
+    return sound, not wrong and (not spec.write_viral or not sound.isdisjoint(run.viral))
 
 
 def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSummary | None = None) -> Job:
@@ -198,6 +201,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
         found,
         spec=spec.parameters | spec.model_dump(mode="json", exclude={"parameters"}),
         inputs=() if staging is None else staging.by_file,
+        pairs=None if staging is None else staging.pairs,
         model_length=length,
         widths=widths,
         fingerprints=fingerprints,
@@ -314,7 +318,7 @@ def _write_results(
     began_s = time.monotonic()
     if run.summary.exists():
         run.summary.replace(run.former_summary)
-    for path in set(run.viral.values()) - set(kept):
+    for path in set(run.viral) - set(kept):
         if path.exists() and not spec.write_viral:
             log.warning("%s is of an earlier judgement and is removed; --write-viral writes it anew", path)
         path.unlink(missing_ok=True)
@@ -323,11 +327,12 @@ def _write_results(
     if spec.write_viral:
         from virnuc_core.reads.subsets import write_viral  # few runs need it
 
-        write_viral(run, job.store, staging.files, on_error=staging.on_error)
+        inputs = Inputs(staging.files, (), staging.pairs)
+        write_viral(run, job.store, inputs, on_error=staging.on_error)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))
-    names = ("fates", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
+    names = ("fates", "pairs", "threshold", "rows_virus", "chunks_virus", "chunks_scored")
     files = {path.name: found for path in run.listed if (found := digest(path)) is not None}
     clock.add("Result files", time.monotonic() - since_s - results.predict_s - results.consensus_s)
     counted = {"files": files, "rows_set_aside": int(failed.sum()), "uncertain": job.uncertain}

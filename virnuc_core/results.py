@@ -4,6 +4,7 @@
 - `prediction_results_highestscore.csv`: one line per chunk that has a scored row, in input order. A chunk is a virus
   when the largest `score2` of its rows is at least the largest `score1`; a tie is a virus.
 - `reads.tsv`: one line per read, in input order, with exactly one fate. `failed.tsv`: rows that were not embedded.
+- `pairs.tsv`: where reads come in pairs, one line for each, and one for each read without its mate.
 
 VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.md. Its files name reads as the input
 does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
@@ -15,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -26,13 +27,14 @@ from numpy.typing import NDArray
 from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, SHORT_FOR_MODEL
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, MATE, SHORT_FOR_MODEL
 from virnuc_core.rundir import RunDir, whole_file
 
 Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
 Band = tuple[float, float]
+NO_BAND: Final[Band] = (0.0, 0.0)
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)  # the last only where it is asked for
@@ -40,6 +42,7 @@ VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)  
 PREDICTION_HEADER: Final = "Sequence_ID\tPrediction\tscore1\tscore2\n"
 CONSENSUS_HEADER: Final = "Modified_ID\tIs_Virus\tmax_score_0\tmax_score_1\n"
 READS_HEADER: Final = "id\tlength\tchunks\topen_frames\tfate\tviral_score\tlabel\tflags\n"
+PAIRS_HEADER: Final = "id\tmate\tfate\tviral_score\tlabel\tfate_1\tviral_score_1\tfate_2\tviral_score_2\n"
 FAILED_HEADER: Final = "Sequence_ID\n"
 
 BLOCK_READS: Final = 65_536
@@ -66,6 +69,7 @@ class ResultSummary:
     threshold: float
     predict_s: float  # seconds spent on VirNucPro's two files
     consensus_s: float  # seconds spent on the votes and reads.tsv
+    pairs: dict[str, int] = field(default_factory=dict)  # by their fates; none where reads are single
 
 
 class _Block:
@@ -108,21 +112,22 @@ class _Block:
         verdicts = _texts(self.chunk_is_virus.tolist())
         return rows, _lines(chunks, verdicts, score1[self.top_others], score2[self.top_virus])
 
-    def read_scores(self) -> Scores:
-        """`viral_score` of each read, float32 [n_reads], NaN for those without a scored row.
+    def read_scores(self, group: Places) -> Scores:
+        """`viral_score` of each group of reads, float32 [groups], NaN for those without a scored row.
 
-        A read of one scored row has that row's very `score2`, so that both files print the same number: `score1` is one
-        minus it only to the last digit. A score is at least 0.5 exactly when the mean margin is at least 0, however
-        small the margin: rounding never lifts a read over the line.
+        `group` [n_reads]: a read is one, or both reads of a pair are. One of one scored row has that row's very
+        `score2`, so that both files print the same number: `score1` is one minus it only to the last digit. A score is
+        at least 0.5 exactly when the mean margin is at least 0, however small: rounding never lifts it over the line.
         """
-        chunk_read = np.append(np.zeros(len(self.margins_before), np.int64), self.read[self.starts])
+        of, groups = group[self.read], int(group[-1]) + 1
+        of_chunk = np.append(np.zeros(len(self.margins_before), np.int64), of[self.starts])
         margins = np.append(self.margins_before, self.margin)
-        total = np.bincount(chunk_read, weights=margins, minlength=self.n_reads)
-        chunks = np.bincount(chunk_read, minlength=self.n_reads)
-        mean = np.divide(total, chunks, out=np.full(self.n_reads, np.nan), where=chunks > 0)
+        total = np.bincount(of_chunk, weights=margins, minlength=groups)
+        chunks = np.bincount(of_chunk, minlength=groups)
+        mean = np.divide(total, chunks, out=np.full(groups, np.nan), where=chunks > 0)
         score: Scores = (0.5 + mean / 2).astype(np.float32)
-        alone = np.bincount(self.read, minlength=self.n_reads)[self.read] + self.scored_before == 1
-        score[self.read[alone]] = self.scores[alone, 1]
+        alone = np.bincount(of, minlength=groups)[of] + self.scored_before == 1
+        score[of[alone]] = self.scores[alone, 1]
         score[mean < 0] = np.minimum(score[mean < 0], np.nextafter(_HALF, np.float32(0)))
         score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
         return score
@@ -136,16 +141,12 @@ class _Block:
     def read_lines(self, lost: Mask, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
         """Lines of `reads.tsv`, and one index into `_FATE_NAMES` for each read; `lost` [rows] marks the failed rows."""
         store, low, high = self.store, self.reads.start, self.reads.stop
-        score = self.read_scores()
-        fate = np.where(score >= threshold, VIRAL, OTHERS)
-        fate[(score >= uncertain[0]) & (score < uncertain[1])] = UNCERTAIN
+        score = self.read_scores(np.arange(self.n_reads))
+        fate = _judged(score, threshold, uncertain)
         fate[store.read_rows[low:high] == 0] = NO_OPEN_FRAME
         fate[store.read_chunks[low:high] == 0] = EMPTY
         fate[np.asarray(store.row_read[self.rows])[lost] - low] = FAILED
         fate[: self.lost_before] = FAILED
-        shown = np.full(self.n_reads, "", dtype=object)
-        judged = np.isin(fate, (VIRAL, OTHERS, UNCERTAIN))
-        shown[judged] = _texts(score[judged])
         columns = store.read_length, store.read_chunks, store.read_rows
         counts = (_texts(column[low:high].tolist()) for column in columns)
         bits = np.asarray(store.read_flags[low:high])
@@ -154,7 +155,25 @@ class _Block:
             first = store.original_ids(low + i, low + i + 1)[0]
             remarks[i] = ",".join(filter(None, (remarks[i], f"duplicate_of={first}")))
         ids = store.read_ids(low, high)
-        return _lines(ids, *counts, _FATE_NAMES[fate], shown, _READ_LABELS[fate], remarks), fate
+        return _lines(ids, *counts, *_told(score, fate), _READ_LABELS[fate], remarks), fate
+
+    def pair_lines(self, fate: Places, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
+        """Lines of `pairs.tsv`, and one index into `_FATE_NAMES` for each pair; `fate` [n_reads] is that of reads."""
+        low, high = self.reads.start, self.reads.stop
+        mate = (self.store.read_flags[low:high] & MATE) > 0
+        ids = np.array(self.store.read_ids(low, high), dtype=object)
+        one = np.flatnonzero(~mate)
+        both = np.append(mate[1:], False)[one]
+        other = one + both  # itself where there is no mate
+        joint, score = self.read_scores(np.cumsum(~mate) - 1), self.read_scores(np.arange(self.n_reads))
+        verdict = np.where(np.isnan(joint), np.minimum(fate[one], fate[other]), _judged(joint, threshold, uncertain))
+        verdict[(fate[one] == FAILED) | (fate[other] == FAILED)] = FAILED
+        seconds = ids[other], *_told(score[other], fate[other])
+        for column in seconds:
+            column[~both] = ""
+        verdicts = *_told(joint, verdict), _READ_LABELS[verdict]
+        lines = _lines(ids[one], seconds[0], *verdicts, *_told(score[one], fate[one]), *seconds[1:])
+        return lines, verdict[both]
 
 
 def write_results(
@@ -175,13 +194,14 @@ def write_results(
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
-    fates = np.zeros(len(_FATE_NAMES), np.int64)
+    fates = np.zeros((2, len(_FATE_NAMES)), np.int64)  # of reads and of pairs
     counts = Counter(rows=store.n_rows, rows_virus=0, rows_failed=0, chunks_scored=0, chunks_virus=0)
     began_s, predict_s = time.perf_counter(), 0.0
     with ExitStack() as stack:
         originals = _open_originals(stack, run)
         reads = _open_whole(stack, run.reads_table, READS_HEADER)
         failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
+        pairs = _open_whole(stack, run.pairs_table, PAIRS_HEADER) if store.paired else None
         before: tuple[_Block, Mask] | None = None  # of a read with more rows to come
         for read_span, rows, whole in _spans(store):
             unique = np.asarray(store.row_unique[rows])
@@ -197,15 +217,19 @@ def write_results(
                 failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
             predict_s += time.perf_counter() - judged_s
             if whole:
-                table, fate = block.read_lines(lost, threshold, uncertain or (0.0, 0.0))
+                table, fate = block.read_lines(lost, threshold, uncertain or NO_BAND)
                 reads.write(table)
-                fates += np.bincount(fate, minlength=len(fates))
+                fates[0] += np.bincount(fate, minlength=len(_FATE_NAMES))
+                if pairs is not None:
+                    table, fate = block.pair_lines(fate, threshold, uncertain or NO_BAND)
+                    pairs.write(table)
+                    fates[1] += np.bincount(fate, minlength=len(_FATE_NAMES))
             before = None if whole else (block, lost)
             counts.update(rows_virus=int(block.row_is_virus.sum()), rows_failed=int(lost.sum()))
             counts.update(chunks_scored=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
-    told = dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, fates.tolist(), strict=False))
-    consensus_s = time.perf_counter() - began_s - predict_s
-    return ResultSummary(fates=told, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, **counts)
+    told, of = (dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False)) for some in fates.tolist())
+    of, consensus_s = of if store.paired else {}, time.perf_counter() - began_s - predict_s
+    return ResultSummary(told, **counts, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, pairs=of)
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
@@ -229,14 +253,15 @@ def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -
 def _spans(store: OrfStore) -> Iterator[tuple[slice, slice, bool]]:
     """Consecutive reads and their rows, of bounded size; whether those are all, or more of the one read's are to come.
 
-    A chunk is never cut.
+    A chunk is never cut, nor is a pair.
     """
     read, row = 0, 0
     while read < store.n_reads:
-        ends = np.cumsum(store.read_rows[read : read + BLOCK_READS], dtype=np.int64)
-        count = max(1, int(np.searchsorted(ends, BLOCK_ROWS, side="right")))
+        ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)
+        count = max(1, min(BLOCK_READS, int(np.searchsorted(ends, BLOCK_ROWS, side="right"))))
+        count += any(store.read_flags[read + count : read + count + 1] & MATE)
         next_row = row + int(ends[count - 1])
-        while next_row - row > BLOCK_ROWS:  # one read
+        while count == 1 and next_row - row > BLOCK_ROWS:
             cut = row + BLOCK_ROWS
             of_chunk = store.row_chunk[cut : cut + len(FRAMES)] == store.row_chunk[cut - 1]
             cut += int(np.argmin(np.append(of_chunk, False)))
@@ -261,6 +286,20 @@ def _open_originals(stack: ExitStack, run: RunDir) -> tuple[BinaryIO, BinaryIO]:
     """VirNucPro's two files, of rows and of chunks."""
     rows = _open_whole(stack, run.predictions, PREDICTION_HEADER)
     return rows, _open_whole(stack, run.consensus, CONSENSUS_HEADER)
+
+
+def _judged(score: Scores, threshold: float, uncertain: Band) -> Places:
+    """The fate of each score."""
+    fate = np.where(score >= threshold, VIRAL, OTHERS)
+    fate[(score >= uncertain[0]) & (score < uncertain[1])] = UNCERTAIN
+    return fate
+
+
+def _told(score: Scores, fate: Places) -> tuple[NDArray[np.object_], NDArray[np.object_]]:
+    """Fates by name, and the scores of those that have one by their fate."""
+    shown, judged = np.full(len(score), "", dtype=object), np.isin(fate, (VIRAL, OTHERS, UNCERTAIN))
+    shown[judged] = _texts(score[judged])
+    return _FATE_NAMES[fate], shown
 
 
 def _texts(values: Any) -> list[str]:

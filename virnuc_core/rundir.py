@@ -38,8 +38,10 @@ EXACT: Final = "fp32"  # directory of the sequences that a validation embeds in 
 FILES: Final = "baseline_files/[0-9]*_*"  # that a baseline passes from stage to stage
 TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
 RECORDS: Final = ("run.json", "run.json.damaged", "summary.json", "summary.json.former", "summary.json.damaged")
+MATES: Final = ("_R1", "_R2", "_orphans")  # in names of files where reads come in pairs
 RESULTS: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
-EMBEDDED: Final = ("embeddings.h5", "viral.fasta.gz", "viral.fastq.gz", *SHARDS)
+VIRAL: Final = tuple(f"viral{kind}.{form}.gz" for kind in ("", *MATES) for form in ("fasta", "fastq"))
+EMBEDDED: Final = ("embeddings.h5", "pairs.tsv", *VIRAL, *SHARDS)
 KEPT: Final = ("telemetry/telemetry_*.json", "telemetry/telemetry_*.h5", "telemetry/attempt.jsonl")
 MEASURED: Final = (*KEPT, *(f"telemetry/traces/{name}" for name in TRACES))
 LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
@@ -87,6 +89,7 @@ class RunDir:
     predictions = _Inside("prediction_results.txt")
     consensus = _Inside("prediction_results_highestscore.csv")
     reads_table = _Inside("reads.tsv")
+    pairs_table = _Inside("pairs.tsv")  # where reads come in pairs
     failed_rows = _Inside("failed.tsv")
     telemetry = _Inside("telemetry")
     journal = _Inside("telemetry/attempt.jsonl")  # what an attempt measures, as it comes
@@ -95,15 +98,19 @@ class RunDir:
     former_summary = _Inside("summary.json.former")  # while the files it lists are written again
 
     @property
-    def viral(self) -> dict[str, Path]:
-        """The viral reads of each format, `fasta` and `fastq`."""
-        return {form: self.root / f"viral.{form}.gz" for form in ("fasta", "fastq")}
+    def viral(self) -> tuple[Path, ...]:
+        """The viral reads, by format and, where they come in pairs, by mate."""
+        return tuple(self.root / name for name in VIRAL)
+
+    @property
+    def tables(self) -> tuple[Path, ...]:
+        """Results as text; that of pairs is there where reads come in pairs."""
+        return self.predictions, self.consensus, self.reads_table, self.pairs_table, self.failed_rows
 
     @property
     def listed(self) -> tuple[Path, ...]:
         """What the summary lists with size and digest, where it is there."""
-        always = self.predictions, self.consensus, self.reads_table, self.embeddings
-        return *always, self.failed_rows, *self.viral.values()
+        return (*self.tables, self.embeddings, *self.viral)
 
 
 @contextmanager

@@ -114,6 +114,7 @@ class InputFile(RunFile):
     empty: Count = 0  # reads without bases
     skipped: Count = 0  # broken records left out
     duplicate_ids: Count = 0  # reads whose id an earlier read has, of this file or one before
+    orphans: Count = 0  # reads of a file of pairs without their mates
     content: FileDigest | None = None  # None: it came through a pipe
 
 
@@ -149,6 +150,7 @@ class RunRecord(RunFile):
     seeds: dict[str, int] = {}
     store: str = ""  # relative to the run directory
     inputs: tuple[InputFile, ...] = ()
+    pairs: tuple[tuple[str, str], ...] | None = None  # files of first and second mates; None: nothing tells
     attempts: tuple[Attempt, ...] = ()
 
 
@@ -269,6 +271,7 @@ class RunCounts(RunFile):
     n_rows: Count | None = None
     n_uniques: Count | None = None
     fates: dict[str, Count] = {}
+    pairs: dict[str, Count] = {}  # by their fates; none in a run of single reads
     resumed: Annotated[bool, BeforeValidator(bool)] = False  # whatever stands there: only a plain no is a no
     shards_computed: Count | None = None
     shards_reused: Count | None = None

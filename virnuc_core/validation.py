@@ -97,6 +97,7 @@ def record_validation(
         fingerprints={"reads": staging.fingerprint, **fingerprint(models)},
         store=RunDir(out).store.name,
         inputs=staging.by_file,
+        pairs=[[str(Path(name).absolute()) for name in pair] for pair in staging.pairs],
         # the CUDA that torch was built for; a torch without names none
         versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         profile=profile,

@@ -109,6 +109,7 @@ class ReadBatch:
     lines: NDArray[np.int64]  # [n] line of each header in its file, from 1
     text: Strings  # the records as they stand in the file; wrapped FASTQ may be unwrapped
     part: Part | None = None
+    mate: NDArray[np.bool_] | None = None  # [n] whether the read before is its mate; none are
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -9,11 +9,11 @@ import lzma
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
@@ -41,6 +41,19 @@ class Inputs:
 
     files: tuple[str, ...]  # paths, or "-" for standard input
     ignored: tuple[str, ...]  # files of a named folder that hold neither FASTA nor FASTQ
+    pairs: tuple[tuple[str, str], ...] = ()  # files of first and second mates; one file twice where it holds both
+
+    @property
+    def singles(self) -> tuple[str, ...]:
+        """The files whose reads have no mates."""
+        paired = {name for pair in self.pairs for name in pair}
+        return tuple(name for name in self.files if name not in paired)
+
+    def spans(self, reads: Mapping[str, int]) -> list[tuple[tuple[str, ...], int, int]]:
+        """Files whose reads stand together, the first of those and one past the last, by the `reads` of each file."""
+        groups = [*(tuple(dict.fromkeys(pair)) for pair in self.pairs), *((name,) for name in self.singles)]
+        ends = [*accumulate((sum(reads[name] for name in group) for group in groups), initial=0)]
+        return [*zip(groups, ends, ends[1:], strict=False)]
 
 
 def is_address(name: str) -> bool:

@@ -13,33 +13,33 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import psutil
 from pydantic import Field
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, Spec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
-from virnuc_core.reads.fast_parser import OnError, ParseLog
+from virnuc_core.reads.fast_parser import OnError, ParseLog, ReadBatch
 from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
 from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.seals import is_intact
 from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import SEALED_AS, STORES, OrfStore, StoreCounts, StoreWriter
-from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, Segment, long_segments, process
+from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import InputFile, RunFile, RunRecord, other_files, read_or_set_aside, write
 
+T = TypeVar("T")
 SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
 
 
-class StageSpec(Spec):
+class StageSpec(ReadsSpec):
     """What is staged, and how strictly."""
 
-    reads: tuple[str, ...] = Field(min_length=1, description="FASTA or FASTQ files or folders; - is standard input")
     model_length: int = Field(DEFAULT_MODEL_LENGTH, ge=1, description="the head's model length: chunk size in bases")
     workers: int = Field(1, ge=1, le=256, description="processes that stage; results do not depend on it")
     on_error: OnError = Field("stop", description="skip: leave broken records out, count and list them")
@@ -69,6 +69,8 @@ class StageSummary(Timings):
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
     skipped_records: int
     on_error: OnError = "stop"  # as they were read
+    pairs: tuple[tuple[str, str], ...] = ()  # as of `Inputs`
+    n_pairs: int = 0
 
     @property
     def tally(self) -> dict[str, int]:
@@ -90,6 +92,7 @@ class StageSummary(Timings):
         told = (
             ("skipped", "broken record", "left out"),
             ("empty", "read", "without bases"),
+            ("orphans", "read", "without a mate, judged alone"),
             ("duplicate_ids", "read", "with the id of an earlier read, told apart by a number added to it"),
         )
         met = ((one.file, getattr(one, name), what, end) for one in self.by_file for name, what, end in told)
@@ -106,14 +109,14 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
     naming what is other, for reads that are not of the `expected` run; `SpentInputError` for what another try might
     mend, where reads came through a pipe.
     """
-    inputs, began, seconds = find_inputs(spec.reads), time.perf_counter(), dict[str, float]()
+    inputs, began, seconds = _find(spec), time.perf_counter(), dict[str, float]()
     try:
         with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers, folder) as workers:
             log = new_log()
             reused = not anew and _is_current(spec, inputs, out, log, workers, expected)
             if not reused:
                 log = new_log()
-                seconds = _make(spec, inputs.files, out, folder, log, workers, expected)
+                seconds = _make(spec, inputs, out, folder, log, workers, expected)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -132,9 +135,31 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
     return summary
 
 
+def _find(spec: StageSpec) -> Inputs:
+    found = find_inputs(spec.named)
+    if len(found.files) == 1 and not spec.interleaved:
+        return found
+    from virnuc_core.reads.pairs import arranged  # one file is the usual case
+
+    return arranged(spec, found)
+
+
+def _work_on_all(workers: Workers, work: Callable[[ReadBatch], T], inputs: Inputs, log: ParseLog) -> Iterator[T]:
+    if inputs.pairs:
+        from virnuc_core.reads.pairs import pair_batches
+
+        yield from workers.map(work, pair_batches(inputs, log, text=False), lambda batch: len(batch.bases.data))
+    yield from parse_by(workers, work, inputs.singles, log)
+
+
+def _fingerprint(spec: StageSpec, inputs: Inputs) -> Fingerprint:
+    of_pairs = f" pairs, {len(inputs.singles)} other files" if inputs.pairs else ""
+    return Fingerprint(f"{STORES} {spec.model_length}{of_pairs}")
+
+
 def _make(
     spec: StageSpec,
-    files: tuple[str, ...],
+    inputs: Inputs,
     out: Path,
     folder: Path,
     log: ParseLog,
@@ -142,11 +167,11 @@ def _make(
     expected: RunRecord | None,
 ) -> dict[str, float]:
     """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
-    writer, fingerprint = StoreWriter(folder, spec.model_length), Fingerprint(f"{STORES} {spec.model_length}")
+    writer, fingerprint = StoreWriter(folder, spec.model_length), _fingerprint(spec, inputs)
     seconds = defaultdict[str, float](float)
     work = partial(process, model_length=spec.model_length, folder=folder)
     ambiguous = False  # the long read whose parts are coming in
-    for made, leaves, taken in parse_by(workers, work, files, log):
+    for made, leaves, taken in _work_on_all(workers, work, inputs, log):
         before = time.perf_counter()
         fingerprint.add(leaves)
         if isinstance(made, Segment):
@@ -162,43 +187,46 @@ def _make(
         for part, part_s in taken.items():
             seconds[part] += part_s / spec.workers  # side by side with those of others
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
-    if log.reads == 0 and not all(can_be_read_twice(name) for name in files):
-        raise InputError(f"no read came in from {', '.join(files)}", hint="did what writes to it fail?")
-    _accept(spec, files, out, log, fingerprint, expected)
+    if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
+        raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
+    _accept(spec, inputs, out, log, fingerprint, expected)
     before = time.perf_counter()
     twice = writer.find_repeats(workers)
     if spec.strict and twice is not None:
-        raise _shared_id(writer, log, *twice)
-    writer.write(out, fingerprint.hexdigest(), workers)
+        raise _shared_id(writer, inputs, log, *twice)
+    writer.write(out, fingerprint.hexdigest(), workers, paired=bool(inputs.pairs))
     seconds["store_s"] += time.perf_counter() - before
     return seconds
 
 
 def _accept(
-    spec: StageSpec, files: tuple[str, ...], out: Path, log: ParseLog, found: Fingerprint, expected: RunRecord | None
+    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, found: Fingerprint, expected: RunRecord | None
 ) -> None:
     """Refuse reads of another run than the one beside `out`, and files of which nothing was left."""
     if expected is not None and expected.fingerprints.get("reads", "") != found.hexdigest():
         before = {"model length": expected.model_length, "on_error": expected.spec.get("on_error")}
-        now = {"model length": spec.model_length, "on_error": spec.on_error}
+        now: dict[str, object] = {"model length": spec.model_length, "on_error": spec.on_error}
+        if expected.spec:
+            before["pairs"], now["pairs"] = ("yes" if some else "no" for some in (expected.pairs, inputs.pairs))
         others = [f"{name} {was} → {now[name]}" for name, was in before.items() if was not in (None, now[name])]
-        said = "; ".join([*other_files(expected.inputs, files), *others]) or "the same files in another order"
+        said = "; ".join([*other_files(expected.inputs, inputs.files), *others]) or "the same files in another order"
         raise RunMismatchError(
             f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said}); "
             "choose another directory or --force"
         )
-    for name in files:
+    for name in inputs.files:
         if (broken := log.skipped_by_file[name]) and not log.reads_by_file[name]:
             first = log.first_broken[name]
             problem = f"none of its records can be read: {broken:,} broken, the first is {first}"
             raise InputError(problem, file=name, hint="mend the file or leave it out")
 
 
-def _shared_id(writer: StoreWriter, log: ParseLog, read: int, first: int) -> InputError:
-    files, counts = zip(*log.reads_by_file.items(), strict=True)
-    ends = np.cumsum(counts)
+def _shared_id(writer: StoreWriter, inputs: Inputs, log: ParseLog, read: int, first: int) -> InputError:
+    spans = inputs.spans(log.reads_by_file)
     (name, line), (_, first_line) = writer.place(read), writer.place(first)
-    file, first_file = (files[np.searchsorted(ends, place, side="right")] for place in (read, first))
+    file, first_file = (
+        files[-name.endswith("/2")] for place in (read, first) for files, low, high in spans if low <= place < high
+    )
     problem, hint = f"this id stands also on {first_file}:{first_line}", "ids must be unique in strict mode, rename one"
     return InputError(problem, file=file, line=line, read_id=name, hint=hint)
 
@@ -219,10 +247,10 @@ def _is_current(
         return False  # unreadable, or of an earlier version: made anew
     if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
         return False
-    fingerprint = Fingerprint(f"{STORES} {spec.model_length}")
-    for leaves in parse_by(workers, leaves_of, inputs.files, log):
+    fingerprint = _fingerprint(spec, inputs)
+    for leaves in _work_on_all(workers, leaves_of, inputs, log):
         fingerprint.add(leaves)
-    _accept(spec, inputs.files, out, log, fingerprint, expected)
+    _accept(spec, inputs, out, log, fingerprint, expected)
     return fingerprint.hexdigest() == store.fingerprint
 
 
@@ -242,24 +270,29 @@ def _summary(
         model_length=store.model_length,
         counts=store.counts,
         files=inputs.files,
-        by_file=_by_file(inputs.files, counted, store),
+        by_file=_by_file(inputs, counted, store),
+        pairs=inputs.pairs,
+        n_pairs=int(np.count_nonzero(store.read_flags & MATE)) if inputs.pairs else 0,
         ignored_files=inputs.ignored,
         skipped_records=counted.skipped_by_file.total(),
         on_error=spec.on_error,
     )
 
 
-def _by_file(files: tuple[str, ...], log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
-    """What was met in each file; the reads of a file follow each other in the store."""
-    counted, low = [], 0
-    for name in files:
-        high = low + log.reads_by_file[name]
-        flags = store.read_flags[low:high]
-        empty, again = (int(np.count_nonzero(flags & bit)) for bit in (EMPTY, DUPLICATE_ID))
-        content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if Path(name).is_file() else None
-        met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
-        counted.append(InputFile(file=name, reads=high - low, content=content, **met))
-        low = high
+def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
+    """What was met in each file; the reads of a file, or of two with mates, follow each other in the store."""
+    counted, paired = [], dict(inputs.pairs)
+    for files, low, high in inputs.spans(log.reads_by_file):
+        flags, ends = store.read_flags[low:high], store.read_id_offsets[low + 1 : high + 1]
+        mates = int(np.count_nonzero(flags & MATE)) * (3 - len(files))  # in each file
+        second = store.read_id_bytes[ends - 1] == ord("2") if len(files) == 2 else np.zeros(len(flags), bool)
+        for number, name in enumerate(files):
+            own = flags[second == number]
+            empty, again = (int(np.count_nonzero(own & bit)) for bit in (EMPTY, DUPLICATE_ID))
+            content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if Path(name).is_file() else None
+            met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
+            met["orphans"] = len(own) - mates if files[0] in paired else 0
+            counted.append(InputFile(file=name, reads=len(own), content=content, **met))
     return tuple(counted)
 
 

@@ -65,11 +65,12 @@ class OrfStore:
     model_length: int
     duplicate_mark: str  # stands between an id and its number when the id is not the first of its kind
     counts: StoreCounts
+    paired: bool = False  # mates follow each other among the reads
 
     read_length: NDArray[np.int32]  # [n_reads] bases; int64 where one has more than that holds
     read_chunks: NDArray[np.int32]  # [n_reads]
     read_rows: NDArray[np.int32]  # [n_reads] open frames
-    read_flags: NDArray[np.uint8]  # [n_reads] EMPTY | SHORT_FOR_MODEL | AMBIGUOUS | DUPLICATE_ID
+    read_flags: NDArray[np.uint8]  # [n_reads] EMPTY | SHORT_FOR_MODEL | AMBIGUOUS | DUPLICATE_ID | MATE
     read_copy: NDArray[np.int32]  # [n_reads] 0, or how many-th read of the same id this is (from 2)
     read_id_offsets: NDArray[np.int64]  # [n_reads + 1]
     read_id_bytes: NDArray[np.uint8]
@@ -99,6 +100,7 @@ class OrfStore:
                     raise InputError("no ORF store of this version", file=path, hint="stage the reads again")
                 store.fingerprint = str(file.attrs["fingerprint"])
                 store.model_length = int(file.attrs["model_length"])
+                store.paired = "paired" in file.attrs
                 store.duplicate_mark = str(file.attrs["duplicate_mark"])
                 store.counts = StoreCounts(**{name: int(file.attrs[name]) for name in StoreCounts.__slots__})
                 for name in COLUMNS:
@@ -223,14 +225,14 @@ class StoreWriter:
         segment, i = self._segments[number], read - int(self._at["read"][number])
         return _ids(segment)[i].decode(), int(segment.read("read_line")[i])
 
-    def write(self, path: Path, fingerprint: str, workers: Workers) -> None:
+    def write(self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False) -> None:
         """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
         mark = self._free_mark(workers)
         repeated, uniques = self._uniques()
         self._counts["n_uniques"] = int(uniques["unique"][-1])
         about: dict[str, str | int] = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint}
         about |= {"model_length": self._model_length, "duplicate_mark": mark}
-        about |= {name: self._counts[name] for name in StoreCounts.__slots__}
+        about |= {name: self._counts[name] for name in StoreCounts.__slots__} | ({"paired": 1} if paired else {})
         with whole_file(path) as aside:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
             for _ in workers.map(_write_part, self._parts(aside, starts, repeated, uniques), may_start=False):

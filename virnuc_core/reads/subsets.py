@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -21,10 +23,12 @@ from numpy.typing import NDArray
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.fast_parser import OnError, ParseLog
+from virnuc_core.reads.pairs import pair_batches
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import STDIN, Source, can_be_read_twice, find_inputs, reads_file
+from virnuc_core.reads.sources import STDIN, Inputs, Source, can_be_read_twice, find_inputs, reads_file
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, whole_file
+from virnuc_core.reads.translate import MATE
+from virnuc_core.rundir import MATES, RunDir, whole_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,31 +169,29 @@ def _draw(
     return drawn
 
 
-def readable_twice(reads: Sequence[str]) -> tuple[str, ...]:
-    """The files that `reads` names; `InputError` for what is gone once it was read, so that none can be picked."""
-    files = find_inputs(tuple(reads)).files
-    for name in files:
+def readable_twice(reads: Sequence[str]) -> None:
+    """`InputError` for what `reads` names and is gone once it was read, so that none of it can be picked."""
+    for name in find_inputs(tuple(reads)).files:
         if not can_be_read_twice(name):
             what = f"{'standard input' if name == STDIN else name} cannot be read twice"
             raise InputError(what, hint="put the reads into a file to get the viral ones")
-    return files
 
 
-def write_viral(run: RunDir, store: OrfStore, reads: Sequence[str], *, on_error: OnError = "stop") -> int:
+def write_viral(run: RunDir, store: OrfStore, inputs: Inputs, *, on_error: OnError = "stop") -> int:
     """Write the reads that `reads.tsv` calls viral, as they stand in the input; their number.
 
     FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
-    input gives the same bytes. `reads` and `on_error` are those the store was made from. Errors: `InputError` when
-    the input is not what was staged, or came through a pipe.
+    input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in step, reads
+    without a mate to `viral_orphans`. `inputs` and `on_error` are those the store was made from. Errors:
+    `InputError` when the input is not what was staged, or came through a pipe.
     """
-    files = readable_twice(reads)
-    wanted, read = read_reads_table(run, {"fate": "str"})["fate"].to_numpy() == "viral", 0
-    if len(wanted) != store.n_reads:
-        raise InputError(f"{len(wanted)} lines for {store.n_reads} reads", file=run.reads_table)
+    readable_twice(inputs.files)
+    kinds, kind_of, wanted = _kinds(run, store)
+    read, log = 0, ParseLog(on_error)
     with ExitStack() as stack:
         out: dict[str, gzip.GzipFile] = {}
         begun = False  # a wanted read of which parts are still to come
-        for batch in parse(files, ParseLog(on_error)):
+        for batch in chain(pair_batches(inputs, log), parse(inputs.singles, log)):
             part, last = batch.part, read + len(batch)
             same = last <= store.n_reads and store.original_ids(read, last) == [batch.id(i) for i in range(len(batch))]
             if part is not None and part.dropped and not begun:
@@ -197,25 +199,42 @@ def write_viral(run: RunDir, store: OrfStore, reads: Sequence[str], *, on_error:
             if not same and (part is None or part.last):
                 raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
             begun = same and part is not None and not part.last and bool(wanted[read])
-            if batch.form not in out:  # without name or time in it
-                raw = stack.enter_context(stack.enter_context(whole_file(run.viral[batch.form])).open("wb"))
+            names = [f"viral{kind}.{batch.form}.gz" for kind in kinds]
+            for name in names if names[0] not in out else ():  # without name or time in it
+                raw = stack.enter_context(stack.enter_context(whole_file(run.root / name)).open("wb"))
                 packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
-                out[batch.form] = stack.enter_context(packed)
+                out[name] = stack.enter_context(packed)
             for i in np.flatnonzero(wanted[read:last] & same).tolist():
-                out[batch.form].write(batch.text[i])
+                out[names[kind_of[read + i]]].write(batch.text[i])
             read = last if part is None or part.last else read
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
-        for form in set(run.viral) - set(out):
-            run.viral[form].unlink(missing_ok=True)  # of an earlier run with reads of this form
+        for path in run.viral:
+            if path.name not in out:
+                path.unlink(missing_ok=True)  # of an earlier run with other reads
     return int(wanted.sum())
+
+
+def _kinds(run: RunDir, store: OrfStore) -> tuple[tuple[str, ...], NDArray[Any], NDArray[np.bool_]]:
+    """Kinds of files for viral reads; the kind of each read, and whether it, or its pair, is viral: [n_reads]."""
+    second = (np.asarray(store.read_flags) & MATE) > 0
+    lines, path = np.cumsum(~second), run.pairs_table if store.paired else run.reads_table
+    viral = _read_table(path, {"fate": "str"})["fate"].to_numpy() == "viral"
+    if len(viral) != (most := lines.max(initial=0)):
+        raise InputError(f"{len(viral)} lines for {most} reads", file=path)
+    kind = np.where(second, 1, np.where(np.append(second[1:], False), 0, 2)) if store.paired else np.zeros_like(lines)
+    return MATES if store.paired else ("",), kind, viral[lines - 1]
 
 
 def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
     """Some columns of `reads.tsv`, by name and type. Errors: `InputError`."""
+    return _read_table(run.reads_table, columns)
+
+
+def _read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     try:
         return pd.read_csv(
-            run.reads_table,
+            path,
             sep="\t",
             usecols=list(columns),
             dtype=dict(columns),
@@ -226,4 +245,4 @@ def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
         )
     except ValueError as error:  # pandas' own errors are such
         why = f"not a table of reads ({str(error).splitlines()[0]})"
-        raise InputError(why, file=run.reads_table, hint="run predict again") from error
+        raise InputError(why, file=path, hint="run predict again") from error

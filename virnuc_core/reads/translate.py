@@ -30,6 +30,7 @@ EMPTY: Final = 1  # bits of read_flags: no bases
 SHORT_FOR_MODEL: Final = 2  # less than half of the model's length, but not empty
 AMBIGUOUS: Final = 4  # holds a letter other than A, C, G, T
 DUPLICATE_ID: Final = 8  # an earlier read has the same id
+MATE: Final = 16  # the read before is its mate
 
 SEGMENT_COLUMNS: Final[dict[str, type[np.generic]]] = {
     "read_length": np.int64,
@@ -231,6 +232,8 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment 
     ambiguous[np.searchsorted(offsets, odd, side="right") - 1] = True
     rows = np.bincount(chunks.read[orfs.chunk], minlength=len(batch))
     reads = _reads(batch.ids, batch.lines, batch.bases.lengths, model_length, rows, ambiguous)
+    if batch.mate is not None:
+        reads["read_flags"] = reads["read_flags"] + batch.mate * MATE
     segment = _write(folder, reads | _rows(orfs, chunks, ambiguous), len(chunks.read))
     leaves = leaves_of(batch, reads["read_id_digest"].reshape(-1, 2))
     stored_s = time.perf_counter() - translated

@@ -95,7 +95,7 @@ def bitwise(a: Path, b: Path) -> BitwiseEquality:
     Nothing to compare is not identity.
     """
     run = RunDir(a)
-    names = [path.name for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows)]
+    names = [path.name for path in run.tables]
     files = [name for name in names if (a / name).is_file() or (b / name).is_file()]
     equal = filecmp.cmpfiles(a, b, files, shallow=False)[0]
     shards_a, shards_b = ({path.name: path for path in RunDir(side).shards.glob("*.h5")} for side in (a, b))

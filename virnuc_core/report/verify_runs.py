@@ -134,7 +134,7 @@ def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
     threshold = THRESHOLD if summary.threshold is None else summary.threshold
     with found.scratch(f"{name}: its result files were not made again") as folder:
         made = write_results(RunDir(folder), store, scores, failed, threshold=threshold, uncertain=summary.uncertain)
-        for path in (run.predictions, run.consensus, run.reads_table, run.failed_rows):
+        for path in (path for path in run.tables if (folder / path.name).exists()):
             if not path.is_file():
                 found.wrong(f"{name}/{path.name}: missing")
                 continue
@@ -264,8 +264,13 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
     if gone := [name for name in files if not Path(name).is_file()]:
         found.remarks.append(f"orfs.h5 was not made again from its reads: {gone[0]} is not there")
         return
+    pairs = record.pairs or ()
+    first, second = zip(*(pair for pair in pairs if pair[0] != pair[1]), strict=True) if pairs else ((), ())
     spec = StageSpec(
-        reads=files,
+        reads=tuple(name for name in files if name not in first + second),
+        mates_1=first,
+        mates_2=second,
+        interleaved=len(first) < len(pairs),
         model_length=store.model_length,
         on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
         workers=len(os.sched_getaffinity(0)),

@@ -21,7 +21,7 @@ from flows.start import readable
 from virnuc_core.errors import InputError
 from virnuc_core.reads import subsets
 from virnuc_core.reads.fast_parser import Strings
-from virnuc_core.reads.sources import Source
+from virnuc_core.reads.sources import Inputs, Source
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, StoreWriter
 from virnuc_core.reads.subsets import sample, write_viral
@@ -103,18 +103,18 @@ def test_a_sample_and_the_viral_reads_of_long_records(
     run, given, parse = RunDir(tmp_path / "run"), {}, subsets.parse
     summary = stage(StageSpec(reads=(path,), on_error="skip"), run.store)
     assert summary.counts.n_reads == 5
-    run.reads_table.write_text("id\tviral_score\n" + "".join(f"c{i}\t{i % 2}\n" for i in range(1, 6)))
+    run.reads_table.write_text("id\tfate\n" + "".join(f"c{i}\t{('others', 'viral')[i % 2]}\n" for i in range(1, 6)))
     for size in BLOCKS:
         shrink(monkeypatch, block_bytes=size)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
-        assert write_viral(run, OrfStore.open(run.store), (path,), on_error="skip") == 3
-        assert gzip.decompress(run.viral["fasta"].read_bytes()).decode() == texts[1] + texts[3] + texts[5]
+        assert write_viral(run, OrfStore.open(run.store), Inputs((path,), ()), on_error="skip") == 3
+        assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == texts[1] + texts[3] + texts[5]
         sample(good, 3, tmp_path / "drawn.fa")
         given[size] = (tmp_path / "drawn.fa").read_text()
     assert len(set(given.values())) == 1
     assert given[64].count(">") == 3
     with pytest.raises(InputError, match="not those that were staged"):
-        write_viral(run, OrfStore.open(run.store), (good, path), on_error="skip")
+        write_viral(run, OrfStore.open(run.store), Inputs((good, path), ()), on_error="skip")
 
 
 def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
@@ -194,7 +194,9 @@ def test_of_what_is_dropped_nothing_is_left(
     run, listed = RunDir(tmp_path / "run"), set()
     run.root.mkdir()
     kept, parse = reads + last, subsets.parse
-    run.reads_table.write_text("id\tviral_score\n" + "".join(f"{name}\t{i % 2}\n" for i, (name, _) in enumerate(kept)))
+    run.reads_table.write_text(
+        "id\tfate\n" + "".join(f"{name}\t{('others', 'viral')[i % 2]}\n" for i, (name, _) in enumerate(kept))
+    )
     for size in BLOCKS:
         summary, _, told = staged(spec, tmp_path, size)
         listed.add(told)
@@ -202,8 +204,8 @@ def test_of_what_is_dropped_nothing_is_left(
         store = OrfStore.open(summary.store)
         check_equals_twin(store, kept)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
-        assert write_viral(run, store, spec.reads, on_error="skip") == 3
-        viral = gzip.decompress(run.viral[text.__name__].read_bytes()).decode()
+        assert write_viral(run, store, Inputs(spec.reads, ()), on_error="skip") == 3
+        viral = gzip.decompress((run.root / f"viral.{text.__name__}.gz").read_bytes()).decode()
         assert viral == "".join(text([read]) for read in kept[1::2])
     assert len(listed) == 1
 

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import random
-import re
 from pathlib import Path
 
 import h5py
@@ -410,9 +409,11 @@ def test_stretches_of_the_store_agree_with_the_whole(write: WriteReads, tmp_path
 
 def test_settings_are_checked() -> None:
     assert issubclass(StageSpec, Spec)
-    for bad in ({"reads": ()}, {"reads": ("a",), "model_length": 0}, {"reads": ("a",), "workers": 0}):
-        with pytest.raises(ValueError, match=re.compile("at least|greater")):
+    for bad in ({"reads": ("a",), "model_length": 0}, {"reads": ("a",), "workers": 0}):
+        with pytest.raises(ValueError, match="greater"):
             StageSpec.model_validate(bad)
+    with pytest.raises(ConfigError, match="none are named"):
+        StageSpec()
 
 
 def test_scratch_of_a_living_process_is_left_alone(write: WriteReads, tmp_path: Path) -> None:
