@@ -39,7 +39,7 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL
-from virnuc_core.report.files import BASELINE, RUN_PREFIX
+from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY
 from virnuc_core.report.formatting import met_sentence, number, percent, runs_text, skipped
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, rerender, write_report
@@ -129,15 +129,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     staging = stage_input(settings, label)
     if isinstance(settings, ValidateSettings):
         profile = settings.with_baseline(profile, staging.counts.n_reads)
-    record_validation(
-        out,
-        spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},
-        profile=profile,
-        models=spec.models,
-        staging=staging,
-        devices=resolve(devices),
-        force=force,
-    )
+    record_validation(out, spec, profile, staging, resolve(devices))
     subset, most = False, len(devices.ids)
     if isinstance(settings, ScaleSettings):
         wanted = {most, *(1 << power for power in range(most.bit_length())), *map(int, profile.scaling_bands)}
@@ -161,8 +153,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
 
 def _finished_runs(out: Path) -> dict[str, int]:
     """When each complete run in `out` ended; a run that is used as it is keeps its time."""
-    found = [RunDir(folder).summary for folder in out.glob(f"{RUN_PREFIX}*")]
-    return {str(summary): summary.stat().st_mtime_ns for summary in found if summary.is_file()}
+    return {str(path): path.stat().st_mtime_ns for path in out.glob(f"{RUN_PREFIX}*/{SUMMARY}")}
 
 
 def _runs(

@@ -119,9 +119,8 @@ def publish(judged: Report, out: Path, label: str) -> None:
     told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
     publish_table(on_host(f"criteria-{name}"), rows_of(*tables("criteria.view.j2", judged)), told)
     if judged.accounting is not None:
-        publish_table(
-            f"reads-{name}", rows_of(*tables("fates.view.j2", judged)), f"What became of the reads of {label}"
-        )
+        fates = rows_of(*tables("fates.view.j2", judged))
+        publish_table(f"reads-{name}", fates, f"What became of the reads of {label}")
     if len(judged.scaling) > 1:
         publish_table(on_host(f"scaling-{name}"), rows_of(*tables("scaling.view.j2", judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
@@ -175,9 +174,8 @@ class Approval(RunInput):
 def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form."""
     wanted = ("Verdict", "Criterion", "Measured", "Required")
-    table = markdown_table(
-        [{name: row[name] for name in wanted} for row in rows_of(*tables("criteria.view.j2", judged))]
-    )
+    rows = rows_of(*tables("criteria.view.j2", judged))
+    table = markdown_table([{name: row[name] for name in wanted} for row in rows])
     missed = [cell(f"{c.title} {shown(c)} ({target_text(c.target, c.unit)})") for c in judged.failed]
     figures = {
         "all_criteria_met": f"**{met_sentence(judged)}**",

@@ -27,14 +27,13 @@ def validate(reads: Path, models: Path, out: Path, devices_text: str, shard_toke
     engine = profile.engine.model_copy(update={"shard_tokens": shard_tokens or profile.engine.shard_tokens})
     store = RunDir(out).store
     staging = stage_reads(StageSpec(reads=(str(reads),), model_length=model_length(models)), store)
-    record_validation(
-        out, spec={}, profile=profile, models=models, staging=staging, devices=resolve(devices), force=False
-    )
+    whole = ClassifySpec(models=models, devices=devices, engine=engine)
+    record_validation(out, whole, profile, staging, resolve(devices))
     slow = run_baseline(RunDir(out / "baseline"), store, models, devices, profile.baseline)
     names = tuple(f"devices-{count}" for count in sorted({1, len(devices.ids)}))
     for name in names:
         few = Devices(kind=devices.kind, ids=devices.ids[: int(name.rpartition("-")[2])])
-        classify(RunDir(out / name), staging, ClassifySpec(models=models, devices=few, engine=engine))
+        classify(RunDir(out / name), staging, whole.model_copy(update={"devices": few}))
     compare_runs(out, names, tolerance=profile.score_tolerance, subset=slow.subset is not None)
     return write_report(out, profile, out.parent / HISTORY)
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from virnuc_core import runfiles
-from virnuc_core.config import BaselineName, Switch, explain
+from virnuc_core.config import BaselineName, ClassifySpec, Switch, explain
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import Profile
@@ -72,17 +72,9 @@ class ValidationRecord(RunRecord):
 
 
 def record_validation(
-    out: Path,
-    *,
-    spec: dict[str, Any],
-    profile: Profile,
-    models: Path,
-    staging: StageSummary,
-    devices: tuple[Device, ...],
-    force: bool,
+    out: Path, spec: ClassifySpec, profile: Profile, staging: StageSummary, devices: tuple[Device, ...]
 ) -> None:
-    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time, unless it
-    starts over by `force`.
+    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
 
     Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
     """
@@ -92,9 +84,9 @@ def record_validation(
     record = runfiles.new_record(
         ValidationRecord,
         devices,
-        spec=spec,
+        spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},
         model_length=staging.model_length,
-        fingerprints={"reads": staging.fingerprint, **fingerprint(models)},
+        fingerprints={"reads": staging.fingerprint, **fingerprint(spec.models)},
         store=RunDir(out).store.name,
         inputs=staging.by_file,
         pairs=[[str(Path(name).absolute()) for name in pair] for pair in staging.pairs],
@@ -107,11 +99,11 @@ def record_validation(
     before = runfiles.read_or_set_aside(path, ValidationRecord)
     if before is not None:
         others = runfiles.differing(before.fingerprints, record.fingerprints, strict=True)
-        if others and not force:
+        if others and not spec.force:
             said = "; ".join(f"{name} {was[:12]}… → {now[:12]}…" for name, (was, now) in others.items())
             raise RunMismatchError(f"{out} holds another validation ({said}); choose another directory or --force")
         same = all(getattr(before, name) == getattr(record, name) for name in ("fingerprints", "devices", "profile"))
-        if same and not force and before.spec.get("engine") == record.spec.get("engine"):
+        if same and not spec.force and before.spec.get("engine") == record.spec.get("engine"):
             record = record.model_copy(update={"created": before.created})
     runfiles.write(path, record)
 
@@ -187,8 +179,7 @@ class OverheadPair(RunFile):
 
 
 class OverheadFile(RunFile):
-    """`checkpoint_overhead.json`: pairs of runs with and without. Their telemetry stays, so that every rate can
-    be computed again."""
+    """`checkpoint_overhead.json`: pairs of runs, whose telemetry stays, so that every rate can be computed again."""
 
     schema_version: int = 1
     job: str  # digest of reads, weights and settings
@@ -211,11 +202,6 @@ class TuningFile(RunFile):
 
     schema_version: int = 1
     rounds: tuple[TuningRound, ...] = ()
-
-    def sentences(self) -> tuple[str, ...]:
-        """Each round for people."""
-        told = enumerate(self.rounds, start=1)
-        return tuple(f"Tuning round {n}, {', '.join(one.missed)} missed: {one.said}." for n, one in told)
 
 
 class ApprovalRecord(RunFile):

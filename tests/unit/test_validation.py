@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from virnuc_core.config import ClassifySpec
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.profiles import load_profile
@@ -20,20 +20,19 @@ def test_a_damaged_record_is_set_aside_and_other_reads_are_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     init_random(tmp_path / "models", "tiny", "tiny", model_length=300, seed=3)
-    given: dict[str, Any] = {"spec": {}, "profile": load_profile("ci-smoke"), "models": tmp_path / "models"}
-    given |= {"devices": (), "force": False}
+    profile, spec = load_profile("ci-smoke"), ClassifySpec(models=tmp_path / "models")
     staged = []
     for name, bases in (("a", "ACGTC" * 30), ("b", "GGATC" * 30)):
         (tmp_path / f"{name}.fa").write_text(f">{name}\n{bases}\n")
         staged.append(stage(StageSpec(reads=(str(tmp_path / f"{name}.fa"),)), tmp_path / f"{name}.h5"))
     out = tmp_path / "out"
-    record_validation(out, staging=staged[0], **given)
+    record_validation(out, spec, profile, staged[0], ())
     with pytest.raises(RunMismatchError, match=r"reads .{12}… → "):
-        record_validation(out, staging=staged[1], **given)
+        record_validation(out, spec, profile, staged[1], ())
     for force in (False, True):
         (out / "run.json").write_bytes(b"\x00\xff")
         with caplog.at_level(logging.WARNING):
-            record_validation(out, staging=staged[0], **given | {"force": force})
+            record_validation(out, spec.model_copy(update={"force": force}), profile, staged[0], ())
         assert (out / "run.json.damaged").read_bytes() == b"\x00\xff"
         assert read(out / "run.json", ValidationRecord).fingerprints["reads"] == staged[0].fingerprint
     assert len([record for record in caplog.records if str(out / "run.json") in record.message]) == 2

@@ -40,15 +40,15 @@ def build_report(out: Path, profile: Profile) -> Report:
     """
     raw = RawFolder(out)
     record = raw.read(ValidationRecord, RECORD)
-    cases, runs, unlike = _cases(raw, profile)
+    cases, unlike = _cases(raw, profile)
     measured, judged, asked = cases[-1], cases[-1].judged, _scaled(cases, profile)
 
     def refusal(a: str, *others: RunMetrics | None) -> str:
         return next((unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike), "")
 
     single = f"{RUN_PREFIX}1"
-    refused = {"scaling": refusal(single, asked.many), "same_bytes": refusal(single, *runs)}
-    refused |= {"speedup": refusal(BASELINE, judged), "consensus": refusal(BASELINE, *runs)}
+    refused = {"scaling": refusal(single, asked.many), "same_bytes": refusal(single, *measured.runs)}
+    refused |= {"speedup": refusal(BASELINE, judged), "consensus": refusal(BASELINE, *measured.runs)}
     further = [row for row in CHECKS if getattr(profile.targets, row.id) is not None]
     criteria, checks = (
         tuple(judge(row, asked if row is SCALING else measured, refused.get(row.id, "")) for row in rows)
@@ -68,7 +68,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         provenance=provenance,
         run=judged,
         single=measured.single,
-        runs=runs,
+        runs=measured.runs,
         baseline=measured.baseline,
         scaling=tuple(_scaling(cases, asked)),
         comparisons=measured.comparisons,
@@ -83,13 +83,13 @@ def build_report(out: Path, profile: Profile) -> Report:
         accounting=accounts,
         approval=approval,
         warnings=sentences("warnings.j2", **known, problems=raw.remarks(), not_compared=dict.fromkeys(unlike.values())),
-        notes=(*sentences("notes.j2", **known), *tuning.sentences()),
+        notes=sentences("notes.j2", **known, tuning=tuning.rounds),
         evidence=raw.evidence(),
     )
 
 
-def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], tuple[RunMetrics, ...], Unlike]:
-    """What is judged, once for each run on N devices, the largest last; all runs; and what may not be compared."""
+def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], Unlike]:
+    """What is judged, once for each run on N devices, the largest last; and what may not be compared."""
     found = (run_metrics(raw, name, profile) for name in run_names(raw.root))
     runs = tuple(run for run in found if run is not None)
     single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
@@ -107,7 +107,7 @@ def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], tuple[RunM
         apart = single is not None and many is not None and unlike.get((single.name, many.name))
         scaled = None if apart else scaling_metrics(single, many)
         cases.append(Measured(profile, single, many, baseline, scaled, like, overhead, runs))
-    return cases, runs, unlike
+    return cases, unlike
 
 
 def _scaling(cases: Sequence[Measured], asked: Measured) -> Iterator[ScalingMetrics]:
@@ -144,19 +144,14 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
 
 def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> Provenance:
     """From the validation's own record; the run's where that says nothing."""
-    own, other = (record or RunRecord(fingerprints={}) for record in (validation, run))
+    own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (validation, run))
+    told = {"virnuc_version": None, "git_commit": None, "model_length": None, **other, **own}
+    told |= {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
     return Provenance(
-        created=(own if validation else other).created,
-        host=own.host or other.host,
-        sample=str((own.spec or other.spec).get("sample", "")),
-        inputs=own.inputs or other.inputs,
-        virnuc_version=own.virnuc_version or other.virnuc_version,
-        git_commit=own.git_commit or other.git_commit,
-        model_length=other.model_length if own.model_length is None else own.model_length,
-        fingerprints=other.fingerprints | own.fingerprints,
-        seeds=other.seeds | own.seeds,
-        versions=other.versions | own.versions,
-        settings={name: str(value) for name, value in other.resolved.items()},
+        **{name: value for name, value in told.items() if name in Provenance.model_fields and name != "created"},
+        created=(validation or run or RunRecord(fingerprints={})).created,
+        sample=str((own.get("spec") or other.get("spec", {})).get("sample", "")),
+        settings={name: str(value) for name, value in other.get("resolved", {}).items()},
     )
 
 

@@ -68,8 +68,7 @@ def _thin(label: str, x: pd.Series[float], y: pd.Series[float]) -> Line:
 
 
 def _gantt(measured: Telemetry | None) -> tuple[Bar, ...]:
-    """Every row of the stage table that has a start and an end, encoders by device, in seconds since the run's start;
-    staging was before it."""
+    """Rows of the stage table that have a start and an end, encoders by device, in seconds since the run's start."""
     if measured is None:
         return ()
     spans = [(one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in STAGES[4:6]]
@@ -106,20 +105,16 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     """Title, description and SVG of every chart there is data for."""
     series, telemetry = report.charts, report.run.telemetry if report.run else None
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
-    tokens = series.throughput and ((series.throughput,), "tokens/s")
-    several = report.scaling[1:]
-    bands = ((int(n), *band) for n, band in report.profile.scaling_bands.items())
-    scaled = several and (several, tuple(sorted(band for band in bands if band[0] <= several[-1].num_gpus)))
-    lengths = series.read_lengths and (series.read_lengths, "read length (bases)", "reads")
-    scores = series.scores and (series.scores, "score of virus", "rows")
+    tokens, several = (series.throughput,) if series.throughput else (), report.scaling[1:]
+    bands = tuple(sorted((int(n), *band) for n, band in report.profile.scaling_bands.items()))
     found = (
         ("Stages over time", "When each stage ran", _svg(_draw_gantt, series.gantt)),
-        ("Utilisation", "GPU and CPU utilisation over the run", _svg(_draw_lines, used and (used, "percent"))),
-        ("Throughput", "Tokens per second over the run", _svg(_draw_lines, tokens)),
-        ("Scaling", "Speed-up against number of devices", _svg(_draw_scaling, scaled)),
+        ("Utilisation", "GPU and CPU utilisation over the run", _svg(_draw_lines, used, "percent")),
+        ("Throughput", "Tokens per second over the run", _svg(_draw_lines, tokens, "tokens/s")),
+        ("Scaling", "Speed-up against number of devices", _svg(_draw_scaling, several, bands)),
         ("Queue states", "How ready the next batch was", _svg(_draw_queue, telemetry.queue if telemetry else None)),
-        ("Read lengths", "Reads by length", _svg(_draw_histogram, lengths)),
-        ("Scores", "Rows by score of virus", _svg(_draw_histogram, scores)),
+        ("Read lengths", "Reads by length", _svg(_draw_histogram, series.read_lengths, "read length (bases)", "reads")),
+        ("Scores", "Rows by score of virus", _svg(_draw_histogram, series.scores, "score of virus", "rows")),
         ("History", "Earlier runs like this one", history(report.history)),
     )
     return [(title, what, svg) for title, what, svg in found if svg is not None]
@@ -132,8 +127,8 @@ def history(points: Sequence[HistoryPoint]) -> str | None:
 
 
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times
-def _svg(draw: Callable[[Axes, Any], float], data: object) -> str | None:
-    """What `draw(axes, data)` draws; it returns the height in inches. `None` without data."""
+def _svg(draw: Callable[..., float], data: object, *more: object) -> str | None:
+    """What `draw(axes, data, *more)` draws; it returns the height in inches. `None` without data."""
     if not data:
         return None
     import matplotlib as mpl
@@ -145,7 +140,7 @@ def _svg(draw: Callable[[Axes, Any], float], data: object) -> str | None:
         figure = Figure(figsize=(4.8, 4.8), layout="constrained")
         FigureCanvasSVG(figure)
         axes = figure.add_subplot()
-        figure.set_figheight(draw(axes, data))
+        figure.set_figheight(draw(axes, data, *more))
         if axes.get_legend_handles_labels()[0]:
             axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, borderaxespad=0.2)
         buffer = io.BytesIO()
@@ -158,9 +153,8 @@ def _from_zero(axes: Axes, values: Iterable[float | None]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _draw_lines(axes: Axes, data: tuple[tuple[Line, ...], str]) -> float:
+def _draw_lines(axes: Axes, lines: Sequence[Line], unit: str) -> float:
     """Values over the seconds of a run; of percentages one line a device, and the CPU in grey."""
-    lines, unit = data
     for place, line in enumerate(lines):
         values = [float("nan") if value is None else value for value in line.y]
         label = "" if unit != "percent" else line.label if len(line.label) <= 14 else f"{line.label[:12]}…"
@@ -190,12 +184,11 @@ def _draw_gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
     return 0.9 + 0.26 * len(labels)
 
 
-def _draw_scaling(axes: Axes, data: tuple[tuple[ScalingMetrics, ...], tuple[tuple[int, float, float], ...]]) -> float:
+def _draw_scaling(axes: Axes, found: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]) -> float:
     """Measured speed-up by number of devices, with the ideal and what people expect."""
-    found, bands = data
     counts, speedups = [1, *(one.num_gpus for one in found)], [1.0, *(one.speedup for one in found)]
     axes.plot([1, max(counts)], [1, max(counts)], "--", color=FAINT, linewidth=1, label="ideal")
-    for place, (n, low, high) in enumerate(bands):
+    for place, (n, low, high) in enumerate(band for band in bands if band[0] <= counts[-1]):
         name = "expected" if place == 0 else None
         axes.plot([n, n], [low, high], color=LINES[2], alpha=0.35, linewidth=9, solid_capstyle="butt", label=name)
     axes.plot(counts, speedups, "o-", color=LINES[0], label="measured")
@@ -216,8 +209,7 @@ def _draw_queue(axes: Axes, found: QueueShares) -> float:
     return 1.25
 
 
-def _draw_histogram(axes: Axes, data: tuple[Histogram, str, str]) -> float:
-    found, xlabel, ylabel = data
+def _draw_histogram(axes: Axes, found: Histogram, xlabel: str, ylabel: str) -> float:
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.stairs(found.counts, found.edges, fill=True, color=LINES[0])
     _from_zero(axes, found.counts)

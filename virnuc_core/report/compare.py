@@ -120,25 +120,18 @@ def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset:
     """The runs `names` of a validation against its baseline, where that left results, and against the first of them;
     the last against what was embedded in fp32. `comparison.json` keeps them. `subset`: the baseline covers a part of
     the reads only. Errors: those of `compare`."""
-    slow = RunDir(out / BASELINE)
-    sides = [(BASELINE, name) for name in names] if slow.predictions.is_file() or slow.consensus.is_file() else []
+    beside = RunDir(out / BASELINE)
+    sides = [(BASELINE, name) for name in names] if beside.predictions.is_file() or beside.consensus.is_file() else []
     sides += [(names[0], name) for name in names[1:]]
     if names and RunDir(out / EXACT).embeddings.is_file():
         sides.append((EXACT, names[-1]))
-    parts = {EXACT, BASELINE} if subset else {EXACT}  # cover some of the reads
-    found = tuple(
-        compare(
-            out / a,
-            out / b,
-            tolerance=tolerance,
-            subset_of_a=a in parts,
-            bits=a not in (BASELINE, EXACT),
-            embeddings=a == EXACT,
-        )
-        for a, b in sides
-    )
-    write(out / COMPARISON, ComparisonFile(comparisons=found))
-    return found
+    found = []
+    for a, b in sides:
+        exact, slow = a == EXACT, a == BASELINE
+        some, bits = exact or (slow and subset), not exact and not slow
+        found.append(compare(out / a, out / b, tolerance=tolerance, subset_of_a=some, bits=bits, embeddings=exact))
+    write(out / COMPARISON, ComparisonFile(comparisons=tuple(found)))
+    return tuple(found)
 
 
 def compare(

@@ -117,13 +117,11 @@ def speedup(measured: Measured) -> Finding:
         return Finding(absent="there was no run" if run is None else "the baseline was not run")
     known = baseline.seconds and run.total_s and not run.stopped_at_limit
     value = (baseline.seconds or 0.0) / (run.total_s or 1.0) if known else None
-    problem = run.untimed
     # on fewer devices of that kind it may run: a handicap of its own algorithm
     same_kind = bool(run.devices) and set(baseline.models) == {short_name(device) for device in run.devices}
-    if not problem and baseline.source != "recorded" and not same_kind:
-        problem = f"the baseline ran on {baseline.label}, the run on {run.label}"
-    if not problem and value is None:
-        problem = "the baseline's time was not recorded"
+    other = baseline.source != "recorded" and not same_kind
+    problem = run.untimed or (f"the baseline ran on {baseline.label}, the run on {run.label}" if other else "")
+    problem = problem or ("the baseline's time was not recorded" if value is None else "")
     samples = run.n_reads if baseline.subset_reads is None else baseline.subset_reads
     return Finding(value, samples, absent=baseline.problem or "", problem=problem, note=baseline_note(baseline))
 
@@ -133,10 +131,8 @@ def baseline_note(baseline: BaselineMetrics) -> str:
     if baseline.source == "recorded":
         return f"the baseline's time was not measured here but recorded, on {baseline.label}"
     if baseline.source == "scaled":
-        return (
-            f"baseline measured on {baseline.subset_reads or 0:,} reads and scaled by tokens "
-            f"({baseline.subset_tokens or 0:,} of {baseline.total_tokens or 0:,})"
-        )
+        part = f"{baseline.subset_tokens or 0:,} of {baseline.total_tokens or 0:,}"
+        return f"baseline measured on {baseline.subset_reads or 0:,} reads and scaled by tokens ({part})"
     return ""
 
 

@@ -177,12 +177,6 @@ def met_sentence(report: Report) -> str:
     return "; ".join(reversed(said) if report.outcome == "not judged" else said)
 
 
-def baseline_title(report: Report) -> str:
-    """`v1.0` or `vanilla`."""
-    name = report.baseline.name if report.baseline else report.profile.baseline.name
-    return BASELINE_TITLES.get(name, name)
-
-
 def skipped(report: Report) -> dict[int, str]:
     """Numbers of devices of which there is no figure: those that were not here for a band, and runs without a time."""
     here = max((len(run.devices) for run in report.runs), default=0)
@@ -225,9 +219,10 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, runs_text, all_warnings, baseline_title, skipped, share_of, Mark)
+    texts = (shown, target_text, runs_text, all_warnings, skipped, share_of, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
+    found.globals["baseline_titles"] = BASELINE_TITLES
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 

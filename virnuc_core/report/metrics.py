@@ -13,16 +13,8 @@ from typing import Final
 import pandas as pd
 
 from virnuc_core.profiles import BaselineSpec, Profile
+from virnuc_core.report import model
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
-from virnuc_core.report.model import (
-    BaselineMetrics,
-    DeviceMetrics,
-    EncoderMetrics,
-    OverheadMetrics,
-    RunMetrics,
-    ScalingMetrics,
-    TelemetryMetrics,
-)
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
@@ -49,7 +41,7 @@ def label(devices: Sequence[Device]) -> str:
     return " + ".join(f"{names.count(name)}x {name}" for name in dict.fromkeys(names)) or "0x device"
 
 
-def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | None:
+def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics | None:
     """The metrics of the run in folder `name`; `None` when it has neither summary nor record."""
     told, made = raw.read(RunSummary, name, SUMMARY), raw.read(RunRecord, name, RECORD)
     if told is None and made is None:
@@ -60,8 +52,8 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
     counts, *again = (_counts(one) for one in (summary, *repeats) if one is not None)
     cut = summary.stopped_at_limit  # what lies there of its telemetry is of an earlier attempt
     resolved, measured = record.resolved.get("precision"), None if cut else raw.telemetry(name, summary.telemetry)
-    precision = resolved if isinstance(resolved, str) and resolved else None
-    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile)
+    precision = resolved if isinstance(resolved, str) else ""
+    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile.window_s)
     hours = device_hours = kwh = price = None
     if counts.sequences_per_hour and counts.n_reads and counts.total_s:  # of a run that did all its work
         hours, millions = profile.projection_reads / counts.sequences_per_hour, counts.n_reads / 1e6
@@ -70,7 +62,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
             energy, asked = None if telemetry is None else telemetry.energy_kwh, profile.price_per_device_hour
             kwh = None if energy is None else energy / millions
             price = None if asked is None else device_hours * asked
-    return RunMetrics(
+    return model.RunMetrics(
         **dict(counts) | {"resumed": summary.resumed or bool(summary.shards_reused)},
         name=name,
         devices=devices,
@@ -79,7 +71,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> RunMetrics | Non
         stages={row: summary.stages[row] for row in ROWS if row in summary.stages},
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
-        precision=precision,
+        precision=precision or None,
         missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
         telemetry=telemetry,
         hours_projected=hours,
@@ -96,16 +88,11 @@ def _counts(summary: RunSummary) -> RunCounts:
 
 
 def telemetry_metrics(
-    file: str,
-    measured: Telemetry,
-    devices: Sequence[Device],
-    flops: ModelFlops,
-    precision: str | None,
-    profile: Profile,
-) -> TelemetryMetrics:
+    file: str, measured: Telemetry, devices: Sequence[Device], flops: ModelFlops, precision: str, window_s: float
+) -> model.TelemetryMetrics:
     """What the batches, samples and shards of a telemetry file add up to."""
     batches, samples, names = measured.batches, measured.samples, {device.id: device.name for device in devices}
-    cut = statistics.windows(batches, profile.window_s, measured.origin_s)
+    cut = statistics.windows(batches, window_s, measured.origin_s)
     busy = statistics.device_busy(measured.shards)
     used = []
     for device in names:  # while it embedded, and while each encoder ran on it
@@ -114,20 +101,14 @@ def telemetry_metrics(
             statistics.device_usage(samples, device, statistics.embedding_span(table) or NEVER)
             for table in (own, own[own.encoder == "esm2"], own[own.encoder == "dnabert_s"])
         )
-        used.append(
-            DeviceMetrics(
-                **dict(whole),
-                esm2_percent=esm2.gpu_util_avg,
-                esm2_samples=esm2.sample_count,
-                dnabert_s_percent=dnabert_s.gpu_util_avg,
-            )
-        )
+        of_esm2 = {"esm2_percent": esm2.gpu_util_avg, "esm2_samples": esm2.sample_count}
+        used.append(model.DeviceMetrics(**dict(whole), **of_esm2, dnabert_s_percent=dnabert_s.gpu_util_avg))
     energies = [one.energy_kwh for one in used if one.energy_kwh is not None]
     parts = [(encoder, batches[batches.encoder == encoder]) for encoder in ENCODERS]
-    return TelemetryMetrics(
+    return model.TelemetryMetrics(
         **dict(statistics.batch_metrics(batches)),
         file=file,
-        encoders=tuple(encoder_metrics(e, own, names, flops, precision or "") for e, own in parts if len(own)),
+        encoders=tuple(encoder_metrics(e, own, names, flops, precision) for e, own in parts if len(own)),
         devices=tuple(used),
         busy=busy,
         device_time_spread=statistics.device_time_spread(busy),
@@ -153,7 +134,7 @@ def _datasheets() -> dict[str, dict[str, float]]:
 
 def encoder_metrics(
     encoder: Encoder, batches: pd.DataFrame, names: Mapping[str, str], flops: ModelFlops, precision: str
-) -> EncoderMetrics:
+) -> model.EncoderMetrics:
     """One encoder's batches, and what they used of the devices (`names`: id → model): of what the linear layers alone
     sustain there, and of what data sheets promise.
 
@@ -163,13 +144,12 @@ def encoder_metrics(
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
     whole, per_token = statistics.batch_metrics(batches, encoder), getattr(flops, f"{encoder}_per_token")
     spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
-    ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64").reindex(
-        spent.index
-    )  # NaN: not measured
+    ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64")
+    ceilings = ceilings.reindex(spent.index)  # NaN: not measured
     peaks = [datasheet_flops(names.get(str(device), ""), arithmetic) for device in spent.index]
     possible = statistics.known((spent * ceilings).sum(skipna=False))  # tokens
     promised = statistics.known((spent * pd.Series(peaks, spent.index, "float64")).sum(skipna=False))  # FLOPs
-    return EncoderMetrics(
+    return model.EncoderMetrics(
         **dict(whole),
         encoder=encoder,
         ceiling_tokens_per_s=possible / float(spent.sum()) if possible else None,
@@ -178,7 +158,7 @@ def encoder_metrics(
     )
 
 
-def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -> BaselineMetrics | None:
+def baseline_metrics(raw: RawFolder, profile: Profile, run: model.RunMetrics | None) -> model.BaselineMetrics | None:
     """The baseline's time: measured, scaled by tokens from a subset, or recorded for the very same devices.
 
     It holds no staging: the baseline reads the rows from the store, which is in its favour.
@@ -204,7 +184,7 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
         spent = summary.scaled_s
         if spent is None or not subset.tokens or not subset.total_tokens or subset.tokens > subset.total_tokens:
             spent, problem = None, "the baseline ran on a subset, but what it stands for is not recorded"
-    return BaselineMetrics(
+    return model.BaselineMetrics(
         name=summary.name,
         label=label(devices),
         models=tuple(dict.fromkeys(short_name(device) for device in devices)),
@@ -217,7 +197,7 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: RunMetrics | None) -
     )
 
 
-def _recorded_baseline(spec: BaselineSpec, reads: int | None, run: RunMetrics | None) -> BaselineMetrics:
+def _recorded_baseline(spec: BaselineSpec, reads: int | None, run: model.RunMetrics | None) -> model.BaselineMetrics:
     """A recorded time, which counts only where devices and `reads` are those it was recorded on."""
     recorded = f"{spec.recorded_devices or 0}x {spec.recorded_device or 'unknown'}"
     problem = None
@@ -229,7 +209,7 @@ def _recorded_baseline(spec: BaselineSpec, reads: int | None, run: RunMetrics | 
         problem = f"for reference only: the recorded time is of {recorded}, this run was on {run.label}"
     elif reads is None or (run.n_reads or 0) < reads:
         problem = f"for reference only: the recorded time is of {reads or 'unknown'} reads, this run had {run.n_reads}"
-    return BaselineMetrics(
+    return model.BaselineMetrics(
         name=spec.name,
         label=recorded,
         models=() if spec.recorded_device is None else (spec.recorded_device,),
@@ -239,7 +219,7 @@ def _recorded_baseline(spec: BaselineSpec, reads: int | None, run: RunMetrics | 
     )
 
 
-def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> ScalingMetrics | None:
+def scaling_metrics(single: model.RunMetrics | None, many: model.RunMetrics | None) -> model.ScalingMetrics | None:
     """One device against N; `None` when a time is missing, a run was resumed, or the work was not the same."""
     if single is None or many is None or not single.times_s or not many.times_s or not many.devices:
         return None
@@ -249,7 +229,7 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
     speedup = median(single.times_s) / time_s
     pairs = [(single.stages.get(stage), many.stages.get(stage)) for stage in ("ESM-2", "DNABERT-S")]
     esm2, dnabert_s = (one / other if one is not None and other else None for one, other in pairs)
-    return ScalingMetrics(
+    return model.ScalingMetrics(
         num_gpus=len(many.devices),
         time_seconds=time_s,
         times_s=many.times_s,
@@ -260,7 +240,7 @@ def scaling_metrics(single: RunMetrics | None, many: RunMetrics | None) -> Scali
     )
 
 
-def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
+def overhead_metrics(raw: RawFolder) -> model.OverheadMetrics | None:
     """1 − tokens/s with commits ÷ tokens/s without: the median over the pairs, with least and most."""
     found = raw.read(OverheadFile, OVERHEAD)
     if found is None:
@@ -273,7 +253,7 @@ def overhead_metrics(raw: RawFolder) -> OverheadMetrics | None:
         problem = f"{len(shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"
     elif shortest_s < MIN_SECONDS:
         problem = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
-    return OverheadMetrics(
+    return model.OverheadMetrics(
         pairs=len(shares),
         median=median(shares) if shares else None,
         least=min(shares, default=None),

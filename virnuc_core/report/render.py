@@ -21,7 +21,6 @@ from virnuc_core.report.formatting import Section, Table, templates, told
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import Comparison, ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
@@ -100,7 +99,7 @@ def fill(template: str, report: Report, **more: object) -> str:
 
 def _known(report: Report) -> dict[str, Any]:
     """What the templates of a report know by name."""
-    return {f.__name__: f for f in (fill, sections, tables, stage_results, all_charts)} | {
+    return {f.__name__: f for f in (fill, sections, tables, all_charts)} | {
         "report": report,
         "criteria": {criterion.id: criterion for criterion in report.criteria},
         "telemetry": report.run.telemetry if report.run else None,
@@ -123,24 +122,3 @@ def tables(template: str, report: Report) -> list[Table]:
 def correctness(comparisons: Iterable[Comparison]) -> Section:
     """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
     return next(iter(told("correctness.view.j2", comparisons=tuple(comparisons))), Section("Correctness"))
-
-
-def stage_results(report: Report) -> list[dict[str, Any]]:
-    """Throughput of each measured stage: reads for chunking and translation, rows after that, and for an encoder the
-    sequences that it embedded."""
-    run, counted = report.run, dict[str, int | None]()
-    if run is not None:
-        counted |= dict.fromkeys(STAGES, run.n_rows) | dict.fromkeys(STAGES[:2], run.n_reads)
-        encoders = run.telemetry.encoders if run.telemetry else ()
-        counted |= {ENCODER_TITLES[encoder.encoder]: encoder.rows for encoder in encoders}
-    return [
-        {
-            "stage": stage,
-            "total_sequences": sequences,
-            "total_time_seconds": seconds,
-            "throughput_seq_per_sec": sequences / seconds if seconds else None,
-            "avg_time_per_sequence_ms": 1000.0 * seconds / sequences,
-        }
-        for stage, seconds in (run.stages if run else {}).items()
-        if seconds is not None and (sequences := counted.get(stage))
-    ]

@@ -16,21 +16,14 @@ from typing import Final
 
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.workers import Workers
+from virnuc_core.report import verify_runs
 from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
 from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import compare
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.regression import HISTORY, SERIES, RegressionFile, entry_of, read_history
 from virnuc_core.report.render import REPORT_JSON, read_report, render
-from virnuc_core.report.verify_runs import (
-    ABSENT,
-    Verification,
-    verify_baseline,
-    verify_overhead,
-    verify_results,
-    verify_run,
-    verify_store,
-)
+from virnuc_core.report.verify_runs import ABSENT, Verification
 from virnuc_core.rundir import EXACT, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, made_from, read
 from virnuc_core.validation import Comparison, ComparisonFile, ValidationRecord
@@ -53,12 +46,12 @@ def verify_report(
     parts = [
         _made_of,
         partial(_report, asked=profile),
-        verify_store,
-        *(partial(verify_results, name=name) for name in once),  # of a repeat the measurements stay
-        *(partial(verify_run, name=name) for name in names),
+        verify_runs.verify_store,
+        *(partial(verify_runs.verify_results, name=name) for name in once),  # of a repeat the measurements stay
+        *(partial(verify_runs.verify_run, name=name) for name in names),
         *(partial(_comparison, said=said) for said in (compared.comparisons if compared else ())),
-        verify_baseline,
-        verify_overhead,
+        verify_runs.verify_baseline,
+        verify_runs.verify_overhead,
     ]
     rows = sum(path.stat().st_size for name in names if (path := RunDir(out / name).predictions).is_file())
     whole = Verification()

@@ -171,8 +171,7 @@ def verify_run(found: Verification, raw: RawFolder, name: str) -> None:
 def _telemetry(
     found: Verification, raw: RawFolder, file: tuple[str, Telemetry], summary: RunSummary, one: Attempt, *, newest: bool
 ) -> None:
-    """The JSON of an attempt's telemetry, and of the newest one stages and shards of the summary, against samples,
-    batches and shards."""
+    """What an attempt's JSON, and of the newest the summary, tell of stages and shards, against what was measured."""
     (name, telemetry), spent_s = file, one.wall_s
     batches, shards, used = telemetry.batches, telemetry.shards, telemetry.samples.utilisation
     ends = (*(stage.finished_s or 0.0 for stage in telemetry.stages), float(shards.finished_s.max()))

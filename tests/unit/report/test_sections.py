@@ -261,7 +261,7 @@ def test_how_the_run_went_is_warned_of(copied: tuple[Path, Profile]) -> None:
     edit_json(out / "devices-2" / "summary.json", lambda body: body.update(facts))
     warnings = "\n".join(build_report(out, profile).warnings)
     for words in (
-        "every worker (failed.tsv): 2",
+        "or were not finite (failed.tsv): 2",
         "started again: 1",
         "damaged and computed again: 1",
         "device memory: 1",
