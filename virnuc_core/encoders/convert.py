@@ -189,10 +189,7 @@ def write_part(
     dtype: Storage | None,
     write_tokenizer: Callable[[Path], object] | None = None,
 ) -> None:
-    """Write one part of a models directory; it appears whole, or not at all.
-
-    `read` gives the tensors. They are stored as `dtype`, by default as the first of them is.
-    """
+    """Write one part of a models directory, whole or not at all; stored as `dtype`, by default as its first tensor."""
     target = out / shape.model
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
@@ -235,10 +232,7 @@ def init_random(
 
 
 def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
-    """Write a tokenizer of exactly `vocab` entries, learned from random DNA, in the form of DNABERT-2's file.
-
-    The same arguments give the same file.
-    """
+    """Write a tokenizer of exactly `vocab` entries, learned from random DNA of `seed`, as DNABERT-2's file is."""
     letters = np.frombuffer(b"ACGT", dtype=np.uint8)
     # pieces of 60 bases, 500 bases for each entry of the vocabulary: rarer pairs than that are not worth one
     drawn = np.random.default_rng(seed).choice(letters, size=(vocab * 500 // 60, 60))

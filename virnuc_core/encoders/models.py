@@ -189,10 +189,8 @@ class DnabertS(Encoder):
 
 
 class Head:
-    """The classifier, joined embeddings to two scores: linear, batch norm by running statistics, ReLU, linear, softmax.
-
-    In float32. `read` gives the tensors by their names, which are VirNucPro's.
-    """
+    """The classifier, joined embeddings to two scores, in float32: linear, batch norm by running statistics, ReLU,
+    linear, softmax. The tensors have VirNucPro's names."""
 
     def __init__(self, shape: HeadShape, read: Read, device: torch.device) -> None:
         self.shape = shape

@@ -19,6 +19,9 @@ TOKENIZER_BYTES: Final = 1 << 24
 SPECIAL: Final = ("[CLS]", "[SEP]", "[PAD]")
 ESM2_BEGIN, ESM2_PAD, ESM2_END, ESM2_UNKNOWN, ESM2_FIRST = range(5)
 ESM2_SYMBOLS: Final = b"LAGVSERTIDPKQNFYMHWCXBUZO.-"  # ids from ESM2_FIRST on
+_ESM2_IDS: Final = bytes(
+    ESM2_FIRST + at if (at := ESM2_SYMBOLS.find(byte)) >= 0 else ESM2_UNKNOWN for byte in range(256)
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +68,12 @@ class Esm2Tokenizer:
 
     pad_id: Final = ESM2_PAD
 
-    def __init__(self) -> None:
-        self._table = np.full(256, ESM2_UNKNOWN, dtype=np.int64)
-        self._table[np.frombuffer(ESM2_SYMBOLS, dtype=np.uint8)] = ESM2_FIRST + np.arange(len(ESM2_SYMBOLS))
-
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""
         offsets = np.cumsum([0, *(len(sequence) + 2 for sequence in sequences)], dtype=np.int64)
-        tokens = np.empty(int(offsets[-1]), dtype=np.int64)
-        inner = np.ones(len(tokens), dtype=bool)
-        inner[offsets[:-1]] = inner[offsets[1:] - 1] = False
-        tokens[offsets[:-1]] = ESM2_BEGIN
-        tokens[offsets[1:] - 1] = ESM2_END
-        tokens[inner] = self._table[np.frombuffer(b"".join(sequences), dtype=np.uint8)]
-        return torch.from_numpy(tokens), torch.from_numpy(offsets)
+        begin, end = bytes([ESM2_BEGIN]), bytes([ESM2_END])
+        ids = b"".join([begin + sequence.translate(_ESM2_IDS) + end for sequence in sequences])
+        return torch.from_numpy(np.frombuffer(ids, np.uint8).astype(np.int64)), torch.from_numpy(offsets)
 
 
 class DnabertTokenizer:

@@ -129,7 +129,6 @@ class _Lines:
         self._text = self._split(pieces)
         self._again: deque[str] = deque()
         self.number = line - 1  # of the last line given out
-        self.last = ""
         self.since: list[str] = []  # lines of the current record; its header first
         self.damaged = False  # the file ends in its last lines, within a record perhaps
 
@@ -148,7 +147,6 @@ class _Lines:
             self._again.appendleft(line)
             raise ValueError(f"A record does not end within {_LONGEST_RECORD_LINES} lines.")
         self.number += 1
-        self.last = line
         self.since.append(line)
         return line
 
@@ -176,7 +174,7 @@ def _fastq_records(pieces: Iterable[Piece], first: Piece, broken: Callable[[Inpu
             for title, bases, quality in FastqGeneralIterator(cast(IO[str], lines)):
                 yield _fastq_record(start, title, bases, quality)
                 start = lines.number
-                lines.since = [lines.last]  # the header of the next
+                lines.since = lines.since[-1:]  # the header of the next
         except ValueError as error:
             taken = lines.since
             at_the_cut = lines.damaged and not _skip_blank(lines)

@@ -291,15 +291,10 @@ def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
     is_sequence = ~is_header & (lines.ends > lines.starts)
     record_of = np.cumsum(is_header) - 1
     line_of = np.searchsorted(lines.nexts, lines.low, side="right")
-    id_starts, id_ends = lines.starts[is_header] + 1, lines.ends[is_header]
-    id_ends = lines.id_ends(id_starts, id_ends)
-    regular = (
-        not (first == _COMMENT).any()
-        and not is_sequence[line_of].any()
-        and not (is_sequence & (record_of < 0)).any()
-        and bool((id_ends > id_starts).all())
-    )
-    if not regular:
+    id_starts = lines.starts[is_header] + 1
+    id_ends = lines.id_ends(id_starts, lines.ends[is_header])
+    within_line = piece.part is not None and len(id_starts) > 1  # such a part begins with a > that is no header's
+    if within_line or (first == _COMMENT).any() or is_sequence[line_of].any() or (id_ends <= id_starts).any():
         return None, len(piece.data)
     starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], record_of[is_sequence]
     base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(np.int64)

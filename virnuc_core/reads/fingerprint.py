@@ -110,9 +110,8 @@ class Column:
 
     def read(self, low: int, high: int) -> NDArray[np.int64]:
         """The entries `low` to `high`, fewer at the end: [n, width]."""
-        return np.fromfile(self.path, np.int64, (high - low) * self.width, offset=8 * low * self.width).reshape(
-            -1, self.width
-        )
+        values = np.fromfile(self.path, np.int64, (high - low) * self.width, offset=8 * low * self.width)
+        return values.reshape(-1, self.width)
 
 
 @dataclass(frozen=True, slots=True)

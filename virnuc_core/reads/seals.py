@@ -6,9 +6,9 @@ It stands in HDF5's user block, which HDF5 passes over.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Final
@@ -27,15 +27,12 @@ def sealed(what: str, body: Iterable[bytes | memoryview]) -> bytes:
 
 def _seal_of(path: Path, what: str) -> bytes:
     """The seal of a file: over the digests of its blocks, which several threads make."""
-    with ThreadPoolExecutor() as threads:
-        blocks = range(SEAL_BYTES, path.stat().st_size, _BLOCK_BYTES)
-        return sealed(what, threads.map(partial(_digest, path), blocks))
+    with ThreadPoolExecutor() as threads, path.open("rb") as file:
 
+        def digest(at: int) -> bytes:
+            return blake2b(os.pread(file.fileno(), _BLOCK_BYTES, at), digest_size=32).digest()
 
-def _digest(path: Path, at: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(at)
-        return blake2b(file.read(_BLOCK_BYTES), digest_size=32).digest()
+        return sealed(what, threads.map(digest, range(SEAL_BYTES, path.stat().st_size, _BLOCK_BYTES)))
 
 
 def seal(path: Path, what: str) -> None:
