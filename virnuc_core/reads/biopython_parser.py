@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import re
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import IO, Final, cast
 
 import numpy as np
@@ -155,7 +157,7 @@ class _Lines:
 
     def read(self, size: int) -> str:
         """Biopython asks for nothing, to see whether it gets text."""
-        return "" if size == 0 else "".join(self)
+        return ""
 
     def back(self, lines: list[str]) -> None:
         """Give out `lines`, the last ones, again."""
@@ -205,17 +207,15 @@ def _complete(lines: list[str], start: int) -> tuple[_Record, int] | None:
         return None
     title, again = lines[0][1:].rstrip(), lines[plus][1:].rstrip()
     bases = "".join(line.rstrip() for line in lines[1:plus])
-    ends, letters = plus + 1, 0
-    while ends < len(lines) and letters < len(bases):
-        letters += len(lines[ends].rstrip())
-        ends += 1
-    swallowed = any(line.startswith("@") for line in lines[plus + 2 : ends])  # too few quality letters, and a header
-    if letters != len(bases) or swallowed or ends == len(lines):
+    quality = [line.rstrip() for line in lines[plus + 1 :]]
+    letters = [*accumulate(map(len, quality), initial=0)]
+    count = bisect_left(letters, len(bases))
+    swallowed = any(line.startswith("@") for line in quality[1:count])  # too few quality letters, and a header
+    if count >= len(quality) or letters[count] != len(bases) or swallowed:
         return None
     if again not in ("", title) or set(bases.upper()) - set(LETTERS):
         return None
-    quality = "".join(line.rstrip() for line in lines[plus + 1 : ends])
-    return _fastq_record(start, title, bases, quality), ends
+    return _fastq_record(start, title, bases, "".join(quality[:count])), plus + 1 + count
 
 
 def _skip_blank(lines: _Lines) -> bool:
@@ -237,8 +237,6 @@ def _find_record(lines: _Lines) -> bool:
         if len(window) == 3 and window[0].startswith("@"):
             letters = window[1].strip()
             if window[2].startswith("+") or (letters and not letters.upper().strip(LETTERS)):
-                break
-    else:
-        return False
-    lines.back(list(window))
-    return True
+                lines.back(list(window))
+                return True
+    return False

@@ -132,8 +132,6 @@ def _bins(lengths: Counter[int]) -> list[LengthBin]:
 def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """How many to draw of each bin: its share of `n`, the remainders to those that miss most by rounding down."""
     total = int(before.sum())
-    if total == 0:
-        return np.zeros(0, np.int64)
     n = min(n, total)
     quotas, left = np.divmod(before * n, total)
     order = np.argsort(-left, kind="stable")

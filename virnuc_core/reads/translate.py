@@ -263,12 +263,21 @@ def _reads(
 
 
 def _rows(orfs: Orfs, chunks: Chunks, ambiguous: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-    """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters."""
+    """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters.
+
+    Rows with equal digests are taken as equal: of their DNA, which of A, C, G, T alone says what the protein is;
+    elsewhere the protein goes into the digest too.
+    """
+    reads, texts = chunks.read[orfs.chunk], orfs.dna.tolist()
+    proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths))
+    for i in np.flatnonzero(ambiguous[reads]).tolist():
+        if texts[i].translate(None, b"ACGT"):
+            texts[i] += b"|" + proteins[i]
     return {
-        "row_read": chunks.read[orfs.chunk],
+        "row_read": reads,
         "row_chunk": chunks.number[orfs.chunk],
         "row_frame": orfs.frame,
-        "row_digest": _digest_rows(orfs, ambiguous[chunks.read[orfs.chunk]]).reshape(-1),
+        "row_digest": digests(texts).reshape(-1),
         "protein_length": orfs.protein_lengths,
         "dna_length": orfs.dna_lengths,
         "protein_bytes": orfs.proteins,
@@ -334,17 +343,3 @@ def _window(path: str, numbers: range, *, length: int, size: int, ambiguous: boo
         file.seek(low)
         orfs = translate(file.read(high - low), chunks.start - low, chunks.end - low)
     return _write(folder, _rows(orfs, chunks, np.array([ambiguous])), len(number))
-
-
-def _digest_rows(orfs: Orfs, ambiguous: NDArray[np.bool_]) -> NDArray[np.uint64]:
-    """Digest of each row's DNA and protein: uint64 [rows, 2]. Rows with equal digests are taken as equal.
-
-    DNA of A, C, G, T alone says what the protein is; elsewhere the protein goes into the digest too. `ambiguous` [rows]
-    may be true for more rows than those.
-    """
-    texts = orfs.dna.tolist()
-    proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths)) if ambiguous.any() else None
-    for i in np.flatnonzero(ambiguous).tolist():
-        if proteins is not None and texts[i].translate(None, b"ACGT"):
-            texts[i] += b"|" + proteins[i]
-    return digests(texts)
