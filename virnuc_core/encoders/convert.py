@@ -54,10 +54,8 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
 
 
 def convert_dnabert_s(source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None) -> None:
-    """Write `out/dnabert_s` from a folder or file of the public DNABERT-S; `config.json` must stand beside the weights.
-
-    `tokenizer` is the tokenizer file when it does not stand there too.
-    """
+    """Write `out/dnabert_s` from a folder or file of the public DNABERT-S; `config.json` must stand beside the weights,
+    and the tokenizer's file, where `tokenizer` does not name it."""
     opened = open_public(source)
     config = _beside(source, "config.json")
     if config is None:
@@ -139,9 +137,7 @@ def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
     layers = {int(match[1]) for name in sizes if (match := re.match(r"layers\.(\d+)\.", name))}
     try:
         vocab, width = sizes["embed.weight"]
-        head_dim = 2 * sizes["inv_freq"][0]
-        ffn_width = sizes["layers.0.fc1.weight"][0]
-        heads = width // head_dim
+        ffn_width, heads = sizes["layers.0.fc1.weight"][0], width // (2 * sizes["inv_freq"][0])
         return Esm2Shape(layers=max(layers) + 1, width=width, heads=heads, ffn_width=ffn_width, vocab=vocab)
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:  # no such tensor, or of other dimensions
         problem = "no config.json beside it, and not the layout of fair-esm's ESM-2"

@@ -158,9 +158,7 @@ class ParseLog:
 
     def take(self, name: str, part: Part | None, reads: int, illegal: Sequence[InputError]) -> bool:
         """Count the reads of a piece or batch of the file `name`, those that are left out, a long one once it is whole.
-
-        Whether it is to be used: in a long read nothing was illegal so far.
-        """
+        Gives whether it is to be used: in a long read nothing was illegal so far."""
         if part is not None:
             good = (self._good or part.first) and not part.dropped
             illegal = illegal if good else ()

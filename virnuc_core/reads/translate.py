@@ -120,10 +120,8 @@ def _tables() -> tuple[bytes, bytes, bytes]:
 
 
 def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Orfs:
-    """Open frames of the chunks `bases[start:end]`.
-
-    `starts` and `ends` [n] both ascend. A frame is open when its protein has no stop and is not empty.
-    """
+    """Open frames of the chunks `bases[start:end]`, which both ascend: those whose protein has no stop and is not
+    empty."""
     if not len(starts):
         letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         return Orfs(np.zeros(0, np.int64), letters, letters, lengths, np.zeros(0, object), lengths)
