@@ -187,10 +187,9 @@ def remarks(head: HeadShape, lengths: NDArray[np.integer]) -> tuple[str, ...]:
     outside = float(np.mean((lengths < shortest) | (lengths > longest)))
     if outside <= MOST_OUTSIDE and usual / FAR <= median <= usual * FAR:
         return ()
-    return (
-        f"the head was trained on reads of {shortest} to {longest} bases, half of them below {usual}; here half are "
-        f"below {median:.0f} and {outside:.0%} shorter or longer than any of those: do not rely on their scores",
-    )
+    trained = f"the head was trained on reads of {shortest} to {longest} bases, half of them below {usual}"
+    here = f"here half are below {median:.0f}, and {100 * outside:.0f} % outside that range"
+    return (f"{trained}; {here}: do not rely on their scores",)
 
 
 RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begins with this word
