@@ -44,6 +44,7 @@ COMMANDS: Final = {
     "compare": ("flows.plain_commands", "agreement of two runs or result files"),
     "report": ("flows.plain_commands", "render a validation's report again"),
     "rescore": ("flows.plain_commands", "score stored embeddings again: another head or threshold"),
+    "export": ("flows.plain_commands", "a finished run for MultiQC, Kraken's readers and contigs"),
     "overhead": ("flows.flow_commands", "what commits, the sampler and loading models anew cost, in a validation"),
     "verify": ("flows.plain_commands", "recompute every number of a report from raw files"),
     "history": ("flows.plain_commands", "the trend of past validations"),

@@ -294,6 +294,24 @@ def rescore(settings: RescoreSettings) -> int:
     return 0
 
 
+def export(
+    run: Path, /, *, out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None, sample: str = ""
+) -> int:
+    """Write what other tools read of a finished run: MultiQC's custom content, Kraken's tables, verdicts on contigs.
+
+    Args:
+        run: run directory
+        out: where to (default: RUN/export)
+        sample: its name in MultiQC (default: the run's)
+    """
+    from virnuc_core.report.exports import export as write
+    from virnuc_core.runfiles import read_record
+
+    name = sample or str(read_record(RunDir(run)).spec.get("sample") or run.resolve().name)
+    print(*write(RunDir(run), out or run / "export", name), sep="\n")
+    return 0
+
+
 def history(file: Path, /, *, profile: str | None = None, chart: Path | None = None) -> int:
     """Past validations, oldest first, as kept in a history file; exit code 5 when the newest is a regression.
 

@@ -284,4 +284,5 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             whole.select_all()
             h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, whole, dcpl=settings)
         file.attrs["fingerprint"] = plan.fingerprint
+        file.attrs["about"] = "a row for each distinct sequence: DNABERT-S, then ESM-2; orfs.h5 row_unique tells whose"
     return run.embeddings

@@ -1,0 +1,115 @@
+"""What other tools read of a run: MultiQC's custom content, Kraken's two tables, and verdicts on contigs."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+
+from virnuc_core.config import THRESHOLD
+from virnuc_core.engine.shards import read_scores
+from virnuc_core.errors import ConfigError
+from virnuc_core.pipeline import read_summary
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.translate import chunk
+from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.runfiles import read_record
+
+VIRUSES: Final = 10239  # in NCBI's taxonomy
+BINS: Final = 50  # of the histogram of scores
+PIECE_READS: Final = 65_536
+SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
+
+
+def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
+    """Write `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names and `contigs.tsv` to `out`.
+
+    Memory holds a piece of the reads at a time. Gives the files. Errors: `ConfigError` for a run that is not complete;
+    those of its store and its shards.
+    """
+    if (summary := read_summary(run)) is None or not run.reads_table.is_file():
+        raise ConfigError(f"{run.root}: holds no complete run; finish it first")
+    out.mkdir(parents=True, exist_ok=True)
+    fates, scores = Counter(summary.fates), np.zeros(BINS, np.int64)
+    stem = re.sub(r"[^\w.-]", "_", sample)
+    lines, report = out / f"{stem}.kraken2.classifiedreads.txt", out / f"{stem}.kraken2.report.txt"
+    with _table(lines) as write:
+        for reads in pd.read_csv(
+            run.reads_table, sep="\t", dtype=str, na_filter=False, quoting=3, chunksize=PIECE_READS
+        ):
+            found = (reads.fate == "viral").to_numpy()
+            taxon = pd.Series(np.where(found, str(VIRUSES), "0"), reads.index, dtype=str)
+            write(np.where(found, "C", "U"), reads.id, taxon, reads.length, taxon + ":" + reads.open_frames)
+            scores += np.histogram(pd.to_numeric(reads.viral_score).dropna(), BINS, (0.0, 1.0))[0]
+    total, viral = fates.total(), fates["viral"]
+    with _table(report) as write:
+        clade, own = np.array([total - viral, viral, viral]), np.array([total - viral, 0, viral])
+        percent = [f"{100 * count / max(total, 1):6.2f}" for count in clade]
+        write(percent, clade, own, ["U", "R", "D"], [0, 1, VIRUSES], ["unclassified", "root", "  Viruses"])
+    shares = {"viral_percent": viral, "scored_percent": int(scores.sum())}
+    middles = [(place + 0.5) / BINS for place in range(BINS)]
+    data: dict[str, Mapping[Any, float]] = {
+        "general": {
+            "viral": viral,
+            "reads": total,
+            **{name: 100 * one / max(total, 1) for name, one in shares.items()},
+        },
+        "fates": fates,
+        "scores": dict(zip(middles, scores.tolist(), strict=True)),
+    }
+    for name, section in json.loads(SECTIONS.read_text(encoding="utf-8")).items():
+        text = json.dumps(section | {"data": {sample: data[name]}}, indent=1)
+        write_text_whole(out / f"virnuc_{name}_mqc.json", f"{text}\n")
+    _write_contigs(run, out / "contigs.tsv", THRESHOLD if summary.threshold is None else summary.threshold)
+    return (out / "contigs.tsv", lines, report, *(out / f"virnuc_{name}_mqc.json" for name in data))
+
+
+def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
+    """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases a chunk adds.
+
+    Those are the bases that the next chunk does not hold; they add up to the read. One with a failed row has no vote.
+    """
+    store, (scores, failed) = OrfStore.open(run.root / read_record(run).store), read_scores(run)
+    with _table(path, "id", "length", "chunks", "scored_chunks", "viral_chunks", "scored_bases", "viral_bases",
+                "viral_score", "label") as write:  # fmt: skip
+        for low in range(0, store.n_reads, PIECE_READS):
+            reads = slice(low, min(low + PIECE_READS, store.n_reads))
+            rows = slice(*np.searchsorted(store.row_read, (reads.start, reads.stop)))
+            unique = np.asarray(store.row_unique[rows])
+            found = pd.DataFrame(scores[unique].astype(np.float64), columns=["others", "virus"])
+            found["read"], found["chunk"] = np.asarray(store.row_read[rows]) - low, np.asarray(store.row_chunk[rows])
+            found["lost"] = failed[unique]
+            best = found.groupby(["read", "chunk"], as_index=False).max()
+            length, counts = (np.asarray(column[reads], np.int64) for column in (store.read_length, store.read_chunks))
+            cut = chunk(length, store.model_length)
+            ends = np.where(np.diff(cut.read, append=-1) == 0, np.roll(cut.start, -1), cut.end)
+            best["bases"] = (ends - cut.start)[(np.cumsum(counts) - counts)[best.read] + best.chunk]
+            best["viral"] = (best.virus >= best.others).astype(np.int64)  # a tie is a virus
+            best["viral_bases"], best["margin"] = best.bases * best.viral, best.bases * (best.virus - best.others)
+            sums = best.assign(scored=1).groupby("read").sum().reindex(range(len(length)), fill_value=0)[counts > 1]
+            voted = (sums.scored > 0) & (sums.lost == 0)
+            score = (0.5 + sums.margin / sums.bases / 2).astype(np.float32).where(voted)
+            label = np.where(voted, np.where(score >= threshold, "virus", "others"), "")
+            ids = np.array(store.read_ids(reads.start, reads.stop), dtype=object)[counts > 1]
+            told = (sums[name] for name in ("scored", "viral", "bases", "viral_bases"))
+            write(ids, length[counts > 1], counts[counts > 1], *told, score, label)
+
+
+@contextmanager
+def _table(path: Path, *header: str) -> Iterator[Callable[..., None]]:
+    """Gives what writes columns as TAB-separated lines; the file appears whole."""
+    with whole_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
+        file.write("\t".join(header) + "\n" * bool(header))
+
+        def write(*columns: object) -> None:
+            table = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
+            table.to_csv(file, sep="\t", header=False, index=False, quoting=3, lineterminator="\n")
+
+        yield write
