@@ -71,6 +71,10 @@ class WeightsError(VirnucError):
     exit_code = 3
 
 
+class NotFiniteError(WeightsError):
+    """Reads for too many rows of which a model gives NaN or infinity, though its weights are finite."""
+
+
 class DeviceError(VirnucError):
     """A device that is absent, taken, or cannot hold the work."""
 

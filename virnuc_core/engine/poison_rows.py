@@ -17,7 +17,7 @@ import numpy as np
 from virnuc_core.encoders.checkpoint import check_finite, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
 from virnuc_core.engine.shards import ShardResult, ShardTask
-from virnuc_core.errors import ShardError, WeightsError, few
+from virnuc_core.errors import NotFiniteError, ShardError, few
 from virnuc_core.reads.store import OrfStore
 
 PROOFS: Final = 2
@@ -80,7 +80,7 @@ def _halves(lo: int, hi: int) -> list[tuple[int, int]]:
 def judge_not_finite(result: ShardResult, task: ShardTask, store: OrfStore, models: Path, most: int) -> None:
     """Let up to `most` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
 
-    Errors: `WeightsError` names the model that gives more of them, or the tensor of it that is not finite itself.
+    Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite.
     """
     width = open_part(models, DnabertShape)[0].width
     left = np.ones(len(result.scores), bool)  # [rows] without a cause so far
@@ -95,7 +95,7 @@ def judge_not_finite(result: ShardResult, task: ShardTask, store: OrfStore, mode
             _examine(models, kind)
         if most < 0:
             names = few(store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist())
-            raise WeightsError(
+            raise NotFiniteError(
                 f"{models / kind.part()}: of {len(left)} rows of a shard it gives NaN or infinity for {len(lost)} "
                 f"({names}), though its weights are finite; use another --precision, or other weights"
             )

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask
-from virnuc_core.errors import DeviceError, StorageError, WeightsError, WorkerError, named, size
+from virnuc_core.errors import DeviceError, NotFiniteError, StorageError, WorkerError, named, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -196,12 +196,12 @@ class Pool:
                 self._died(slot)
 
     def _set_aside(self, shard: int, lost: int) -> None:
-        """Count rows that are not finite. Errors: `WeightsError` for more than the run may lose."""
+        """Count rows that are not finite. Errors: `NotFiniteError` for more than the run may lose."""
         log.warning("shard %05d: %d rows are not finite and are set aside (failed.tsv)", shard, lost)
         self._lost += lost
         if self._lost > self._job.most_lost:
             told = f"{self._lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's"
-            raise WeightsError(f"{told}; run virnuc models verify, or use another --precision")
+            raise NotFiniteError(f"{told}; run virnuc models verify, or use another --precision")
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long; their death is then handled like any other."""

@@ -30,6 +30,7 @@ from virnuc_core.errors import (
     ConfigError,
     DeviceError,
     InputError,
+    NotFiniteError,
     RunMismatchError,
     StorageError,
     VirnucError,
@@ -45,6 +46,7 @@ SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepar
 ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
 KILLED: Final = "ended before it could say why: killed, or out of memory"
 MACHINE: Final = (WeightsError, DeviceError, StorageError)  # what no other file would fare better with
+OWN: Final = (InputError, NotFiniteError)  # what lies with the file, and no other attempt would mend
 log = logging.getLogger(__name__)
 
 
@@ -151,7 +153,7 @@ class Ledger:
     def work(self, row: Row, predict: Callable[[Row, Path], RunSummary | Exception], *, retry_failed: bool) -> Row:
         """The row with its new fate. `predict` takes the row and its run directory, and returns what it ended with.
 
-        What is wrong with the file itself (`InputError`) is its fate at once; any other failure is an attempt, the last
+        What is wrong with the file itself (`OWN`) is its fate at once; any other failure is an attempt, the last
         of which is its fate. Raised, and no attempt, is what lies with the machine: `MACHINE`, what `predict` raises.
         """
         with suppress(OSError):  # which `predict` will meet; what a table said of another time proves nothing
@@ -169,7 +171,7 @@ class Ledger:
             self.record(told.model_copy(update={"fate": "failed" if last else "waiting", "error": KILLED}))
             try:
                 found = predict(row, self.out / run)
-                if isinstance(found, MACHINE):
+                if isinstance(found, MACHINE) and not isinstance(found, OWN):
                     raise found
             except BaseException:
                 self._forget(row.sha256, known)
@@ -181,7 +183,7 @@ class Ledger:
                 done = {"fate": "predicted", "reads": found.n_reads, "viral": found.fates["viral"]}
                 self.record(told.model_copy(update=done | {"when": now()}))
             else:
-                fate = "failed" if last or isinstance(found, InputError) else "waiting"
+                fate = "failed" if last or isinstance(found, OWN) else "waiting"
                 log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
                 why = str(found) if isinstance(found, VirnucError) else f"{type(found).__name__}: {found}"
                 self.record(told.model_copy(update={"fate": fate, "error": why, "when": now()}))

@@ -21,7 +21,7 @@ from virnuc_core import runfiles
 from virnuc_core.config import THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.errors import ConfigError, DeviceError, ShardError, WeightsError
+from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file, write_text_whole
@@ -195,7 +195,7 @@ class Sweep:
                 first = None if self.tokens is None else -(-self.tokens // job.engine.shard_tokens)
                 measured = measure(job, shards=first, sample_s=self.bench.sample_s)
                 scores = shards.read_scores(run, range(len(job.plan))[:first])[0]
-            except (ConfigError, DeviceError, ShardError, WeightsError) as error:
+            except (ConfigError, DeviceError, ShardError, NotFiniteError) as error:
                 if isinstance(error, DeviceError) and any(device_holder(device.id) for device in job.devices):
                     raise  # another run has it: nothing has been said about these settings
                 return str(error)  # and nothing kept: what is refused today may run after an update

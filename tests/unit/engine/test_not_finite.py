@@ -16,7 +16,7 @@ from virnuc_core.config import Devices
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.engine import shards
 from virnuc_core.engine.poison_rows import judge_not_finite
-from virnuc_core.errors import WeightsError
+from virnuc_core.errors import NotFiniteError, WeightsError
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
@@ -82,7 +82,7 @@ def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
     judge_not_finite(result, task, store, tiny_models, 2)
     rows = [store.row_ids(row, row + 1)[0] for row in store.unique_row[57:59].tolist()]
     said = rf"{named}: of 100 rows .* NaN or infinity for 2 \({', '.join(rows)}\), though its weights are finite"
-    with pytest.raises(WeightsError, match=said):
+    with pytest.raises(NotFiniteError, match=said):
         judge_not_finite(result, task, store, tiny_models, 1)
 
 
@@ -92,7 +92,7 @@ def test_more_than_a_hundredth_of_the_rows_stop_the_run_and_name_the_model(
 ) -> None:
     places = {token: len(found) for token, found in uniques_by_token(staged, tiny_models).items()}
     token, _ = Counter(places).most_common(6)[-1]  # below those that stand in all
-    with pytest.raises(WeightsError, match=r"dnabert_s: of \d+ rows .* \(read.* though its weights are finite"):
+    with pytest.raises(NotFiniteError, match=r"dnabert_s: of \d+ rows .* \(read.* though its weights are finite"):
         go(tmp_path / "run", staged, spoilt("dnabert_s", "embed.weight", token, LARGE), ONE)
     assert not list((tmp_path / "run" / "shards").glob("0*.h5"))
     assert not (tmp_path / "run" / "summary.json").exists()
@@ -108,11 +108,11 @@ def test_rows_of_several_shards_are_counted_together_also_over_attempts(
     spread = {token: found for token, found in places.items() if most < len(found) <= 2 * most}
     token = max(spread, key=lambda one: np.ptp(list(spread[one])))
     models, run = spoilt("dnabert_s", "embed.weight", token, LARGE), RunDir(tmp_path / "run")
-    with pytest.raises(WeightsError, match="rows are not finite, more than 1 % of the run's"):
+    with pytest.raises(NotFiniteError, match="rows are not finite, more than 1 % of the run's"):
         go(run.root, staged, models, ONE)
     last = max(run.shards.glob("0*.h5"))
     last.unlink()
-    with pytest.raises(WeightsError, match=r"its weights are finite|are not finite"):
+    with pytest.raises(NotFiniteError, match=r"its weights are finite|are not finite"):
         go(run.root, staged, models, ONE)
     assert max(run.shards.glob("0*.h5")) <= last, "those of the attempt before count"
 
@@ -138,5 +138,5 @@ def test_weights_that_are_not_finite_are_named(
 def test_a_head_of_finite_weights_that_gives_no_scores_is_named(
     tmp_path: Path, staged: Staged, spoilt: Callable[..., Path]
 ) -> None:
-    with pytest.raises(WeightsError, match=r"head: of \d+ rows of a shard it gives NaN or infinity for \d+"):
+    with pytest.raises(NotFiniteError, match=r"head: of \d+ rows of a shard it gives NaN or infinity for \d+"):
         go(tmp_path / "run", staged, spoilt("head", "bn1.running_var", 3, -1.0), ONE)

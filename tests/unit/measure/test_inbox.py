@@ -8,7 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.errors import ConfigError, DeviceError, InputError, StorageError, WeightsError, WorkerError
+from virnuc_core.errors import (
+    ConfigError,
+    DeviceError,
+    InputError,
+    NotFiniteError,
+    StorageError,
+    WeightsError,
+    WorkerError,
+)
 from virnuc_core.measure.inbox import Fate, Ledger, Row
 from virnuc_core.runfiles import RunSummary
 
@@ -138,6 +146,11 @@ def test_only_what_is_wrong_with_the_file_is_its_fate(ledger: Ledger) -> None:
         with pytest.raises(type(machine)):
             ledger.work(waiting, lambda row, run, error=machine: error, retry_failed=False)
         assert ledger.fate(waiting.sha256) is None, "no attempt of the file's"
+    odd = put(ledger.inbox, "odd.fa", "of rows that no model has numbers for")
+    [row] = [row for row in ledger.scan(settle_s=0) if row.file == odd.name]
+    unlike = ledger.work(row, lambda row, run: NotFiniteError("of 9 rows NaN for 5"), retry_failed=False)
+    assert (unlike.fate, unlike.note) == ("failed", "of 9 rows NaN for 5"), "it holds up no other file"
+    odd.unlink()
     failed = ledger.work(waiting, broken, retry_failed=False)
     assert (failed.fate, "no reads" in failed.note, asked) == (
         "failed",
