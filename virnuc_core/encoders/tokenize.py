@@ -26,10 +26,8 @@ _ESM2_IDS: Final = bytes(
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """Sequences end to end in a fixed number of token slots, without padding between them.
-
-    Shapes are fixed by (slots, row_capacity); `rows` counts the real ones.
-    """
+    """Sequences end to end in a fixed number of token slots, without padding between them. Shapes are fixed by (slots,
+    row_capacity); `rows` counts the real ones."""
 
     tokens: Tensor  # int64 [slots]; slots past cu_seqlens[rows] are dead and hold the pad token
     cu_seqlens: Tensor  # int32 [row_capacity + 1]; starts at 0; entries past `rows` repeat the total
@@ -77,10 +75,8 @@ class Esm2Tokenizer:
 
 
 class DnabertTokenizer:
-    """Byte pairs as `dnabert_s/tokenizer.json` of a models directory says, between [CLS] and [SEP].
-
-    That file has no normaliser: a lower-case base, an N or another ambiguity letter each becomes [UNK].
-    """
+    """Byte pairs as `dnabert_s/tokenizer.json` of a models directory says, between [CLS] and [SEP]. It normalises
+    nothing: a lower-case base, an N or another ambiguity letter each becomes [UNK]."""
 
     def __init__(self, models: Path) -> None:
         self._bpe = read_tokenizer(models / "dnabert_s" / "tokenizer.json")

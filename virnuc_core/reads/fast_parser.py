@@ -208,8 +208,7 @@ class _Lines:
     def __init__(self, data: bytes) -> None:
         letters = np.frombuffer(data, np.uint8)
         low = np.flatnonzero(letters <= 32)
-        kinds = letters[low]
-        is_newline = kinds == NEWLINE
+        is_newline = letters[low] == NEWLINE
         newlines = low[is_newline]
         nexts = newlines + 1  # where the following line starts
         starts, ends = np.append(0, nexts)[:-1], newlines

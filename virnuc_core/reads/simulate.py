@@ -159,9 +159,8 @@ def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generato
     names = [f"{LABELS[0]}_{number:04d}" for number in range(1, spec.other_genomes + 1)]
     names += [f"{LABELS[1]}_{number:04d}" for number in range(1, spec.viral_genomes + 1)]
     viral = np.arange(len(names)) >= spec.other_genomes
-    pieces = []
-    for kind in viral.astype(int).tolist():
-        pieces.append(_genome(kind, max(int(spec.genome_length * rng.uniform(0.5, 1.5)), longest_read), rng))
+    least, mean = longest_read, spec.genome_length
+    pieces = [_genome(int(kind), max(int(mean * rng.uniform(0.5, 1.5)), least), rng) for kind in viral]
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, viral)
 

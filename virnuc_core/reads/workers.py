@@ -171,9 +171,7 @@ def _work_on_file(work: Callable[[I], O], path: str) -> O:
 @contextmanager
 def _start_of_processes() -> Iterator[None]:
     """Processes started here import neither the caller's script nor files of its folder, and hear no Ctrl-C.
-
-    multiprocessing's own removes what killed ones leave in memory and then ends, also when it was stopped.
-    """
+    multiprocessing's own removes what killed ones leave in memory and then ends, also when it was stopped."""
     main, launch = sys.modules["__main__"], util.spawnv_passfds
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a terminal sends it to all
     sys.modules["__main__"] = ModuleType("__main__")
