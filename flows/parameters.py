@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import tomllib
 import typing
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -22,18 +21,8 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import (
-    ClassifySpec,
-    Devices,
-    EngineSpec,
-    ReadsSpec,
-    Spec,
-    VerdictSpec,
-    explain,
-    reading,
-    small_text,
-)
-from virnuc_core.errors import ConfigError, few
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadsSpec, Spec, VerdictSpec, explain, read_settings
+from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -196,16 +185,6 @@ class ComputeSettings(Spec):
         own = {name: value for name, value in self if name in EngineSpec.model_fields}
         given = {name: value for name, value in own.items() if value not in (None, "default")}
         return build(EngineSpec, base.model_dump() | from_file | given, quoted=not from_file)
-
-
-def read_settings(path: Path) -> dict[str, Any]:
-    """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
-    with reading(f"settings {path}", "TOML"):
-        found = tomllib.loads(small_text(path))
-    unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
-    if unknown:
-        raise ConfigError(f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md")
-    return found
 
 
 class ReadingSettings(Spec):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import re
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.resources.abc import Traversable
@@ -199,3 +200,13 @@ def small_text(path: Path | Traversable, most: int = SETTINGS_BYTES) -> str:
     if len(body) > most:
         raise OSError(errno.EOVERFLOW, f"larger than {most:,} bytes")
     return body.decode()
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """The engine settings of a TOML file, checked by name; `ConfigError` says what is wrong with it."""
+    with reading(f"settings {path}", "TOML"):
+        found = tomllib.loads(small_text(path))
+    unknown = sorted(set(found) - set(EngineSpec.model_fields) | set(found) & {"commit"})  # which is for measuring
+    if unknown:
+        raise ConfigError(f"settings {path}: {few(unknown)} is no engine setting; see docs/operations.md")
+    return found

@@ -81,13 +81,14 @@ class _Side:
     """The reads of a file whose turn has not come yet, as far as it was read."""
 
     def __init__(self, file: str, log: ParseLog) -> None:
-        # names that mates share, bases, text, line; and which mate each says it is, 0 where it does not
         self.file, self._batches = file, parse((file,), log)
-        self.reads: Columns = [[], [], [], [], b""]
+        # names that mates share, bases, text, line; and which mate each says it is, 0 where it does not
+        self._reads: Columns = [[], [], [], [], b""]
+        self._at = 0  # the next of them
         self.form: Format = "fastq"
 
     def __len__(self) -> int:
-        return len(self.reads[0])
+        return len(self._reads[0]) - self._at
 
     def has(self, count: int) -> bool:
         """Whether so many reads are left; they are there then."""
@@ -96,18 +97,24 @@ class _Side:
                 raise InputError("too long for the read of a pair", file=self.file, line=int(batch.lines[0]))
             self.form, names = batch.form, [one[:-2] if one[-2:] in ENDS else one for one in batch.ids]
             letters = np.frombuffer(batch.text.data + bytes(3), np.uint8)
-            after = batch.text.offsets[:-1] + 1 + batch.ids.lengths
+            # an id that was not printable is longer than in its header
+            after = np.minimum(batch.text.offsets[:-1] + 1 + batch.ids.lengths, len(letters) - 3)
             casava = (letters[after] == ord(" ")) & (letters[after + 2] == ord(":"))
-            digit = np.where(casava, letters[after + 1], 0)
-            digit = np.where(letters[after - 2] == ord("/"), letters[after - 1], digit)
-            says = np.where((digit == ord("1")) | (digit == ord("2")), digit - ord("0"), 0).astype(np.uint8).tobytes()
+            mate = np.where(letters[after - 2] == ord("/"), letters[after - 1], casava * letters[after + 1]) - ord("0")
+            says = (mate * ((mate == 1) | (mate == 2))).astype(np.uint8).tobytes()
             new = names, [*batch.bases], [*batch.text], batch.lines.tolist(), says
-            self.reads = [old + more for old, more in zip(self.reads, new, strict=True)]
+            self._reads = [old[self._at :] + more for old, more in zip(self._reads, new, strict=True)]
+            self._at = 0
         return len(self) >= count
 
+    def next(self, count: int, column: int = 0) -> Any:
+        """A column of the next reads."""
+        return self._reads[column][self._at : self._at + count]
+
     def take(self, count: int) -> Columns:
-        """The next reads."""
-        taken, self.reads = ([column[part] for column in self.reads] for part in (slice(count), slice(count, None)))
+        """The next reads, whose turn has come."""
+        taken = [self.next(count, column) for column in range(5)]
+        self._at += count
         return taken
 
     def error(self, reads: Columns, at: int, problem: str, hint: str = STEPS) -> InputError:
@@ -117,23 +124,23 @@ class _Side:
 
 def _in_turn(first: _Side, second: _Side, log: ParseLog) -> Iterator[Columns]:
     """Mates after each other, and orphans between them; `first` is `second` where one file holds both."""
-    step, paired = 2 if first is second else 1, False
+    step, paired, most = 2 if first is second else 1, False, _AT_ONCE
     while first.has(step) and second.has(1):
         if first.form != second.form:
             raise InputError(f"is {first.form}, but {second.file} with its mates {second.form}", file=first.file)
-        count = min(len(first), len(second), _AT_ONCE) // step
-        ours, theirs = first.reads[0][: step * count : step], second.reads[0][step - 1 : step * count : step]
-        same = count
-        if ours != theirs:
-            same = next(at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
+        count = min(len(first), len(second), most) // step
+        ours, theirs = first.next(step * count)[::step], second.next(step * count)[step - 1 :: step]
+        both = enumerate(zip(ours, theirs, strict=True)) if ours != theirs else ()
+        same = next((at for at, (one, other) in both if one != other), count)
         taken = first.take(step * same)
         mates = second.take(same) if step == 1 else [column[1::2] for column in taken]
         yield _mates([column[::step] for column in taken], mates, first, second)
-        paired = paired or same > 0
+        paired, most = paired or same > 0, min(2 * most, _AT_ONCE)
         if same < count:
             lost, others = (1, 0) if first is second else _next_pair(first, second, paired)
             yield _orphans(first, lost, second, 2 - step, log)
             yield _orphans(second, others, first, 2, log)
+            most = _NEAR  # where some are lost there may be more
     for side, other, mate in ((first, second, 2 - step), (second, first, 2)):
         while side.has(1):
             yield _orphans(side, len(side), other, mate, log)
@@ -152,7 +159,7 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
     """Reads without their mates; where one file holds both mates each is what it says, else the first."""
     reads = side.take(count)
     if count and log.on_error == "stop":
-        then = [f"where '{name.decode()}' is next, at line {other.reads[3][0]}" for name in other.reads[0][:1]]
+        then = [f"where '{name.decode()}' is next, at line {other.next(1, 3)[0]}" for name in other.next(1)]
         raise side.error(reads, 0, f"has no mate in {other.file}, {(*then, 'which ends')[0]}")
     ids = [b"%b/%d" % (name, mate or said or 1) for name, said in zip(reads[0], reads[4], strict=True)]
     return [ids, *reads[1:4], [False] * count]
@@ -165,7 +172,7 @@ def _next_pair(first: _Side, second: _Side, paired: bool) -> tuple[int, int]:
     """
     for reach in (_NEAR, _FAR):
         ended = not (first.has(reach) | second.has(reach))
-        ours, theirs = first.reads[0][:reach], second.reads[0][:reach]
+        ours, theirs = first.next(reach), second.next(reach)
         place = {name: at for at, name in reversed([*enumerate(theirs)])}
         lost = next((at for at, name in enumerate(ours) if name in place), None)
         if lost is not None:
@@ -176,4 +183,5 @@ def _next_pair(first: _Side, second: _Side, paired: bool) -> tuple[int, int]:
     else:
         if paired and ended:
             return len(first), len(second)
-    raise first.error(first.reads, 0, f"its mates do not follow in {second.file}, where '{theirs[0].decode()}' is next")
+    problem = f"its mates do not follow in {second.file}, where '{theirs[0].decode()}' is next"
+    raise first.error(first.take(1), 0, problem)

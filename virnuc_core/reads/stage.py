@@ -283,11 +283,14 @@ def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile,
     """What was met in each file; the reads of a file, or of two with mates, follow each other in the store."""
     counted, paired = [], dict(inputs.pairs)
     for files, low, high in inputs.spans(log.reads_by_file):
-        flags, ends = store.read_flags[low:high], store.read_id_offsets[low + 1 : high + 1]
-        mates = int(np.count_nonzero(flags & MATE)) * (3 - len(files))  # in each file
-        second = store.read_id_bytes[ends - 1] == ord("2") if len(files) == 2 else np.zeros(len(flags), bool)
+        flags = store.read_flags[low:high]
+        second = (flags & MATE) > 0
+        mates = int(second.sum()) * (3 - len(files))  # in each file
+        if len(files) == 2:  # of a read without its mate the id tells which it is
+            alone = np.flatnonzero(~second & ~np.append(second[1:], False))
+            second[alone] = store.read_id_bytes[store.read_id_offsets[low + alone + 1] - 1] == ord("2")
         for number, name in enumerate(files):
-            own = flags[second == number]
+            own = flags[second == number] if len(files) == 2 else flags
             empty, again = (int(np.count_nonzero(own & bit)) for bit in (EMPTY, DUPLICATE_ID))
             content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if Path(name).is_file() else None
             met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}

@@ -263,13 +263,12 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
     if gone := [name for name in files if not Path(name).is_file()]:
         found.remarks.append(f"orfs.h5 was not made again from its reads: {gone[0]} is not there")
         return
-    pairs = record.pairs or ()
-    first, second = zip(*(pair for pair in pairs if pair[0] != pair[1]), strict=True) if pairs else ((), ())
+    two = [pair for pair in record.pairs or () if pair[0] != pair[1]]
     spec = StageSpec(
-        reads=tuple(name for name in files if name not in first + second),
-        mates_1=first,
-        mates_2=second,
-        interleaved=len(first) < len(pairs),
+        reads=tuple(name for name in files if not any(name in pair for pair in two)),
+        mates_1=tuple(first for first, _ in two),
+        mates_2=tuple(second for _, second in two),
+        interleaved=len(two) < len(record.pairs or ()),
         model_length=store.model_length,
         on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
         workers=len(os.sched_getaffinity(0)),

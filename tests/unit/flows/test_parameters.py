@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -72,6 +73,37 @@ def test_a_bad_value_is_one_sentence_that_names_it() -> None:
         cook(dish="soup", workers=9)
     with pytest.raises(ConfigError, match="spoon"):
         build(Cooking, {"dish": "soup", "spoon": 1})
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["-1", "a1", "b1", "-2", "a2", "b2"], ((), ("a1", "b1"), ("a2", "b2"))),
+        (["one", "-1", "a1", "-2", "-"], (("one",), ("a1",), ("-",))),
+        (["--mates-2", "a2", "--mates-1", "a1"], ((), ("a1",), ("a2",))),
+        (["-", "--interleaved"], (("-",), (), ())),
+    ],
+)
+def test_mates_are_named_by_one_and_two(
+    words: list[str], named: tuple[tuple[str, ...], ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[PredictSettings] = []
+    monkeypatch.setattr(start, "by_hand", lambda _, settings: asked.append(settings))
+    with suppress(Exception):
+        main(["predict", *words, "-o", "out", "--models", "m", "--no-pairs"])
+    (found,) = asked
+    assert (found.reads, found.mates_1, found.mates_2) == named
+    assert (found.interleaved, found.pairs) == ("--interleaved" in words, False)
+
+
+def test_reads_that_are_not_named_or_lack_their_mates_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        ([], "reads: none are named; name files or folders, or the files of pairs by -1 and -2"),
+        (["-1", "a1"], "-1 names 1 files, -2 0; name both of each pair"),
+        (["-1", "a1", "b1", "-2", "a2"], "-1 names 2 files, -2 1; name both of each pair"),
+    ):
+        assert main(["predict", *words, "-o", "out", "--models", "m"]) == 2
+        assert capsys.readouterr().err == f"virnuc: {said}\n"
 
 
 @pytest.mark.parametrize("name", [b"latin-\xe9".decode("utf-8", "surrogateescape"), "a\0b"])

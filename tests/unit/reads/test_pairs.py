@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.columns import documented
 from virnuc_core import results
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.reads import pairs
@@ -63,16 +64,15 @@ def names(store: OrfStore) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("first", "second"),
+    ("first", "second", "form"),
     [
-        ("r{}", "r{}"),
-        ("r{}/1", "r{}/2"),
-        ("r{} 1:N:0:ATCACG", "r{} 2:N:0:ATCACG"),
-        ("r{} some words", "r{} other/1 words"),
-        ("r{}/1 1:Y:18:A", "r{}"),
+        ("r{}", "r{}", fastq),
+        ("r{}/1", "r{}/2", fasta),
+        ("r{} 1:N:0:ATCACG", "r{} 2:N:0:ATCACG", fastq),
+        ("r{} some words", "r{} other/1 words", fasta),
+        ("r{}/1 1:Y:18:A", "r{}", fastq),
     ],
 )
-@pytest.mark.parametrize("form", [fastq, fasta])
 def test_mates_follow_each_other_whatever_their_names(
     write: WriteReads, tmp_path: Path, first: str, second: str, form: object
 ) -> None:
@@ -110,6 +110,12 @@ def test_mates_that_are_lost_or_out_of_step_are_told_by_file_line_and_read(
     assert (Path(str(told.value.file)).name, told.value.line) == (f"a_R{file}.fq", line)
     assert (told.value.read_id, told.value.exit_code, "\n" in str(told.value)) == (read, 2, False)
     assert not (tmp_path / "orfs.h5").exists()
+
+
+def test_ids_that_cannot_be_printed_are_mates_too(write: WriteReads, tmp_path: Path) -> None:
+    files = [write(b">\x01\x02\xff\x03/%d\nA\n" % mate, f"{mate}.fa") for mate in (1, 2)]
+    _, store = staged(tmp_path / "orfs.h5", mates_1=files[:1], mates_2=files[1:])
+    assert names(store) == [rf"\x01\x02\xff\x03/{mate}" for mate in (1, 2)]
 
 
 def test_formats_are_not_mixed_in_a_pair_and_packing_is(write: WriteReads, tmp_path: Path) -> None:
@@ -297,6 +303,7 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
     reads_of = {line["id"]: line for line in table(run.reads_table)}
     fates = defaultdict(int)
     rows = table(run.root / "pairs.tsv")
+    assert documented(run.root / "pairs.tsv") == len(rows)
     assert [name for row in rows for name in (row["id"], row["mate"]) if name] == list(reads_of)
     for row in rows:
         mates = [reads_of[name] for name in (row["id"], row["mate"]) if name]

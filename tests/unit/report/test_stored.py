@@ -100,6 +100,24 @@ def said_of_the_store(out: Path) -> tuple[list[str], list[str]]:
     return said, remarks
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_a_store_of_pairs_is_made_again_as_pairs(
+    copied: tuple[Path, Profile], tmp_path: Path, interleaved: bool
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a_R1.fa", "a_R2.fa", "b.fa"):
+        text = "".join(f">r{i // (1 + interleaved)}\n{'ACGGTCA' * 40}\n" for i in range(20))
+        (tmp_path / "in" / name).write_text(text)
+    spec = StageSpec(reads=(str(tmp_path / "in"),), model_length=150, interleaved=interleaved)
+    staged = stage(spec, tmp_path / "orfs.h5")
+    assert staged.n_pairs == (30 if interleaved else 20)
+    with_store(copied[0], staged)
+    edit_json(copied[0] / "run.json", lambda body: body.update(pairs=staged.pairs))
+    assert said_of_the_store(copied[0]) == ([], [])
+    edit_json(copied[0] / "run.json", lambda body: body.update(pairs=[]))
+    assert said_of_the_store(copied[0])[0], "single reads are others"
+
+
 def test_the_store_is_made_again_from_the_reads(copied: tuple[Path, Profile], staged: StageSummary) -> None:
     store = with_store(copied[0], staged)
     assert said_of_the_store(copied[0]) == ([], [])
