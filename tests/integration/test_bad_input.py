@@ -178,7 +178,7 @@ BAD_SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "cpu:4096": (("--devices", "cpu:4096"), 4),
     "fp16": (("--precision", "fp16"), 2),
     "token_budget": (("--token-budget", "3"), 2),
-    "fdr: the head has no card": (("--fdr", "0.01"), 2),
+    "fdr, abstain: the head has no card": (("--fdr", "0.01"), 2),
     "abstain: the head has no card": (("--abstain",), 2),
 }
 

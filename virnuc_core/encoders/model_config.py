@@ -163,10 +163,10 @@ def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, fl
     Errors: `ConfigError` when the head's card does not say.
     """
     card, threshold = head.card, asked.threshold
-    if card is None:
-        for name in [name for name, given in (("fdr", asked.fdr is not None), ("abstain", asked.abstain)) if given]:
-            raise ConfigError(f"{name}: the head has no card that would tell; virnuc train writes heads with one")
+    if asked.fdr is None and not asked.abstain:
         return threshold, None
+    if card is None:
+        raise ConfigError("fdr, abstain: the head has no card that would tell; virnuc train writes heads with one")
     if asked.fdr is not None:
         if threshold != THRESHOLD:
             raise ConfigError(f"fdr {asked.fdr:g} and threshold {threshold:g} both say when a read is viral; give one")
