@@ -76,7 +76,7 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
 
 
 def check_models(models: Path) -> HeadShape:
-    """The sizes of the head of a models directory of which all is right that can be told without reading its weights.
+    """The head's sizes of a models directory in which all is right that is told without reading an encoder's weights.
 
     The parts are there and whole (a safetensors file is as long as its header says), and as `open_part` wants them.
     Errors: `WeightsError` names the file and what is wrong with it.
