@@ -116,7 +116,7 @@ def _devices(given: Any) -> Any:
 class ReadsSpec(Spec):
     """Which reads come in, and which of them are mates."""
 
-    reads: tuple[str, ...] = Field((), description="FASTA or FASTQ files or folders; - is standard input")
+    reads: tuple[str, ...] = Field((), description="FASTA or FASTQ files or folders, plain or compressed; or -")
     mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
     mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
     interleaved: bool = Field(False, description="mates follow each other in READS")

@@ -163,10 +163,8 @@ def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
     sound, wrong = set(), []
     for path in run.listed:
         told, found = summary.files.get(path.name), digest(path)
-        if found is not None and found == told:
+        if found == told and (told or path == run.pairs_table):  # which is not there where reads are single
             sound.add(path)
-        elif path == run.pairs_table and found is told is None:
-            continue  # a run of single reads
         elif path not in run.viral or (told and (found or spec.write_viral)):
             # viral reads that were listed may have been taken elsewhere
             wrong.append(path.name)

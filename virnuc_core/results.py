@@ -202,6 +202,8 @@ def write_results(
         reads = _open_whole(stack, run.reads_table, READS_HEADER)
         failures = _open_whole(stack, run.failed_rows, FAILED_HEADER)
         pairs = _open_whole(stack, run.pairs_table, PAIRS_HEADER) if store.paired else None
+        if pairs is None:
+            run.pairs_table.unlink(missing_ok=True)  # of other reads that were scored here before
         before: tuple[_Block, Mask] | None = None  # of a read with more rows to come
         for read_span, rows, whole in _spans(store):
             unique = np.asarray(store.row_unique[rows])

@@ -45,13 +45,15 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
         if match := MATE_FILE.fullmatch(Path(file).name):
             stem, letter, mate, part = match.groups()
             alike[Path(file).parent, stem, letter, part][mate == "2"].append(file)
-    for firsts, seconds in alike.values():
-        both = (*firsts, *seconds)
-        if firsts and seconds and (len(both) > 2 or any(name in spec.reads for name in both)):
+    for (_, _, letter, _), (firsts, seconds) in alike.items():
+        both, named = (*firsts, *seconds), any(name in spec.reads for name in (*firsts, *seconds))
+        if firsts and seconds and (len(both) > 2 or named):
             said = "%s seem to hold pairs; each read is judged by itself, -1 and -2 before the files judge pairs"
             _log.warning(said, " and ".join(both))
         elif firsts and seconds:
             told[firsts[0], seconds[0]] = "by their names; --no-pairs judges each read by itself"
+        elif letter and not named:
+            _log.warning("%s: no file with its mates beside it; each read is judged by itself", both[0])
     for (first, second), how in told.items():
         _log.info("pairs: %s and %s, %s", first, second, how)
     files = [name for pair in told for name in dict.fromkeys(pair)]

@@ -217,19 +217,15 @@ def _kinds(run: RunDir, store: OrfStore) -> tuple[tuple[str, ...], NDArray[Any],
     """Kinds of files for viral reads; the kind of each read, and whether it, or its pair, is viral: [n_reads]."""
     second = (np.asarray(store.read_flags) & MATE) > 0
     lines, path = np.cumsum(~second), run.pairs_table if store.paired else run.reads_table
-    viral = _read_table(path, {"fate": "str"})["fate"].to_numpy() == "viral"
+    viral = read_table(path, {"fate": "str"})["fate"].to_numpy() == "viral"
     if len(viral) != (most := lines.max(initial=0)):
         raise InputError(f"{len(viral)} lines for {most} reads", file=path)
     kind = np.where(second, 1, np.where(np.append(second[1:], False), 0, 2)) if store.paired else np.zeros_like(lines)
     return MATES if store.paired else ("",), kind, viral[lines - 1]
 
 
-def read_reads_table(run: RunDir, columns: Mapping[str, str]) -> pd.DataFrame:
-    """Some columns of `reads.tsv`, by name and type. Errors: `InputError`."""
-    return _read_table(run.reads_table, columns)
-
-
-def _read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
+def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
+    """Some columns of `reads.tsv` or `pairs.tsv`, by name and type. Errors: `InputError`."""
     try:
         return pd.read_csv(
             path,

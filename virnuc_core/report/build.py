@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from virnuc_core.profiles import Profile
-from virnuc_core.reads.subsets import read_reads_table
+from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.advice import findings, losses
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, baseline_note, judge
@@ -161,7 +161,7 @@ def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord
         return None
     folder = RunDir(raw.root / run.name)
     columns = {"fate": "str", "flags": "str"}
-    table = raw.attempt(folder.reads_table, lambda _: read_reads_table(folder, columns))
+    table = raw.attempt(folder.reads_table, lambda path: read_table(path, columns))
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | {str(fate): int(n) for fate, n in table["fate"].value_counts(sort=False).items()}

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.subsets import read_reads_table
+from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.files import BASELINE, COMPARISON, bitwise, open_embeddings
 from virnuc_core.rundir import EXACT, RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
@@ -164,7 +164,7 @@ def compare(
         raise RunMismatchError(f"{a.name} and {b.name} cannot be compared: different {'; different '.join(said)}")
     subset = None
     if subset_of_a and run_a.reads_table.is_file():
-        subset = set(read_reads_table(run_a, {"id": "str"})["id"])
+        subset = set(read_table(run_a.reads_table, {"id": "str"})["id"])
     elif subset_of_a:
         subset = set().union(*map(_reads, result_pieces(next(iter(files_a.values())))))
     parts: dict[str, LabelAgreement] = {}

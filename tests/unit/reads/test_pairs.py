@@ -173,6 +173,7 @@ def test_files_of_a_folder_are_paired_by_their_names_and_the_log_says_so(
     assert names(store)[:4] == ["a1/1", "a1/2", "a2/1", "a2/2"]
     assert names(store)[12:] == ["a1", "a2", "s1", "s2"], "reads of files that are no pair keep their names"
     assert [one.reads for one in summary.by_file] == [2] * 8
+    assert "alone_R1.fasta: no file with its mates beside it; each read is judged by itself" in caplog.text
     assert sum("by their names; --no-pairs" in record.message for record in caplog.records) == 3
     summary, store = staged(tmp_path / "no.h5", reads=(folder,), pairs=False)
     assert (summary.pairs, store.paired, store.counts.n_duplicate_ids) == ((), False, 8)
@@ -267,11 +268,13 @@ def test_other_pairing_is_another_run(write: WriteReads, tmp_path: Path) -> None
 # --- verdicts ---
 
 
-def judge(run: RunDir, store: OrfStore, seed: int, *, lost: float = 0.0) -> dict[str, int]:
+def judge(
+    run: RunDir, store: OrfStore, seed: int, *, lost: float = 0.0, uncertain: tuple[float, float] | None = None
+) -> dict[str, int]:
     rng = np.random.default_rng(seed)
     p = rng.random(store.n_uniques).astype(np.float32)
     failed = rng.random(store.n_uniques) < lost
-    return write_results(run, store, np.stack((1 - p, p), axis=1), failed).pairs
+    return write_results(run, store, np.stack((1 - p, p), axis=1), failed, uncertain=uncertain).pairs
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -280,9 +283,9 @@ def table(path: Path) -> list[dict[str, str]]:
 
 
 @settings(max_examples=6, deadline=None)
-@given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.sampled_from([1, 3, 65_536]))
+@given(st.integers(0, 1000), st.sampled_from([0.0, 0.05]), st.sampled_from([1, 3, 65_536]), st.booleans())
 def test_a_pair_is_judged_as_its_slow_twin_says(
-    tmp_path_factory: pytest.TempPathFactory, seed: int, lost: float, block: int
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lost: float, block: int, abstain: bool
 ) -> None:
     folder, rng = tmp_path_factory.mktemp("judged"), random.Random(seed)
     run = RunDir(folder / "run")
@@ -295,7 +298,7 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
     _, store = staged(run.store, **given)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(results, "BLOCK_READS", block)
-        counts = judge(run, store, seed, lost=lost)
+        counts = judge(run, store, seed, lost=lost, uncertain=(0.4, 0.6) if abstain else None)
     margins = defaultdict(list)
     for line in table(run.consensus):
         name = line["Modified_ID"].rpartition("_chunk_")[0]
@@ -313,13 +316,14 @@ def test_a_pair_is_judged_as_its_slow_twin_says(
         if "failed" in told:
             expected = "failed"
         elif votes:
-            expected = "viral" if sum(votes) / len(votes) >= 0 else "others"
+            score = (1 + sum(votes) / len(votes)) / 2
+            expected = "uncertain" if abstain and 0.4 <= score < 0.6 else "viral" if score >= 0.5 else "others"
             assert float(row["viral_score"]) == pytest.approx((1 + sum(votes) / len(votes)) / 2, abs=1e-6)
         else:
             expected = "no_open_frame" if "no_open_frame" in told else "empty"
         assert (row["fate"], row["label"]) == (expected, {"viral": "virus", "others": "others"}.get(expected, ""))
         voting = [mate for mate in mates if margins[mate["id"]]]
-        if len(voting) == 1 and expected in ("viral", "others"):
+        if len(voting) == 1 and expected in ("viral", "others", "uncertain"):
             assert row["viral_score"] == voting[0]["viral_score"], "a mate without a vote changes nothing"
         fates[row["fate"]] += bool(row["mate"])
     assert {name: count for name, count in counts.items() if count} == {k: v for k, v in fates.items() if v}
