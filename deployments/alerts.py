@@ -3,8 +3,6 @@
 An automation of the same name is replaced, so that the command can be given again with another block.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Final

@@ -5,8 +5,6 @@ Only the asked-for command's module is imported, so that `virnuc --help` answers
 or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could not be judged here, 130 interrupted.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -1,7 +1,5 @@
 """`virnuc doctor`: is this machine sound? Packages, room, locks, server, driver, weights, and whether it computes."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

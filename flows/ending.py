@@ -1,7 +1,5 @@
 """A process that is told to end has ended within ten seconds, whatever holds its ending; its children die with it."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

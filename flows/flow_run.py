@@ -1,7 +1,5 @@
 """What surrounds every flow's work: a name, staged reads; by hand a tidy terminal, and a cancel button that works."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

@@ -5,8 +5,6 @@ settings would silently fall back to the model's defaults. A flow therefore has 
 own, and so has the command that starts it.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import os

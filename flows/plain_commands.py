@@ -1,7 +1,5 @@
 """Commands that start no flow: reads and weights to begin with, what finished runs say, what this machine has."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

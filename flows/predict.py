@@ -1,7 +1,5 @@
 """The daily work: reads in, VirNucPro's two result files out. Other flows that begin with such a run build on it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Watch a folder: each new file, by content, is predicted once; safe when two of these runs overlap."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

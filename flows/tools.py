@@ -1,7 +1,5 @@
 """Flows that measure or fit something on reads: the sweep of settings, where the time goes, costs, and a head."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final

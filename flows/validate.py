@@ -3,8 +3,6 @@
 And the scaling curve: the same without a baseline, on one, two, four, … devices.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

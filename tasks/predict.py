@@ -1,7 +1,5 @@
 """The steps from reads to verdicts: stage and embed."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace

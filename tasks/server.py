@@ -5,8 +5,6 @@ proposes in vain is taken as accepted. What could not be reported is said in the
 devices there; the lock of the operating system, taken by the worker process itself, is what makes sharing impossible.
 """
 
-from __future__ import annotations
-
 import contextvars
 import json
 import logging

@@ -1,7 +1,5 @@
 """Tools that measure on a staged store: traces, ceilings, what commits cost, the sweep of settings; and training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Final
 

@@ -1,7 +1,5 @@
 """The steps of a validation: the baseline, the comparison, the report, its verdicts, the reviewer's answer."""
 
-from __future__ import annotations
-
 from base64 import b64encode
 from pathlib import Path
 from typing import Any, Final, Literal

@@ -1,7 +1,5 @@
 """The errors people see. Each says what is wrong, where, and the way out, in one line."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

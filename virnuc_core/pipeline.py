@@ -4,8 +4,6 @@
 → verdicts) is one run: it prepares a `Job`, embeds what is not committed yet, writes the result files, and measures.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ A file of an older run may lack keys or hold others: what is absent is `None` or
 `read` refuses a file with a value of the wrong kind; `validation.read_usable` leaves such values out.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import platform

@@ -1,7 +1,5 @@
 """What a validation leaves beside its runs: one model for each file, and how it is begun."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, Final, Literal

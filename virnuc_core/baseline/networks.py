@@ -4,8 +4,6 @@ Nothing here is shared with `virnuc_core.encoders` but tokens, the models' sizes
 slopes. Rows of a batch are padded to the longest and masked; attention is written out as matrix products.
 """
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping

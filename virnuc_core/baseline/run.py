@@ -1,7 +1,5 @@
 """Run a baseline over an ORF store, on the machine's own devices, or take its time from a record."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

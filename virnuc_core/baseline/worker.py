@@ -4,8 +4,6 @@ One device, pinned; files in, embedded, merged and scored files out. Equal rows 
 WorkerSpec, then any number of FileTasks. Out: Ready, RowsDone, FileDone, Failed.
 """
 
-from __future__ import annotations
-
 import io
 import time
 from collections.abc import Callable, Iterable, Sequence

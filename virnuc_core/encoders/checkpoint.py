@@ -1,7 +1,5 @@
 """A models directory: opened and checked, fingerprinted, loaded to a device; what public checkpoints call tensors."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

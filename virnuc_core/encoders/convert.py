@@ -1,7 +1,5 @@
 """A models directory made: of public checkpoints at hand, of fetched ones, or of random weights."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -4,8 +4,6 @@ No head is lost: what stands in `head/` is kept before another takes its place. 
 `config.json` last: a folder without one is half a copy, which the next call completes.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Final, NamedTuple

@@ -1,7 +1,5 @@
 """Sizes of the three models, and a trained head's card: typed, checked, read from and written to `config.json`."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@ ESM-2 has pre-norm layers, rotary positions, exact GELU and a final layer norm; 
 gated linear units.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final

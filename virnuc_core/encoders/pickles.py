@@ -4,8 +4,6 @@ torch's own restricted loader reads them: nothing that a file names, beside tens
 allowed here, is imported, let alone called.
 """
 
-from __future__ import annotations
-
 import argparse
 import pickle
 import resource

@@ -1,7 +1,5 @@
 """Whether a models directory is what it should be: complete, finite, and with the public weights equal to VirNucPro."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, NamedTuple

@@ -1,7 +1,5 @@
 """Which devices a run uses, how a worker is tied to exactly one of them, and what `auto` settings mean there."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -9,8 +9,6 @@ group is filled into the largest shape it can fill, longest rows first, and the 
 sixteenth.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import queue
 import threading

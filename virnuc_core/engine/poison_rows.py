@@ -5,8 +5,6 @@ innocent row may be accused. So a row is set aside only when it has ended `PROOF
 which every part survives clears the shard, which is then simply computed again.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Generator
 from pathlib import Path

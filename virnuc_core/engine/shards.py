@@ -5,8 +5,6 @@ fingerprint of all three and a checksum; it appears by rename. What is committed
 remembers progress.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

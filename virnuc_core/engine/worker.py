@@ -4,8 +4,6 @@ Messages in: a WorkerSpec, a JobSpec (which may come much later: the weights are
 ShardTasks, then Closed. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

@@ -4,8 +4,6 @@ The ceiling is what the linear layers sustain on each device, measured just befo
 each. Messages in: a WorkerSpec. Out: Ready, with the tokens/s of each encoder, or Failed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

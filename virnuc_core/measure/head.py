@@ -4,8 +4,6 @@ No genome is in two splits: the reads' genomes are dealt to three, each class by
 when to stop, one that is looked at once, for the numbers in the summary. Each split holds as many viral rows as others.
 """
 
-from __future__ import annotations
-
 import copy
 import csv
 import logging

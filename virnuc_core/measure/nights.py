@@ -1,7 +1,5 @@
 """Runs of every night side by side: each in a directory of its date, a link to the newest, the oldest removed."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

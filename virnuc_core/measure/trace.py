@@ -4,8 +4,6 @@ They are recorded by the engine's own workers: `work` is what such a worker runs
 that its times are for shares and for finding things, never for rates.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

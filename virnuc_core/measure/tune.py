@@ -4,8 +4,6 @@ Only measured rates count, a difference within the spread of the measurements co
 are never recommended, those that change the scores by more than the tolerance only where that was asked for.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

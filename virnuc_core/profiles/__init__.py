@@ -1,7 +1,5 @@
 """Sizes and thresholds of validations: one TOML file each, read to one model."""
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Callable
 from importlib import resources

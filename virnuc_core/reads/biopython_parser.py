@@ -1,7 +1,5 @@
 """Irregular reads, record after record: FASTA comments, broken records and, through Biopython, wrapped FASTQ."""
 
-from __future__ import annotations
-
 import io
 import re
 from bisect import bisect_left

@@ -4,8 +4,6 @@ Mates are told by name: equal ids, or ids that end in `/1` and `/2`. In the stre
 apart. Where broken records are skipped, a read without its mate is an orphan and stands in the stream alone.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections import defaultdict

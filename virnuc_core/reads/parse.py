@@ -6,8 +6,6 @@ first thing that is not, the rest of that file goes through Biopython, which als
 record after the other; both give the same reads. A FASTA record that is longer than a block comes in parts.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections import deque

@@ -5,8 +5,6 @@ asked unless the environment allows it, nor is anything but http and https; size
 an address may be a signature that opens the file to whoever reads it: it stays in this process.
 """
 
-from __future__ import annotations
-
 import hashlib
 import http.client
 import ipaddress

@@ -4,8 +4,6 @@ HDF5 looks at a fraction of a file, and may crash on a changed bit of that: a se
 It stands in HDF5's user block, which HDF5 passes over.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Staging: files of reads to one ORF store, made once for the same reads and settings."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ For a sample the reads are gone through twice: once to count lengths, once to dr
 exactly its share and nothing but the chosen places is held in memory, however large the input.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import tempfile

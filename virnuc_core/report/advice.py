@@ -5,8 +5,6 @@ while its GPU is busy that is expected, and only the rest is worth a person's ti
 avoidable loss of time, by class, with what removing it would save at most.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Final
 

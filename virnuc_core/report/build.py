@@ -1,7 +1,5 @@
 """From a finished validate directory to the report's data. What is missing is `None` and `not run`, never a crash."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations

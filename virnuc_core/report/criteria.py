@@ -4,8 +4,6 @@ A criterion passes or fails on a measured number only. A number that was not mea
 other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal

@@ -1,7 +1,5 @@
 """What other tools read of a run: MultiQC's custom content, Kraken's two tables, and verdicts on contigs."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections import Counter

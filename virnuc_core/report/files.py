@@ -1,7 +1,5 @@
 """The raw files of a validation, read without ever failing: what is not there is `None`, what is wrong is noted."""
 
-from __future__ import annotations
-
 import filecmp
 import resource
 from collections.abc import Callable, Iterator

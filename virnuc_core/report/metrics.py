@@ -1,7 +1,5 @@
 """The metrics of one run from its raw files. Nothing is taken over that can be computed from something rawer."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping, Sequence

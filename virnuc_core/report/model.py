@@ -3,8 +3,6 @@
 Numbers that were not measured are `None`; nothing is zero, passed or agreed for want of data.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from virnuc_core.profiles import Profile, Target

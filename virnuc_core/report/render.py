@@ -4,8 +4,6 @@
 the other forms are `templates/`, filled with what `view.j2` tells of it, and the benchmark's figures for other tools.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

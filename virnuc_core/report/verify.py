@@ -5,8 +5,6 @@ files give now, and the raw files against what is rawer still (`verify_runs`). E
 at a time where there is much to read.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

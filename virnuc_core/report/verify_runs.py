@@ -3,8 +3,6 @@
 Rows are held a piece at a time, however many there are.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -4,8 +4,6 @@ Devices are read through nvitop's Python interface to NVML, by UUID. On a machin
 and utilisation stays unknown: whoever asks for it gets `None`, never zero.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -4,8 +4,6 @@
 table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says so; the HDF5 file has all.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import logging
@@ -237,7 +235,7 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
         stages = file.create_group("stages")
         for field in fields(StageTime):
             values = [getattr(stage, field.name) for stage in measured.stages]
-            if field.type == "float | None":
+            if field.type == float | None:
                 stages[field.name] = np.array(values, np.float64)  # None becomes NaN
             else:
                 stages[field.name] = np.array([text or "" for text in values], "S64")

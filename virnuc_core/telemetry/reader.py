@@ -1,7 +1,5 @@
 """Telemetry files read back, as the tables they were written from or as DataFrames with everything by name."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import MISSING, asdict, fields
 from pathlib import Path

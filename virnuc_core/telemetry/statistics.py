@@ -4,8 +4,6 @@ A table is a DataFrame with the fields of its record as columns (see `tables`). 
 missing number NaN; here what is not known becomes `None`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import pairwise
@@ -36,9 +34,9 @@ def frame(kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()) 
     rows = sorted(records, key=attrgetter(ORDER[kind]))
     known = dict.fromkeys([*devices, *(row.device for row in rows if hasattr(row, "device"))])
     types: dict[Any, Any] = {
-        "int": "int64",
-        "str": pd.CategoricalDtype(list(known)),
-        "Encoder": pd.CategoricalDtype(list(ENCODERS)),
+        int: "int64",
+        str: pd.CategoricalDtype(list(known)),
+        Encoder: pd.CategoricalDtype(list(ENCODERS)),
     }
     columns = {field.name: types.get(field.type, "float64") for field in fields(kind) if field.name != "batches"}
     return pd.DataFrame({name: pd.Series([getattr(r, name) for r in rows], dtype=t) for name, t in columns.items()})

@@ -1,7 +1,5 @@
 """What is measured of a run, as records. The fields of a record are the columns of its table (`statistics.frame`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
