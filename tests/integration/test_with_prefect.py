@@ -196,7 +196,8 @@ def test_a_signed_address_is_kept_nowhere(models: Path, database: Path, tmp_path
         assert files
         assert not [file for file in files if b"5ec4e7" in file.read_bytes()]
         # one that was made on a server, as a form does: it stood there until the run began
-        assert predict(reads=(f"{address}4ec4e7",), out=tmp_path / "b", models=models, return_state=True).is_failed()
+        mates = {"mates_1": (f"{address}4ec4e7",), "mates_2": (f"{address}94ec4e7",)}
+        assert predict(**mates, out=tmp_path / "b", models=models, return_state=True).is_failed()
         (served,) = client.read_flow_runs(sort=FlowRunSort.START_TIME_DESC, limit=1)
         assert served.id != by_hand.id
         logs = client.read_logs(LogFilter(flow_run_id=LogFilterFlowRunId(any_=[served.id])))

@@ -24,7 +24,7 @@ Columns = list[Any]  # of reads that follow each other
 
 MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")  # stem, letter, mate, part of a lane
 ENDS: Final = (b"/1", b"/2")  # of ids
-STEPS: Final = "both files hold mates in the same order; --on-error skip takes reads without a mate alone"
+STEPS: Final = "mates must follow in the same order; --on-error skip judges a read without its mate alone"
 BATCH_READS: Final = 1 << 14
 _AT_ONCE: Final = 1 << 12
 _NEAR: Final = 1 << 6  # reads among which the next pair is looked for, at first

@@ -175,6 +175,8 @@ def test_links_and_what_is_made_beside_the_output_stay_within_the_roots(
     with pytest.raises(ConfigError, match=r"^reads: .*link\.fa lies in none"):
         flow(**given)
     (roots / "reads" / "link.fa").unlink()
+    with pytest.raises(ConfigError, match=r"^reads: .*secret lies in none"):
+        flow(**given | {"mates_1": [str(roots / "reads" / "a.fa")], "mates_2": [str(roots / "secret")]})
     assert flow(**given | {"reads": ["-", "https://a.b/c.fa", "ncbi:X1", *given["reads"]]})
     validate = flow_parameters(ValidateSettings)(lambda settings: settings)
     with pytest.raises(ConfigError, match=r"^history: "):
