@@ -97,11 +97,12 @@ class PredictOptions(PredictSettings):
     no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
 
 
-def _predicted(settings: PredictOptions, state: State[Any]) -> Ending:
-    return Ending({"Results": settings.out}, code=PARTIAL if state.result().fates["failed"] else 0)
-
-
-predict = starts("flows.predict:predict", PredictOptions, "reads", ending=_predicted)
+predict = starts(
+    "flows.predict:predict",
+    PredictOptions,
+    "reads",
+    ending=lambda of, state: Ending({"Results": of.out}, code=PARTIAL if state.result().fates["failed"] else 0),
+)
 
 
 def by_hand(flow: str, settings: Any) -> State[Any]:

@@ -26,16 +26,7 @@ from typing import Any, Final, Literal
 import pandas as pd
 from pydantic import model_validator
 
-from virnuc_core.errors import (
-    ConfigError,
-    DeviceError,
-    InputError,
-    NotFiniteError,
-    RunMismatchError,
-    StorageError,
-    VirnucError,
-    WeightsError,
-)
+from virnuc_core import errors
 from virnuc_core.rundir import INBOX_LOCK, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, sha256_of, write
 
@@ -45,8 +36,9 @@ SAME: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
 ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
 KILLED: Final = "ended before it could say why: killed, or out of memory"
-MACHINE: Final = (WeightsError, DeviceError, StorageError)  # what no other file would fare better with
-OWN: Final = (InputError, NotFiniteError)  # what lies with the file, and no other attempt would mend
+# what no other file would fare better with
+MACHINE: Final = (errors.WeightsError, errors.DeviceError, errors.StorageError)
+OWN: Final = (errors.InputError, errors.NotFiniteError)  # what lies with the file, and no other attempt would mend
 log = logging.getLogger(__name__)
 
 
@@ -99,9 +91,9 @@ class Ledger:
 
     def __init__(self, inbox: Path, out: Path) -> None:
         if not inbox.is_dir():
-            raise InputError("no such folder", file=inbox, hint="create it or name another inbox")
+            raise errors.InputError("no such folder", file=inbox, hint="create it or name another inbox")
         if out.resolve() == inbox.resolve() or inbox.resolve() in out.resolve().parents:
-            raise ConfigError(f"{out}: results would lie inside the inbox {inbox}; choose another directory")
+            raise errors.ConfigError(f"{out}: results would lie inside the inbox {inbox}; choose another directory")
         self.inbox, self.out, self.table = inbox, out, out / "inbox.tsv"
 
     def scan(self, *, settle_s: float, now_s: float | None = None) -> list[Row]:
@@ -176,7 +168,7 @@ class Ledger:
             except BaseException:
                 self._forget(row.sha256, known)
                 raise
-            if isinstance(found, RunMismatchError):  # of settings, of which the file knows nothing
+            if isinstance(found, errors.RunMismatchError):  # of settings, of which the file knows nothing
                 self._forget(row.sha256, known)
                 row = row.but(note=str(found))
             elif isinstance(found, RunSummary):
@@ -185,7 +177,7 @@ class Ledger:
             else:
                 fate = "failed" if last or isinstance(found, OWN) else "waiting"
                 log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
-                why = str(found) if isinstance(found, VirnucError) else f"{type(found).__name__}: {found}"
+                why = str(found) if isinstance(found, errors.VirnucError) else f"{type(found).__name__}: {found}"
                 self.record(told.model_copy(update={"fate": fate, "error": why, "when": now()}))
             return self._with_fate(row)
 

@@ -10,7 +10,7 @@ import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -28,6 +28,7 @@ LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
 _BATCH: Final = 20_000  # reads made at a time
+_OF_READ: Final = [("length", "i8"), ("genome", "i8"), ("start", "i8"), ("reverse", "?"), ("source", "i8")]
 _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
@@ -81,18 +82,6 @@ class _Genomes:
     viral: NDArray[np.bool_]  # [n]
 
 
-@dataclass(frozen=True, slots=True)
-class _Reads:
-    """Some reads: letters padded to the longest. A copy has all of another read but its place."""
-
-    letters: NDArray[np.uint8]  # [n, longest] of ACGTN
-    lengths: NDArray[np.int64]
-    genome: NDArray[np.int64]
-    start: NDArray[np.int64]
-    reverse: NDArray[np.bool_]
-    source: NDArray[np.int64]  # the read it is a copy of, among these; itself if it is none
-
-
 def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
     """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`.
 
@@ -121,15 +110,14 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
         for made in range(0, spec.reads, _BATCH):
             size = min(_BATCH, spec.reads - made)
             lengths = rng.choice(list(histogram), size, p=weights / weights.sum())
-            reads = _make_reads(spec, genomes, lengths, rng)
+            rows, reads = _make_reads(spec, genomes, lengths, rng)
             ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
             pieces, mark = [], b"@" if fastq else b">"
-            for name, row, length in zip(ids, reads.letters, reads.lengths.tolist(), strict=True):
+            for name, row, length in zip(ids, rows, reads.length.tolist(), strict=True):
                 quality = b"+\n%b\n" % (b"I" * length) if fastq else b""
                 pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row[:length].tobytes(), quality))
             reads_out.write(b"".join(pieces))
-            columns = (reads.genome.tolist(), reads.start.tolist(), reads.reverse.tolist(), reads.source.tolist())
-            for number, (name, genome, start, reverse, source) in enumerate(zip(ids, *columns, strict=True)):
+            for number, (name, (_, genome, start, reverse, source)) in enumerate(zip(ids, reads.tolist(), strict=True)):
                 strand, copied = "-" if reverse else "+", ids[source] if source != number else ""
                 truth_out.write(f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{strand}\t{copied}\n")
             viral_reads += int(np.count_nonzero(genomes.viral[reads.genome]))
@@ -186,7 +174,11 @@ def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint
     return np.concatenate(pieces)[:length]
 
 
-def _make_reads(spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64], rng: np.random.Generator) -> _Reads:
+def _make_reads(
+    spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64], rng: np.random.Generator
+) -> tuple[NDArray[np.uint8], np.recarray[Any, Any]]:
+    """Letters [n, longest] of some reads, and what each is; `source`: the read it copies, or itself. A copy has all of
+    another read but its place."""
     n, longest = len(lengths), int(lengths.max())
     # a kind by the viral share, within it a genome by length; both kinds occur if there are two reads
     viral = rng.random(n) < spec.viral_share
@@ -217,4 +209,5 @@ def _make_reads(spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     fine = ~np.isin(originals, copies)
     source[copies[fine]] = originals[fine]
-    return _Reads(_LETTERS[codes[source]], lengths[source], genome[source], start[source], reverse[source], source)
+    columns = lengths[source], genome[source], start[source], reverse[source], source
+    return _LETTERS[codes[source]], np.rec.fromarrays(columns, dtype=_OF_READ)

@@ -65,6 +65,9 @@ class OrfStore:
     model_length: int
     duplicate_mark: str  # stands between an id and its number when the id is not the first of its kind
     counts: StoreCounts
+    n_reads: int
+    n_rows: int
+    n_uniques: int
     paired: bool = False  # mates follow each other among the reads
 
     read_length: NDArray[np.int32]  # [n_reads] bases; int64 where one has more than that holds
@@ -102,7 +105,9 @@ class OrfStore:
                 store.model_length = int(file.attrs["model_length"])
                 store.paired = "paired" in file.attrs
                 store.duplicate_mark = str(file.attrs["duplicate_mark"])
-                store.counts = StoreCounts(**{name: int(file.attrs[name]) for name in StoreCounts.__slots__})
+                counts = StoreCounts(**{name: int(file.attrs[name]) for name in StoreCounts.__slots__})
+                store.counts = counts
+                store.n_reads, store.n_rows, store.n_uniques = counts.n_reads, counts.n_rows, counts.n_uniques
                 for name in COLUMNS:
                     setattr(store, name, _mapped(path, file[name]))
         except FileNotFoundError as error:
@@ -110,18 +115,6 @@ class OrfStore:
         except (OSError, KeyError) as error:
             raise InputError("not a readable ORF store", file=path, hint="stage the reads again") from error
         return store
-
-    @property
-    def n_reads(self) -> int:
-        return self.counts.n_reads
-
-    @property
-    def n_rows(self) -> int:
-        return self.counts.n_rows
-
-    @property
-    def n_uniques(self) -> int:
-        return self.counts.n_uniques
 
     def original_ids(self, low: int, high: int) -> list[str]:
         """Ids of reads `low` to `high` as they stand in the files; several reads may share one."""

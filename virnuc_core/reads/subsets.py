@@ -222,19 +222,18 @@ def _kinds(run: RunDir, store: OrfStore) -> tuple[tuple[str, ...], NDArray[Any],
     return MATES if store.paired else ("",), kind, viral[lines - 1]
 
 
+def read_columns(path: Path, columns: Mapping[str, str], **more: Any) -> Any:
+    """What pandas reads of a TAB-separated table: these columns, by name and type, with text as it stands."""
+    taken: dict[str, Any] = {"usecols": list(columns), "dtype": dict(columns), "quoting": csv.QUOTE_NONE}
+    # a read may be called NA
+    return pd.read_csv(path, sep="\t", keep_default_na=False, encoding_errors="surrogateescape", **taken, **more)
+
+
 def read_table(path: Path, columns: Mapping[str, str]) -> pd.DataFrame:
     """Some columns of `reads.tsv` or `pairs.tsv`, by name and type. Errors: `InputError`."""
     try:
-        return pd.read_csv(
-            path,
-            sep="\t",
-            usecols=list(columns),
-            dtype=dict(columns),
-            quoting=csv.QUOTE_NONE,
-            keep_default_na=False,  # a read may be called NA
-            na_values={"viral_score": [""]},
-            encoding_errors="surrogateescape",
-        )
+        found: pd.DataFrame = read_columns(path, columns, na_values={"viral_score": [""]})
+        return found
     except ValueError as error:  # pandas' own errors are such
         why = f"not a table of reads ({str(error).splitlines()[0]})"
         raise InputError(why, file=path, hint="run predict again") from error

@@ -157,9 +157,8 @@ def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord
     """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
     if run is None:
         return None
-    folder = RunDir(raw.root / run.name)
     columns = {"fate": "str", "flags": "str"}
-    table = raw.attempt(folder.reads_table, lambda path: read_table(path, columns))
+    table = raw.attempt(RunDir(raw.root / run.name).reads_table, lambda path: read_table(path, columns))
     if table is None:
         return None
     fates = dict.fromkeys(FATES, 0) | {str(fate): int(n) for fate, n in table["fate"].value_counts(sort=False).items()}

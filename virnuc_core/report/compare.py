@@ -7,7 +7,6 @@ different heads, model lengths or reads are refused when the run records say so.
 
 from __future__ import annotations
 
-import csv
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,20 +18,13 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from virnuc_core import validation
 from virnuc_core.errors import InputError, RunMismatchError, ShardError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.subsets import read_table
+from virnuc_core.reads.subsets import read_columns, read_table
 from virnuc_core.report.files import BASELINE, COMPARISON, bitwise, open_embeddings
 from virnuc_core.rundir import EXACT, RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
-from virnuc_core.validation import (
-    ClassAgreement,
-    Comparison,
-    ComparisonFile,
-    CosineStats,
-    LabelAgreement,
-    ScoreDifference,
-)
 
 Mode = Literal["both", "frame", "consensus"]
 Part = Literal["frames", "consensus"]
@@ -71,17 +63,9 @@ def result_pieces(path: Path) -> Iterator[pd.DataFrame]:
     if missing := [name for name in columns if name not in header]:
         raise InputError(f"no column {', '.join(missing)}; columns are separated by tabs", file=path, line=1)
     try:
-        with pd.read_csv(
-            path,
-            sep="\t",
-            usecols=list(columns),
-            dtype=dict(zip(columns, ("str", "str", "float64", "float64"), strict=False)),
-            keep_default_na=False,
-            na_values={name: ["", "nan", "NaN"] for name in columns[2:]},
-            quoting=csv.QUOTE_NONE,
-            encoding_errors="surrogateescape",
-            chunksize=BLOCK_LINES,
-        ) as pieces:
+        types = dict(zip(columns, ("str", "str", "float64", "float64"), strict=False))
+        numbers = {name: ["", "nan", "NaN"] for name in columns[2:]}
+        with read_columns(path, types, na_values=numbers, chunksize=BLOCK_LINES) as pieces:
             for piece in pieces:
                 found = piece[list(columns)]
                 found.columns = pd.Index(("id", "virus", "score1", "score2")[: len(columns)])
@@ -116,7 +100,9 @@ def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
     return best.assign(virus=best["score2"] >= best["score1"])
 
 
-def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool) -> tuple[Comparison, ...]:
+def compare_runs(
+    out: Path, names: tuple[str, ...], *, tolerance: float, subset: bool
+) -> tuple[validation.Comparison, ...]:
     """The runs `names` of a validation against its baseline, where that left results, and against the first of them;
     the last against what was embedded in fp32. `comparison.json` keeps them. `subset`: the baseline covers a part of
     the reads only. Errors: those of `compare`."""
@@ -130,7 +116,7 @@ def compare_runs(out: Path, names: tuple[str, ...], *, tolerance: float, subset:
         exact, slow = a == EXACT, a == BASELINE
         some, bits = exact or (slow and subset), not exact and not slow
         found.append(compare(out / a, out / b, tolerance=tolerance, subset_of_a=some, bits=bits, embeddings=exact))
-    write(out / COMPARISON, ComparisonFile(comparisons=tuple(found)))
+    write(out / COMPARISON, validation.ComparisonFile(comparisons=tuple(found)))
     return tuple(found)
 
 
@@ -143,7 +129,7 @@ def compare(
     subset_of_a: bool = False,
     bits: bool = False,
     embeddings: bool = False,
-) -> Comparison:
+) -> validation.Comparison:
     """Hold result `b` against result `a`: run directories, folders with the two files, or one of the files each.
 
     `subset_of_a`: side a covers a subset of the reads, which may have been staged apart; b is cut to those reads first.
@@ -167,7 +153,7 @@ def compare(
         subset = set(read_table(run_a.reads_table, {"id": "str"})["id"])
     elif subset_of_a:
         subset = set().union(*map(_reads, result_pieces(next(iter(files_a.values())))))
-    parts: dict[str, LabelAgreement] = {}
+    parts: dict[str, validation.LabelAgreement] = {}
     for part in [part for part in COLUMNS if mode == "both" or part.startswith(mode)]:
         left, right = _rows(files_a, part), _rows(files_b, part)
         if left is None or right is None:
@@ -178,7 +164,7 @@ def compare(
         parts[part] = agreement(_in_step(left, right), tolerance)
     if not parts:
         raise InputError(f"{a} and {b} have no kind of result in common; mode is '{mode}'")
-    return Comparison(
+    return validation.Comparison(
         a=a.name,
         b=b.name,
         tolerance=tolerance,
@@ -251,7 +237,7 @@ def _reads(rows: pd.DataFrame) -> pd.Series[str]:
     return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
 
-def agreement(pairs: Iterable[Pair], tolerance: float) -> LabelAgreement:
+def agreement(pairs: Iterable[Pair], tolerance: float) -> validation.LabelAgreement:
     """Join the rows of each pair by id and count. Score differences are of `score2`, where both sides have scores."""
     counted, ids, agreeing = Counter[str](), Counter[str](), Counter[str]()
     differences, close = [], True
@@ -282,14 +268,14 @@ def agreement(pairs: Iterable[Pair], tolerance: float) -> LabelAgreement:
             differences.append(np.abs(scores_a - scores_b))
             close = close and np.allclose(scores_a, scores_b, rtol=CLOSE, atol=CLOSE)
     total = counted["both"] + counted["a"] + counted["b"]
-    return LabelAgreement(
+    return validation.LabelAgreement(
         in_both=counted["both"],
         only_in_a=counted["a"],
         only_in_b=counted["b"],
         agreeing=counted["agreeing"],
         agreement=counted["agreeing"] / total if total else None,
         score=_score_difference(np.concatenate(differences), tolerance, close) if differences else None,
-        classes={name: ClassAgreement(ids=n, agreeing=agreeing[name]) for name, n in ids.items()},
+        classes={name: validation.ClassAgreement(ids=n, agreeing=agreeing[name]) for name, n in ids.items()},
         examples=tuple(text.encode("utf-8", "replace").decode() for text in (*unlike, *alone)[:EXAMPLES]),
     )
 
@@ -302,12 +288,12 @@ def _keys(ids: pd.Series[str]) -> pd.Index[str]:
     return pd.Index(ids.where(number == 0, ids + "\x00" + number.astype(str)))
 
 
-def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) -> ScoreDifference | None:
+def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) -> validation.ScoreDifference | None:
     """Of both scores' absolute differences [n, 2]; `None` when a score is no number: it cannot be near another."""
     if np.isnan(both).any():
         return None
     difference = both[:, 1]
-    return ScoreDifference(
+    return validation.ScoreDifference(
         n=len(difference),
         mean=float(difference.mean()),
         median=float(np.median(difference)),
@@ -319,13 +305,13 @@ def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) 
     )
 
 
-def meets(comparison: Comparison, minimum: float) -> bool:
+def meets(comparison: validation.Comparison, minimum: float) -> bool:
     """Whether every agreement that was asked for reaches `minimum` (0 to 1); nothing compared never does."""
     parts = [part for part in (comparison.frames, comparison.consensus) if part is not None]
     return bool(parts) and all(part.agreement is not None and part.agreement >= minimum for part in parts)
 
 
-def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats, ...]:
+def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:
     """Cosine of the embeddings of each sequence that both runs have; by encoder too, when the DNA width is known.
 
     Empty when a run keeps no embeddings or they share no sequence. Rows that failed (NaN) on either side raise nothing
@@ -357,7 +343,9 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[CosineStats
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
     known = {name: cosine[~np.isnan(cosine)] for name, cosine in found.items()}
     return tuple(
-        CosineStats(part=name, n=len(v), minimum=float(v.min()), p1=float(np.percentile(v, 1)), mean=float(v.mean()))
+        validation.CosineStats(
+            part=name, n=len(v), minimum=float(v.min()), p1=float(np.percentile(v, 1)), mean=float(v.mean())
+        )
         for name, v in known.items()
         if len(v)
     )

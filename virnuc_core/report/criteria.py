@@ -9,17 +9,9 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from virnuc_core.profiles import Profile, Target
+from virnuc_core.report import model
 from virnuc_core.report.files import BASELINE, COMPARISON, RUN_PREFIX
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
-from virnuc_core.report.model import (
-    BaselineMetrics,
-    Criterion,
-    OverheadMetrics,
-    RunMetrics,
-    ScalingMetrics,
-    TelemetryMetrics,
-    Verdict,
-)
 from virnuc_core.validation import OVERHEAD, Comparison
 
 CORRECTNESS: Final = "correctness"
@@ -31,26 +23,26 @@ class Measured:
     """What the criteria judge."""
 
     profile: Profile
-    single: RunMetrics | None
-    many: RunMetrics | None  # the run with more than one device, if there is one
-    baseline: BaselineMetrics | None
-    scaling: ScalingMetrics | None
+    single: model.RunMetrics | None
+    many: model.RunMetrics | None  # the run with more than one device, if there is one
+    baseline: model.BaselineMetrics | None
+    scaling: model.ScalingMetrics | None
     comparisons: tuple[Comparison, ...]
-    overhead: OverheadMetrics | None = None
-    runs: tuple[RunMetrics, ...] = ()  # all of them, fewest devices first
+    overhead: model.OverheadMetrics | None = None
+    runs: tuple[model.RunMetrics, ...] = ()  # all of them, fewest devices first
 
     @property
-    def pair(self) -> RunMetrics | None:
+    def pair(self) -> model.RunMetrics | None:
         """The run on two devices."""
         return next((run for run in self.runs if run.name == f"{RUN_PREFIX}2"), None)
 
     @property
-    def judged(self) -> RunMetrics | None:
+    def judged(self) -> model.RunMetrics | None:
         """The run the verdict is about: most devices first."""
         return self.many or self.single
 
     @property
-    def telemetry(self) -> TelemetryMetrics | None:
+    def telemetry(self) -> model.TelemetryMetrics | None:
         """Of the run the verdict is about."""
         return None if self.judged is None else self.judged.telemetry
 
@@ -124,7 +116,7 @@ def speedup(measured: Measured) -> Finding:
     return Finding(value, samples, absent=baseline.problem or "", problem=problem, note=baseline_note(baseline))
 
 
-def baseline_note(baseline: BaselineMetrics) -> str:
+def baseline_note(baseline: model.BaselineMetrics) -> str:
     """How the baseline's time is known, when it was not measured over all the reads."""
     if baseline.source == "recorded":
         return f"the baseline's time was not measured here but recorded, on {baseline.label}"
@@ -265,13 +257,13 @@ EQUAL: Final = "One device and N devices agree bit for bit"
 SAME_BYTES: Final = Row(same_bytes, CORRECTNESS, EQUAL, "", "", "files and shards", "many", raw=COMPARED)
 
 
-def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
+def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
     """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared."""
     target, field = _target(row, case)
     found = Finding(absent=refused) if refused and target is not None else row.find(case)
-    run: RunMetrics | None = getattr(case, row.run)
+    run: model.RunMetrics | None = getattr(case, row.run)
     value, reason = found.value, found.note
-    verdict: Verdict = "not run"
+    verdict: model.Verdict = "not run"
     if target is None:
         verdict = "not run" if value is None else "not asked"
         reason = found.absent or found.problem or found.note if value is None else "the profile does not ask for it"
@@ -293,7 +285,7 @@ def judge(row: Row, case: Measured, refused: str = "") -> Criterion:
         "telemetry": run and run.telemetry and run.telemetry.file,
     }
     title = BASELINE_TITLES.get(case.profile.baseline.name, case.profile.baseline.name)
-    return Criterion(
+    return model.Criterion(
         id=row.id,
         perf_id=row.perf_id,
         title=row.title.format(baseline=title),
@@ -324,7 +316,7 @@ def _target(row: Row, case: Measured) -> tuple[Target | None, str]:
     return (None if band is None else Target(op=">=", value=band[0])), f"scaling_bands.{devices}"
 
 
-def _no_evidence(row: Row, run: RunMetrics | None, profile: Profile) -> str:
+def _no_evidence(row: Row, run: model.RunMetrics | None, profile: Profile) -> str:
     """Why a run says nothing about a target of the profile: it was too small, or not on the devices that are meant."""
     if row.perf_id == CORRECTNESS:
         return ""

@@ -16,6 +16,7 @@ from virnuc_core.engine.shards import read_scores
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
 from virnuc_core.runfiles import read_record
@@ -23,6 +24,7 @@ from virnuc_core.runfiles import read_record
 VIRUSES: Final = 10239  # in NCBI's taxonomy
 BINS: Final = 50  # of the histogram of scores
 PIECE_READS: Final = 65_536
+READ: Final = ("id", "length", "open_frames", "fate", "viral_score")
 SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
 
 
@@ -39,9 +41,7 @@ def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
     stem = re.sub(r"[^\w.-]", "_", sample)
     lines, report = out / f"{stem}.kraken2.classifiedreads.txt", out / f"{stem}.kraken2.report.txt"
     with _table(lines) as write:
-        for reads in pd.read_csv(
-            run.reads_table, sep="\t", dtype=str, na_filter=False, quoting=3, chunksize=PIECE_READS
-        ):
+        for reads in read_columns(run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS):
             found = (reads.fate == "viral").to_numpy()
             taxon = pd.Series(np.where(found, str(VIRUSES), "0"), reads.index, dtype=str)
             write(np.where(found, "C", "U"), reads.id, taxon, reads.length, taxon + ":" + reads.open_frames)
@@ -52,16 +52,9 @@ def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
         percent = [f"{100 * count / max(total, 1):6.2f}" for count in clade]
         write(percent, clade, own, ["U", "R", "D"], [0, 1, VIRUSES], ["unclassified", "root", "  Viruses"])
     shares = {"viral_percent": viral, "scored_percent": int(scores.sum())}
-    middles = [(place + 0.5) / BINS for place in range(BINS)]
-    data: dict[str, Mapping[Any, float]] = {
-        "general": {
-            "viral": viral,
-            "reads": total,
-            **{name: 100 * one / max(total, 1) for name, one in shares.items()},
-        },
-        "fates": fates,
-        "scores": dict(zip(middles, scores.tolist(), strict=True)),
-    }
+    general = {"viral": viral, "reads": total} | {name: 100 * n / max(total, 1) for name, n in shares.items()}
+    middles = {(place + 0.5) / BINS: count for place, count in enumerate(scores.tolist())}
+    data: dict[str, Mapping[Any, float]] = {"general": general, "fates": fates, "scores": middles}
     for name, section in json.loads(SECTIONS.read_text(encoding="utf-8")).items():
         text = json.dumps(section | {"data": {sample: data[name]}}, indent=1)
         write_text_whole(out / f"virnuc_{name}_mqc.json", f"{text}\n")

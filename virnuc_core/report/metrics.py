@@ -118,16 +118,12 @@ def telemetry_metrics(
     )
 
 
+@cache
 def datasheet_flops(device_name: str, precision: str) -> float | None:
     """Peak FLOP/s of a device at a precision; `None` when the table does not have it."""
-    peaks = next((peaks for part, peaks in _datasheets().items() if part in device_name), {})
+    sheets = tomllib.loads(Path(__file__).with_name("datasheets.toml").read_text(encoding="utf-8"))  # TFLOP/s
+    peaks: dict[str, float] = next((peaks for part, peaks in sheets.items() if part in device_name), {})
     return peaks[precision] * 1e12 if precision in peaks else None
-
-
-@cache
-def _datasheets() -> dict[str, dict[str, float]]:
-    """TFLOP/s by precision, by a part of the device's name."""
-    return tomllib.loads(Path(__file__).with_name("datasheets.toml").read_text(encoding="utf-8"))
 
 
 def encoder_metrics(
