@@ -73,7 +73,9 @@ class Traces:
 
     def __str__(self) -> str:
         batches, shards = (sum(getattr(t, name) for t in self.tables) for name in ("batches", "shards"))
-        return f"{batches} batches of {counted(shards, 'shard')} on {counted(len(self.tables), 'device')} recorded"
+        numbers = {"shard": shards, "device": len(self.tables)}
+        on = " on ".join(f"{number:,} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
+        return f"{batches} batches of {on} recorded"
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
@@ -99,11 +101,6 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
         if table.trace is None:
             log.warning("%s: a trace of %s bytes was not kept", table.device, f"{table.trace_bytes:,}")
     return Traces(folder, tables)
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 shard`, `2 shards`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
