@@ -18,7 +18,7 @@ from virnuc_core import results
 from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.sources import Inputs
 from virnuc_core.reads.stage import StageSpec, stage
-from virnuc_core.reads.store import OrfStore, StoreCounts
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import write_viral
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
 from virnuc_core.results import write_covered, write_results
@@ -61,7 +61,7 @@ def make(reads: list[Read]) -> Made:
     store = OrfStore()
     store.path = Path("made-up")
     store.duplicate_mark = "."
-    store.counts = StoreCounts(len(reads), sum(r.chunks for r in reads), len(pairs), len(pairs), 0, 0, 0, 0, 0, 0)
+    store.n_reads, store.n_rows, store.n_uniques = len(reads), len(pairs), len(pairs)
     store.read_length = np.array([r.length for r in reads], dtype=np.int32)
     store.read_chunks = np.array([r.chunks for r in reads], dtype=np.int32)
     store.read_rows = np.array([len(r.frames) for r in reads], dtype=np.int32)
