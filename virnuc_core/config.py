@@ -85,16 +85,14 @@ class Devices(Spec):
     @classmethod
     def parse(cls, text: str) -> Devices:
         """Read `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) or `auto`. Errors: `ConfigError`."""
-        cleaned = text.strip()
-        if cleaned == "auto":
+        if text.strip() == "auto":
             return cls(kind="auto")
-        if match := re.fullmatch(r"cpu(?::(\d{1,4}))?", cleaned):
-            count = int(match[1] or 1)
-            if count < 1:
+        if match := re.fullmatch(r"cpu(?::(\d{1,4}))?", text.strip()):
+            if not (count := int(match[1] or 1)):
                 raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
-            return cls(kind="cpu", ids=tuple(str(i) for i in range(count)))
+            return cls(kind="cpu", ids=tuple(map(str, range(count))))
         ids = []
-        for part in map(str.strip, cleaned.split(",")):
+        for part in map(str.strip, text.split(",")):
             match = re.fullmatch(r"cuda:(\d+|(?:GPU|MIG)-[0-9a-fA-F-]+)", part)
             if match is None:
                 raise ConfigError(f"devices '{text}': '{part}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto")
@@ -109,8 +107,8 @@ class Devices(Spec):
         return f"cpu:{len(self.ids)}" if self.kind == "cpu" else "auto"
 
 
-def _devices(given: Any) -> Any:
-    return Devices.parse(given) if isinstance(given, str) else given
+_parsed = BeforeValidator(lambda given: Devices.parse(given) if isinstance(given, str) else given)
+DevicesAsText = Annotated[Devices, _parsed, PlainSerializer(str)]
 
 
 class ReadsSpec(Spec):
@@ -149,7 +147,7 @@ class ClassifySpec(VerdictSpec):
     """One run over staged reads."""
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")
-    devices: Annotated[Devices, BeforeValidator(_devices), PlainSerializer(str)] = Devices(kind="auto")
+    devices: DevicesAsText = Devices(kind="auto")
     engine: EngineSpec = EngineSpec()
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
     parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
@@ -164,8 +162,7 @@ class RunSpec(ReadsSpec, ClassifySpec):
 def explain(error: ValidationError, most: int = 5, *, quoted: bool = False) -> str:
     """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`.
 
-    `quoted`: say what was given. What stands in a file is not told: who reads the message may not be whom it is for.
-    Names of its keys are, so that a wrong one is found: a few, short and on one line.
+    `quoted`: say what was given; not of a file, for who reads the message may not be whom its content is for.
     """
     parts = []
     for item in error.errors()[:most]:

@@ -74,8 +74,8 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
     """Reads to the ORF store at `out`; reused, unless by `force`, when it already holds the same content, undamaged.
 
-    Errors: those of `stage`; `ConfigError` when a run is at work beside the store, and `RunMismatchError` when a run
-    of other reads was recorded there: its store is what its shards refer to, so only `force` replaces it.
+    Errors: those of `stage`; `ConfigError` when a run is at work beside the store, `RunMismatchError` when a run of
+    other reads was recorded there: its shards refer to its store.
     """
     beside = RunDir(out.parent)
     with run_lock(beside.root):
@@ -124,10 +124,8 @@ def classify(
 
     A run that is complete is not computed again: its summary comes back. Its result files are written again from the
     shards when the threshold is another, or one of them is not as the summary lists it. `prewarmed` workers are used
-    where they fit; `flops` has the devices' ceilings where they were measured. Errors: `ConfigError` (another run works
-    here, the head does not fit the store, its card does not tell what is asked), `RunMismatchError`, `WeightsError`,
-    `DeviceError`, `ShardError`, `WorkerError`, `OSError` of the disk; `InputError` when viral reads are wanted and the
-    input is not what was staged. Whatever was committed stays.
+    where they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError`
+    also when viral reads are wanted and the input is not what was staged. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
@@ -173,15 +171,12 @@ def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
 
 
 def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSummary | None = None) -> Job:
-    """Decide everything a run depends on, write run.json and the plan, and find out what is left to do.
-
-    `staging`: what the store was made of, if that is known; it must still be that.
-    """
+    """Decide all that a run depends on, write run.json and the plan, find out what is left to do. `staging`, if that
+    is known: what the store was made of, and must still be."""
     models, orfs = spec.models, OrfStore.open(store)
     if staging is not None and staging.fingerprint != orfs.fingerprint:
         raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
-    length = model_length(models)
-    if length != orfs.model_length:
+    if (length := model_length(models)) != orfs.model_length:
         raise ConfigError(
             f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
         )
@@ -210,10 +205,8 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
         before, now = ended(record.attempts[-2], *noted, written), record.attempts[-1]
         record = record.model_copy(update={"attempts": (*record.attempts[:-2], before, now)})
     if not run.record.exists() and (told := shards.fingerprints(run)) and plan.fingerprint not in told:
-        raise RunMismatchError(
-            f"{run.root} has no readable run.json, and its shards are of another run; "
-            "choose another directory or --force"
-        )
+        problem = "has no readable run.json, and its shards are of another run; choose another directory or --force"
+        raise RunMismatchError(f"{run.root} {problem}")
     shards.write_plan(run, plan)
     write(run.record, record)
     run.journal.unlink(missing_ok=True)  # the record has what it told
@@ -304,8 +297,7 @@ def _write_results(
 ) -> dict[str, Any]:
     """Write the result files; returns what a summary says of them: another threshold changes nothing else.
 
-    There is no summary.json meanwhile. Viral reads that were not asked for stay where they are in `kept`. `since_s`:
-    when the embedding ended.
+    There is no summary.json meanwhile. Viral reads in `kept` stay. `since_s`: when the embedding ended.
     """
     run, spec = job.run, job.spec
     if not job.engine.commit:

@@ -127,16 +127,15 @@ def storing(path: Path) -> Iterator[None]:
 def check_room(folder: Path, nbytes: int, what: str) -> None:
     """See to it that so many bytes can be written in `folder`, which exists. Errors: `StorageError` says how many."""
     if nbytes > (free := shutil.disk_usage(folder).free):
-        raise StorageError(
-            f"{folder}: {what} need about {size(nbytes)}, {size(free)} are free; make room or choose another directory"
-        )
+        problem = f"{what} need about {size(nbytes)}, {size(free)} are free; make room or choose another directory"
+        raise StorageError(f"{folder}: {problem}")
 
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success flush it and rename it into place, else remove it.
+    """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises.
 
-    Errors: whatever the body raises; `StorageError` for what the disk refuses. A reader never sees half a file.
+    Errors: those of the body; `StorageError` for what the disk refuses.
     """
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     with storing(path):
@@ -159,7 +158,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any) -> Iterator[h5py.File]:
     """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them.
 
-    It is made in memory: HDF5 does not live through a disk that refuses. Errors: `StorageError` for one that does.
+    It is made in memory: HDF5 does not live through a disk that refuses, which is a `StorageError`.
     """
     import h5py  # takes a while, and few who name a path write HDF5
 
@@ -205,9 +204,8 @@ def check_ours(root: Path) -> None:
     """`ConfigError` when a directory is not ours and something in it has a name that we would write."""
     found = () if is_ours(root) else sorted({str(path.relative_to(root)) for path in _found(root, GUARDED)})
     if found and not is_ours(root):  # asked again: who makes the first file has made the mark before
-        raise ConfigError(
-            f"{root} was not made by virnuc, and {few(found)} would be overwritten; choose another directory"
-        )
+        problem = f"was not made by virnuc, and {few(found)} would be overwritten; choose another directory"
+        raise ConfigError(f"{root} {problem}")
 
 
 def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False) -> None:
@@ -224,13 +222,11 @@ def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: b
         what = "the working directory" if place == Path.cwd() else "a mount point"
         raise ConfigError(f"{out} is {what}, where --force removes nothing; choose a directory in it")
     if place.is_dir():
-        outputs = {
-            (at.st_dev, at.st_ino) for path in _found(place, ALL_FILES) if path.is_file() for at in [path.stat()]
-        }
+        outputs = [path.stat() for path in _found(place, ALL_FILES) if path.is_file()]
         for name in reads:
             with suppress(OSError, ValueError):
                 at = Path(name).stat()
-                if stat.S_ISREG(at.st_mode) and (at.st_dev, at.st_ino) in outputs:
+                if any(os.path.samestat(at, one) for one in outputs):
                     raise ConfigError(f"{name} is read, and would be overwritten; choose another directory than {out}")
         check_ours(place)
 
@@ -239,9 +235,8 @@ def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: b
 def run_lock(root: Path) -> Iterator[None]:
     """Hold a directory for writing; who holds it already, in the same thread, holds it again for nothing.
 
-    Files that killed writers left half made are removed first. A directory or a mark that was made for this, and in
-    which nothing of ours was made since, is removed again. Errors: `ConfigError` names the process that holds it, or
-    what of others would be overwritten.
+    What killed writers left half made is removed first, and afterwards a directory or mark that was made for this, if
+    nothing else was. Errors: `ConfigError` names the process that holds it, or what of others would be overwritten.
     """
     place = root.resolve()
     if place in _held.get():
@@ -314,8 +309,7 @@ def discard(root: Path, *patterns: str) -> None:
         log.warning("%s: not made by virnuc and left as it is: %s", root, few(names))
 
 
-# A device is held by a socket of its name, which has no place in any folder: the same for every user of the machine,
-# nothing that could be put in its way, and gone with its process.
+# A device is held by a socket of its name, in no folder: one for all users, nothing in its way, gone with its process.
 _SOCKET: Final = (socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 
 
@@ -339,9 +333,9 @@ def held_devices() -> list[str]:
 
 
 def lock_device(device: str, wait_s: float) -> int:
-    """Take a device for this process until it ends; returns the open handle, which must be kept.
+    """Take a device for this process until it ends; the open handle, which must be kept.
 
-    Waits up to `wait_s` for another run to finish with it, then `DeviceError` names the holder.
+    Errors: `DeviceError` names who still holds it after `wait_s`.
     """
     deadline, holding = time.monotonic() + wait_s, socket.socket(*_SOCKET)
     while True:

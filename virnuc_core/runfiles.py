@@ -56,7 +56,7 @@ def read(path: Path, kind: type[File]) -> File:
 
 
 def read_or_set_aside(path: Path, kind: type[File]) -> File | None:
-    """The content of a file; None when there is none, or a damaged one, which `NAME.damaged` keeps, with a warning.
+    """The content of a file; None without one, or for a damaged one, which is kept as `NAME.damaged`, with a warning.
 
     Errors: `ConfigError` when it cannot be opened.
     """
@@ -152,9 +152,6 @@ class RunRecord(RunFile):
     attempts: tuple[Attempt, ...] = ()
 
 
-Record = TypeVar("Record", bound=RunRecord)
-
-
 def now() -> str:
     """The time, UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
@@ -191,7 +188,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def new_record(kind: type[Record], devices: Sequence[Device], **made: Any) -> Record:
+def new_record(kind: type[File], devices: Sequence[Device], **made: Any) -> File:
     """A record of a run that starts now on `devices`; `made` are its other fields: what it is made of."""
     at, found = now(), tuple(devices)
     # of addresses, the query may be a signature
@@ -210,16 +207,13 @@ def read_record(run: RunDir) -> RunRecord:
 
 
 def made_from(record: RunRecord) -> dict[str, str]:
-    """What can be told of any run or baseline: the fingerprints of reads and weights, and the model's length."""
+    """The fingerprints of reads and weights of any run or baseline, and its model's length."""
     length = {} if record.model_length is None else {MODEL_LENGTH: str(record.model_length)}
     return {name: record.fingerprints[name] for name in sorted(record.fingerprints)} | length
 
 
 def differing(a: Mapping[str, str], b: Mapping[str, str], *, strict: bool = False) -> dict[str, tuple[str, str]]:
-    """Whether two jobs are the same: the names of what differs, with what each side says; empty for the same job.
-
-    What only one side tells differs when `strict`, else it says nothing.
-    """
+    """The names of what tells two jobs apart, with what each side says; what only one tells counts when `strict`."""
     names = [name for name in dict.fromkeys((*a, *b)) if strict or (name in a and name in b)]
     return {name: (a.get(name, "nothing"), b.get(name, "nothing")) for name in names if a.get(name) != b.get(name)}
 
@@ -248,12 +242,11 @@ def resume_or_refuse(run: RunDir, fresh: RunRecord) -> RunRecord:
 
 
 class ModelFlops(RunFile):
-    """FLOPs of a token in the linear layers of each encoder, and by device the tokens/s those layers alone sustain
-    there. A device without an entry was not measured."""
+    """FLOPs of a token in the linear layers of each encoder, and the tokens/s that those layers alone sustain."""
 
     esm2_per_token: Positive | None = None
     dnabert_s_per_token: Positive | None = None
-    esm2_ceiling_tokens_s: dict[str, Positive] = {}
+    esm2_ceiling_tokens_s: dict[str, Positive] = {}  # by device, where it was measured
     dnabert_s_ceiling_tokens_s: dict[str, Positive] = {}
 
 
@@ -288,8 +281,7 @@ class RunCounts(RunFile):
 
 
 class RunSummary(RunCounts):
-    """`summary.json`: what a run did and how long it took. It is written last: with it a run is complete, unless it
-    says that it was ended at a time limit. `None`: the file does not tell."""
+    """`summary.json`, written last: with it a run is complete, unless it says that it was ended at a time limit."""
 
     schema_version: int = 1
     stages: dict[str, Seconds | None] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused

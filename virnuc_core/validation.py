@@ -21,8 +21,8 @@ from virnuc_core.runfiles import Count, Device, File, FileDigest, RunFile, RunRe
 def read_usable(path: Path, kind: type[File]) -> tuple[File | None, tuple[str, ...]]:
     """What can be used of a file that may hold anything, and a sentence on each thing that cannot.
 
-    A value of the wrong kind is left out, as if it were absent; a list with one such value is left out whole. The
-    content is `None` for a file that is missing (without a sentence) or that lacks what makes it such a file.
+    A value of the wrong kind is left out, a list with one such value whole. `None` for a file that is missing (without
+    a sentence) or that lacks what makes it such a file.
     """
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ class ValidationRecord(RunRecord):
 def record_validation(
     out: Path, spec: ClassifySpec, profile: Profile, staging: StageSummary, devices: tuple[Device, ...]
 ) -> None:
-    """`run.json` of the validation: what it was started with. A repeated start of the same keeps its time.
+    """`run.json` of the validation: what it was started with, and when it first was.
 
     Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
     """
@@ -117,9 +117,7 @@ class BaselineSubset(RunFile):
 
 def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]:
     """`wanted` reads that stand for all: one at random from each of as many equal stretches of the input, ascending.
-
-    A fixed step would follow any pattern of the input (mates in turn, tiles of a flow cell); a random pick does not.
-    """
+    A fixed step would follow any pattern of the input (mates in turn, tiles of a flow cell)."""
     if wanted is None or wanted >= total:
         return np.arange(total, dtype=np.int64)
     bounds = np.arange(wanted + 1, dtype=np.int64) * total // wanted
@@ -129,15 +127,14 @@ def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]
 class BaselineSummary(RunFile):
     """`summary.json` of a baseline: its time and what that stands on.
 
-    `stages` are seconds on the whole input, scaled where a subset was measured, and empty for a recorded baseline.
-    Chunking and translation are not among them: the rows are taken from the store, which favours the baseline.
+    Chunking and translation are not among its stages: the rows are taken from the store, which favours the baseline.
     """
 
     schema_version: int = 1
     name: BaselineName
     source: Literal["measured", "recorded"] = "measured"
     wall_s: Seconds | None = None  # seconds for the whole input: what a run is compared with
-    stages: dict[str, Seconds] = Field(default_factory=dict)
+    stages: dict[str, Seconds] = Field(default_factory=dict)  # on the whole input, scaled; none of a recorded one
     subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
     measured_s: Seconds | None = None  # seconds that really passed; None when recorded
     measured_stages: dict[str, Seconds] = Field(default_factory=dict)
@@ -171,8 +168,8 @@ class OverheadPair(RunFile):
     @property
     def overhead(self) -> float | None:
         """1 − tokens/s with what costs ÷ tokens/s without (models: loading anew); `None`: the pair says nothing."""
-        slow, fast = self.with_tokens_per_s, self.without_tokens_per_s
-        slow, fast = (fast, slow) if self.of == "models" else (slow, fast)
+        rates = self.with_tokens_per_s, self.without_tokens_per_s
+        slow, fast = reversed(rates) if self.of == "models" else rates
         return None if fast <= 0 or self.restarts else 1.0 - slow / fast
 
 
@@ -251,8 +248,7 @@ class LabelAgreement(RunFile):
     agreement: float | None  # agreeing / all ids, 0 to 1; None when there is no id at all
     score: ScoreDifference | None  # None when a side has no scores, or no id is in both
     examples: tuple[str, ...]  # a few ids that disagree, with what each side says
-    # viral, non-viral, near threshold; empty: an older version compared
-    classes: dict[str, ClassAgreement] = Field(default_factory=dict)
+    classes: dict[str, ClassAgreement] = Field(default_factory=dict)  # viral, non-viral, near threshold; or none
 
     @property
     def total(self) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
 from virnuc_core.encoders.layers import Encoder, Read, choose_backend, inv_freq, resolve_precision
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
+from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError, few
@@ -31,11 +31,9 @@ INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
 
-    Raises `WeightsError` when they are missing or do not fit each other; of DNABERT-S also when a token of its
-    tokenizer has no row in the embedding table, of a head when its inputs are not what the encoders give, or a number
-    in it is not finite.
+    Raises `WeightsError` when they are missing or do not fit each other, the tokenizer or the other parts.
     """
-    shape = _shape(models, kind)
+    shape = read_shape(_config(models, kind.part()), kind)
     if isinstance(shape, HeadShape):
         check_widths(models, shape)
     opened = open_folder(models / shape.model, kind)
@@ -57,7 +55,8 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
 
 def check_widths(models: Path, head: HeadShape) -> None:
     """See that a head's inputs are what the encoders of a models directory give. Errors: `WeightsError`."""
-    dna, protein = _shape(models, DnabertShape).width, _shape(models, Esm2Shape).width
+    kinds: tuple[type[EncoderShape], ...] = (DnabertShape, Esm2Shape)
+    dna, protein = (read_shape(_config(models, kind.part()), kind).width for kind in kinds)
     if (head.dna_width, head.protein_width) != (dna, protein):
         raise WeightsError(
             f"{models / 'head'}: made for embeddings of {head.dna_width} (DNA) + {head.protein_width} (protein), "
@@ -74,18 +73,10 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
 
 
 def check_models(models: Path) -> HeadShape:
-    """The head's sizes of a models directory in which all is right that is told without reading an encoder's weights.
-
-    The parts are there and whole (a safetensors file is as long as its header says), and as `open_part` wants them.
-    Errors: `WeightsError` names the file and what is wrong with it.
-    """
+    """The head's sizes of a models directory in which all is right that is told without an encoder's weights."""
     open_part(models, Esm2Shape)
     open_part(models, DnabertShape)
     return open_part(models, HeadShape)[0]
-
-
-def _shape(models: Path, kind: type[S]) -> S:
-    return read_shape(_config(models, kind.part()), kind)
 
 
 def _config(models: Path, part: str) -> Path:
@@ -123,9 +114,8 @@ def part_digest(folder: Path, *further: Path) -> str:
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-@functools.cache
+@functools.cache  # in this process, while size and time stay the same
 def _digest(path: Path, size: int, changed_ns: int) -> str:
-    """SHA-256 of a file, remembered in this process while its size and time stay the same."""
     return sha256_of(path)
 
 
@@ -134,8 +124,7 @@ def load_encoder(
 ) -> E:
     """The `Esm2` or `DnabertS` of a models directory on `device`, run by our own kernels where they can.
 
-    Raises `WeightsError` when a file is missing or wrong, `DeviceError` or `ConfigError` when the device cannot run
-    what is asked for.
+    Errors: `WeightsError`; `DeviceError` or `ConfigError` when the device cannot run what is asked for.
     """
     shape, read = open_part(models, network.KIND)
     ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
@@ -214,8 +203,8 @@ def our_name(theirs: str) -> str:
 def fit(source: Checkpoint, shape: Shape) -> Read:
     """Reads a checkpoint of any public layout by our names, a tensor in the precision it is stored in.
 
-    It is held against the model by names, shapes and types, no weights are read: `WeightsError` names what is missing,
-    unexpected or misshapen. Rotary frequencies, which newer ports do not save, are computed from the head size then.
+    Rotary frequencies, which newer ports do not save, are computed from the head size then. Errors: `WeightsError`
+    names what is missing, unexpected or misshapen; no weights are read for that.
     """
     wanted, given = shape.tensors(), dict(source.tensors)
     if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
@@ -256,7 +245,7 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
     """The file of this name in a folder, or the shards that its index names; empty without either."""
     single, index = folder / name, folder / f"{name}.index.json"
     if single.is_file() or not index.is_file():
-        return [single] if single.is_file() else []
+        return [single] * single.is_file()
     try:
         files = sorted({str(file) for file in json.loads(small_text(index, INDEX_BYTES))["weight_map"].values()})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:

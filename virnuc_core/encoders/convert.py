@@ -39,10 +39,9 @@ DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a rand
 
 
 def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2Shape:
-    """Write `out/esm2` from a folder or file of the public ESM-2, in HF layout or fair-esm's.
+    """Write `out/esm2` from a folder or file of the public ESM-2, in HF layout or fair-esm's, stored as `dtype`.
 
-    Sizes come from the `config.json` beside the weights, else from the tensors. `dtype` stores them narrower than they
-    are. Raises `WeightsError` naming the tensor that is missing, unexpected or misshapen.
+    Sizes come from the `config.json` beside the weights, else from the tensors. Errors: `WeightsError`.
     """
     opened = open_public(source)
     config = _beside(source, "config.json")
@@ -52,8 +51,7 @@ def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2S
 
 
 def convert_dnabert_s(source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None) -> None:
-    """Write `out/dnabert_s` from a folder or file of the public DNABERT-S; `config.json` must stand beside the weights,
-    and the tokenizer's file, where `tokenizer` does not name it."""
+    """Write `out/dnabert_s` from the public DNABERT-S, a folder or file, with its tokenizer. Errors: `WeightsError`."""
     opened = open_public(source)
     config = _beside(source, "config.json")
     if config is None:
@@ -72,8 +70,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     columns is the protein's. Nothing a pickle holds is executed.
     """
     named = re.fullmatch(r"(\d+)_model\.pth", source.name)
-    length = model_length or (int(named[1]) if named else None)
-    if length is None:
+    if (length := model_length or (int(named[1]) if named else None)) is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
     safe = source.suffix == ".safetensors"
     opened = checkpoint.open_safetensors([source]) if safe else Checkpoint(str(source), read_head(source))
@@ -89,9 +86,8 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
 
 
 def fetch(out: Path, head: Path, *, model_length: int | None = None, dtype: Storage | None = None) -> None:
-    """Make a models directory of the public ESM-2 3B and DNABERT-S, and a head file of VirNucPro.
+    """Make a models directory of the public ESM-2 3B and DNABERT-S, and a head file of VirNucPro, which is at hand.
 
-    The head (`300_model.pth` or `500_model.pth`) comes with VirNucPro's own repository and is not downloaded here.
     Parts that `out` already holds are left as they are. Raises `WeightsError` when the network does not answer.
     """
     if not head.is_file():
@@ -111,10 +107,9 @@ def _download(repository: str, revision: str) -> Path:
     try:
         return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=FETCHED_FILES))
     except Exception as error:  # the library and what it stands on raise many kinds
-        raise WeightsError(
-            f"{repository} at {revision[:12]}: cannot be downloaded ({first_line(error)}); "
-            f"without a network, copy its files here and use virnuc models convert"
-        ) from error
+        problem = f"{repository} at {revision[:12]}: cannot be downloaded ({first_line(error)})"
+        advice = "without a network, copy its files here and use virnuc models convert"
+        raise WeightsError(f"{problem}; {advice}") from error
 
 
 def open_public(source: Path) -> Checkpoint:
@@ -149,10 +144,9 @@ def _beside(source: Path, name: str) -> Path | None:
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Read) -> None:
-    """Write a safetensors file, one tensor at a time (the library wants all in memory); the file appears whole.
+    """Write a safetensors file whole, one tensor of any floating type at a time: the library wants all in memory.
 
-    `read` gives each tensor in any floating type. Rotary frequencies, which lose their meaning in half precision, are
-    stored in float32, all others as `dtype`.
+    Rotary frequencies, which lose their meaning in half precision, are stored in float32, all others as `dtype`.
     """
     short = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     kinds = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
@@ -208,13 +202,11 @@ def init_random(
     seed: int = 0,
     dtype: Storage = "fp32",
 ) -> None:
-    """Write a models directory with random weights, for machines without the real ones.
+    """Write a models directory with random weights, its encoders stored as `dtype`; the same arguments, the same bytes.
 
-    The same arguments give the same bytes. Weights are drawn so that activations stay of the size of real ones, in half
-    precision too. `dtype` is what the encoders are stored in. Raises `WeightsError` when `out` already holds a model.
+    Activations stay of the size of real ones, in half precision too. Errors: `WeightsError` when `out` holds a model.
     """
-    taken = [part for part in PARTS if (out / part).exists()]
-    if taken:
+    if taken := [part for part in PARTS if (out / part).exists()]:
         raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
     protein, dna = model_config.ESM2_SIZES[esm2], model_config.DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
@@ -268,14 +260,13 @@ def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float
 
     A matrix keeps the size of what passes through it; what is added to a stream is smaller the more layers add to it.
     """
-    leaf = name.rsplit(".", 1)[-1]
     if name.endswith("running_var"):
         return 1.0, 0.1
     if "norm" in name or name.startswith("bn1"):
-        return (1.0, 0.05) if leaf == "weight" else (0.0, 0.05)
+        return float(name.endswith(".weight")), 0.05
     if name.startswith(("embed", "token_type")):
         return 0.0, 1.0
-    if leaf == "bias":
+    if name.endswith(".bias"):
         return 0.0, 0.02
     fan_in = size[1] ** -0.5
     if isinstance(shape, Esm2Shape) and name.split(".")[-2] in ("out", "fc2"):

@@ -39,8 +39,7 @@ def kept_heads(models: Path) -> list[KeptHead]:
 def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
     """Put the head in `new` in place as `models/head`; what there is to say of it.
 
-    Errors: those of `_put`; `WeightsError` unless `anyway` when it may not be better than chance, or is worse than the
-    installed one on the same test.
+    Errors: those of `_put`; `WeightsError` unless `anyway` when it may be chance, or is worse on the same test.
     """
     card, current = read_shape(new / CONFIG, HeadShape).card, models / "head" / CONFIG
     before = read_shape(current, HeadShape).card if current.is_file() else None

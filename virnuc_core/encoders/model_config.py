@@ -67,9 +67,7 @@ class Esm2Shape(EncoderShape):
     """An ESM-2: pre-norm layers with rotary positions."""
 
     model: Literal["esm2"] = "esm2"
-    vocab: int = Field(
-        33, ge=33, le=1 << 20, description="rows of the embedding table; some ports pad it beyond the 33 symbols"
-    )
+    vocab: int = Field(33, ge=33, le=1 << 20)  # rows of the embedding table; some ports pad it beyond the 33 symbols
     norm_eps: float = Field(1e-5, gt=0)
     token_dropout: bool = True
 
@@ -156,10 +154,7 @@ class HeadShape(Shape):
 
 
 def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, float] | None]:
-    """The viral score from which a read is viral, and the scores that are uncertain: None unless those were asked for.
-
-    Errors: `ConfigError` when the head's card does not say.
-    """
+    """The viral score from which a read is viral, and, if asked for, the uncertain ones. Errors: `ConfigError`."""
     card, threshold = head.card, asked.threshold
     if asked.fdr is None and not asked.abstain:
         return threshold, None

@@ -208,8 +208,7 @@ class Head:
 
     def _block(self, features: Tensor) -> Tensor:
         w = self._weights
-        mean, variance = w["bn1.running_mean"], w["bn1.running_var"]
-        norm = w["bn1.weight"], w["bn1.bias"]
+        mean, variance, *norm = (w[f"bn1.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
         hidden = F.linear(features, w["hidden_layer.weight"], w["hidden_layer.bias"])
-        hidden = F.batch_norm(hidden, mean, variance, *norm, training=False, eps=self.shape.norm_eps)
+        hidden = F.batch_norm(hidden, mean, variance, norm[0], norm[1], training=False, eps=self.shape.norm_eps)
         return F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1)

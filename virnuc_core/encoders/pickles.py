@@ -1,7 +1,6 @@
 """Pickled checkpoints and heads: their tensors, and nothing else of what such a file may hold.
 
-torch's own restricted loader reads them: nothing that a file names, beside tensors, plain containers and what is
-allowed here, is imported, let alone called.
+torch's restricted loader reads them: nothing is imported but tensors, plain containers and what is allowed here.
 """
 
 import argparse
@@ -70,10 +69,9 @@ HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each 
 
 
 def read_head(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled head: a whole module, a state dictionary, or one under `model_state_dict`.
+    """The tensors of a pickled head: a whole module, as VirNucPro's are, a state dictionary, or one within another.
 
-    VirNucPro's are whole modules of a class of its training script. Raises `WeightsError` naming what the file asked
-    for that a head has no use for.
+    Errors: `WeightsError` names what the file asked for that a head has no use for.
     """
     try:
         _check_archive(path, HEAD_MAX_BYTES)

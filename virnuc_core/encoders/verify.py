@@ -117,13 +117,10 @@ def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: tor
 
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
-    virus, dna_norm, _, protein_norm, _ = here = [
-        float(one) for one in (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])
-    ]
+    here = list(map(float, (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])))
+    virus, dna_norm, _, protein_norm, _ = here
     allowed = (TOLERANCE, anchor.dna_norm * NORM_TOLERANCE, TOLERANCE, anchor.protein_norm * NORM_TOLERANCE, TOLERANCE)
     fine = all(abs(a - b) <= most for a, b, most in zip(here, anchor[2:], allowed, strict=True))
-    detail = (
-        f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm}), "
-        f"ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
-    )
+    detail = f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm})"
+    detail += f", ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
     return Check(f"anchor {anchor.name}", "ok" if fine else "fail", detail)

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import Devices, EngineSpec, Precision
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
 
@@ -67,9 +67,8 @@ def environment(device: Device) -> dict[str, str]:
 
 def resolve_engine(engine: EngineSpec, kind: Literal["cuda", "cpu"]) -> EngineSpec:
     """Replace every `auto` by what it means on this kind of device; `ConfigError` for what cannot run there."""
-    precision = engine.precision
-    if precision == "auto":
-        precision = "fp16" if kind == "cuda" else "fp32"
+    usual: Precision = "fp16" if kind == "cuda" else "fp32"
+    precision = usual if engine.precision == "auto" else engine.precision
     if kind == "cpu" and precision != "fp32":
         raise ConfigError(f"precision {precision} needs a CUDA device; on CPU choose fp32 or auto")
     return engine.model_copy(update={"precision": precision})

@@ -25,12 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
+from virnuc_core.encoders.tokenize import ESM2_PAD, DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
-from virnuc_core.telemetry.tables import Encoder
+from virnuc_core.telemetry.tables import ENCODERS, Encoder
 
 SLICE_ROWS = 1024  # uniques tokenised in one call
 SMALLEST_GROUP = 64
@@ -49,16 +49,7 @@ class Batch:
     arrived_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class ShardEnd:
-    """All batches of the task have been handed over."""
-
-    protein_tokens: int
-    dna_tokens: int
-
-
-# What the launch loop takes: a task, the task's batches, its end; after the last task None
-Item = ShardTask | Batch | ShardEnd | None
+Item = ShardTask | Batch | None  # what the launch loop takes: a task, its batches, the task again; after the last None
 Take = Callable[[], tuple[Item, float]]  # the next item, and how long it took to come, in milliseconds
 Source = tuple[Path, str, Path]  # a store, the fingerprint it must have, a models directory
 Slice = tuple[int, int]
@@ -66,18 +57,18 @@ Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, r
 
 
 @cache  # once a process
-def opened(path: Path, fingerprint: str, models: Path) -> tuple[OrfStore, Esm2Tokenizer, DnabertTokenizer]:
-    """The store a plan was made for, and the tokenizers; `ConfigError` when another store lies there now."""
+def opened(path: Path, fingerprint: str, models: Path) -> tuple[OrfStore, DnabertTokenizer]:
+    """The store a plan was made for, and DNA's tokenizer; `ConfigError` when another store lies there now."""
     store = OrfStore.open(path, check=False)  # whoever planned the run has checked it
     if store.fingerprint != fingerprint:
         raise ConfigError(f"{path} is no longer the store this run was started on; run it again")
-    return store, Esm2Tokenizer(), DnabertTokenizer(models)
+    return store, DnabertTokenizer(models)
 
 
 def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
     """Protein and DNA tokens of the uniques `[lo, hi)`."""
-    store, proteins, dnas = opened(*source)
-    protein, dna = proteins.encode(store.protein(*span)), dnas.encode(store.dna(*span))
+    store, dnas = opened(*source)
+    protein, dna = Esm2Tokenizer().encode(store.protein(*span)), dnas.encode(store.dna(*span))
     return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
 
 
@@ -124,10 +115,9 @@ def group_bound(length: int) -> int:
 
 
 def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[BatchPlan]:
-    """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch.
+    """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch; the same gives the same.
 
-    Deterministic: the same lengths give the same batches. A row longer than the budget gets a batch of its own whose
-    slots are the smallest multiple of the budget that holds it.
+    A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it.
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     distinct, place = np.unique(sizes, return_inverse=True)
@@ -190,35 +180,29 @@ class Loader:
 
     def __init__(self, source: Source, engine: EngineSpec, *, pin: bool) -> None:
         self.engine, self.pin, self._source = engine, pin, source
-        self.store, self._proteins, self._dnas = opened(*source)
+        self.store, self._dnas = opened(*source)
         self._processes: ProcessPoolExecutor | None = None
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
 
     def load(self, task: ShardTask) -> Iterator[Item]:
-        """The task, its batches, DNA first, and its end."""
+        """The task, its batches, DNA first, and the task again."""
         yield task
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         each = map if self._processes is None else self._processes.map
         parts = list(each(partial(tokenise, self._source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
-        encoders: tuple[tuple[Encoder, Tokens, int, int], ...] = (
-            ("dnabert_s", dna, self.engine.dna_token_budget, self._dnas.pad_id),
-            ("esm2", protein, self.engine.token_budget, self._proteins.pad_id),
-        )
-        for name, tokens, budget, pad_id in encoders:
-            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad_id)):
+        budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (self._dnas.pad_id, ESM2_PAD)
+        for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):
+            for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad)):
                 ready = batch.pin() if self.pin else batch
                 rows = torch.from_numpy(kept[plan.rows] - task.lo)
                 yield Batch(name, index, ready, rows, time.monotonic())
-        yield ShardEnd(len(protein[0]), len(dna[0]))
+        yield task
 
     def feed(self, next_task: Callable[[], ShardTask | None], depth: int) -> Take:
-        """Keep a queue of `depth` items filled, in a thread, with the tasks it is told; what takes from the queue.
-
-        Taking raises what loading raised.
-        """
+        """Keep a queue of `depth` items filled in a thread; what takes from it, and raises what loading raised."""
         items: queue.Queue[Item | BaseException] = queue.Queue(maxsize=depth)
 
         def fill() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from virnuc_core.encoders.checkpoint import check_finite, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
 from virnuc_core.engine.shards import ShardResult, ShardTask
-from virnuc_core.errors import NotFiniteError, ShardError, few
+from virnuc_core.errors import NotFiniteError, few
 from virnuc_core.reads.store import OrfStore
 
 PROOFS: Final = 2
@@ -23,50 +23,36 @@ MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
 MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
 
 
-class Search:
-    """The search within one shard. Each answer says what to do next."""
+def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
+    """What to try next within one shard, which has ended workers. Each is answered by whether a worker survived it.
 
-    def __init__(self, whole: ShardTask) -> None:
-        self.whole = whole
-        self.guilty: list[int] = []
-        self._in_vain = 0
+    They are probes, and after each round the shard again without the rows found, which is answered only when it has
+    ended workers again. They end when the shard cannot be cleared.
+    """
+    guilty, in_vain = list[int](), 0
+    while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
+        found = yield from _halve(whole, guilty)
+        guilty, in_vain = [*guilty, *found], 0 if found else in_vain + 1
+        yield whole.model_copy(update={"skip": tuple(sorted(guilty))})
 
-    def begin(self, said: str) -> ShardTask:
-        """Start, or start again; `ShardError` when the shard cannot be cleared."""
-        if self._in_vain >= MAX_SEARCHES or len(self.guilty) > MAX_GUILTY:
-            raise ShardError(
-                f"ends workers, and no single row of it is the cause; last words: {said}", shard=self.whole.shard
-            )
-        self._probes = self._halve()
-        return next(self._probes)
 
-    def answer(self, *, survived: bool) -> ShardTask:
-        """A worker computed the probe, or died at it: the next one, or the shard again without the rows found."""
-        try:
-            return self._probes.send(survived)
-        except StopIteration:
-            self.whole = self.whole.model_copy(update={"skip": tuple(sorted(self.guilty))})
-            return self.whole
-
-    def _halve(self) -> Generator[ShardTask, bool, None]:
-        """Probes; each is answered by whether a worker survived it."""
-        parts = _halves(self.whole.lo, self.whole.hi)
-        while parts:
-            lo, hi = parts.pop()
-            skip = tuple(row for row in self.guilty if lo <= row < hi)
-            probe = self.whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
-            if hi - lo > 1:
-                if not (yield probe):
-                    parts = _halves(lo, hi)  # it is in here; what is outside is looked at when the shard runs again
-                continue
-            deaths = 0
-            while deaths < PROOFS and not (yield probe):
-                deaths += 1
-            if deaths == PROOFS:
-                self.guilty.append(lo)
-                self._in_vain = 0
-                return
-        self._in_vain += 1
+def _halve(whole: ShardTask, guilty: list[int]) -> Generator[ShardTask, bool, list[int]]:
+    """Probes; then the row that is the cause, if there is one."""
+    parts = _halves(whole.lo, whole.hi)
+    while parts:
+        lo, hi = parts.pop()
+        skip = tuple(row for row in guilty if lo <= row < hi)
+        probe = whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
+        if hi - lo > 1:
+            if not (yield probe):
+                parts = _halves(lo, hi)  # it is in here; what is outside is looked at when the shard runs again
+            continue
+        deaths = 0
+        while deaths < PROOFS and not (yield probe):
+            deaths += 1
+        if deaths == PROOFS:
+            return [lo]
+    return []
 
 
 def _halves(lo: int, hi: int) -> list[tuple[int, int]]:

@@ -1,10 +1,9 @@
 """The shards of a job embedded by a pool of workers, one a device, watched and measured.
 
-Shards are handed out one by one, so that a slow device simply takes fewer. A worker that dies is restarted and what it
-held is handed out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is
-searched for the row that does it (`poison_rows`), which is set aside, as a few rows are that are not finite. A device
-that runs out of memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices
-stop the run at once.
+Shards are handed out one by one: a slow device takes fewer. A worker that dies is restarted and what it held is handed
+out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is searched for the
+row that does it (`poison_rows`), which is set aside, as a few rows are that are not finite. A device that runs out of
+memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices stop the run.
 """
 
 from __future__ import annotations
@@ -12,17 +11,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask
-from virnuc_core.errors import DeviceError, NotFiniteError, StorageError, WorkerError, named, size
+from virnuc_core.errors import DeviceError, NotFiniteError, ShardError, StorageError, WorkerError, named, size
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -30,9 +29,6 @@ from virnuc_core.telemetry.live import InferenceProgressReporter, Sampler
 from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
 from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, START_UP, ShardDone, StageClock, StageTime
-
-if TYPE_CHECKING:
-    from virnuc_core.engine.poison_rows import Search
 
 log = logging.getLogger(__name__)
 
@@ -103,12 +99,7 @@ class Pool:
     """Computes shards on workers. Use `run` once; what there was to count can be read afterwards."""
 
     def __init__(
-        self,
-        specs: Sequence[WorkerSpec],
-        job: JobSpec,
-        logs: Path,
-        workers: LocalWorkers,
-        note: Callable[[ShardDone | str], None],
+        self, specs: Sequence[WorkerSpec], job: JobSpec, logs: Path, workers: LocalWorkers, note: Callable[..., None]
     ) -> None:
         self.deaths: list[str] = []  # one line each
         self.records: dict[str, dict[str, Any]] = {}  # by device: what its first worker said when ready
@@ -120,14 +111,13 @@ class Pool:
         self._todo: deque[ShardTask] = deque()
         self._lost = 0  # rows that were not finite
         self._killed: Counter[int] = Counter()  # deaths with this shard first in line
-        self._searches: dict[int, Search] = {}
+        self._searches: dict[int, Generator[ShardTask, bool, None]] = {}
 
     def run(self, tasks: Sequence[ShardTask]) -> None:
         """Compute shards; returns when all are committed. Workers are gone when it returns or raises.
 
-        Errors: `InputError`, `ConfigError`, `WeightsError`, `DeviceError`, `ShardError` as the worker raised them;
-        `ShardError` for a shard that ends workers though no row of it does alone; `WorkerError` with the worker's
-        traceback for workers that never get ready, and after `end_all_children`.
+        Errors: our own as a worker raised them; `ShardError` for a shard that ends workers though no row of it does
+        alone; `WorkerError` for workers that never get ready, and after `end_all_children`.
         """
         self._todo.extend(tasks)
         del self._slots[len(tasks) :]
@@ -178,7 +168,7 @@ class Pool:
             case Computed(done=done):
                 task = slot.held.popleft()
                 if done is None:
-                    self._todo.appendleft(self._searches[task.shard].answer(survived=True))
+                    self._todo.appendleft(self._searches[task.shard].send(True))
                 else:
                     if task.divisor > 1:
                         self.reduced[task.shard] = task.divisor
@@ -186,7 +176,12 @@ class Pool:
                     slot.since_s = time.monotonic()
                     self._note(done)
                     if lost := done.skipped - len(task.skip):
-                        self._set_aside(done.shard, lost)
+                        told = "shard %05d: %d rows are not finite and are set aside (failed.tsv)"
+                        log.warning(told, done.shard, lost)
+                        self._lost += lost
+                    if self._lost > self._job.most_lost:
+                        told = f"{self._lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's"
+                        raise NotFiniteError(f"{told}; run virnuc models verify, or use another --precision")
                 self._feed(slot)
             case Failed():  # what another try cannot mend stops the run; the rest is left to the death that follows
                 log.error("%s: %s: %s", device, heard.kind, heard.message)
@@ -195,16 +190,8 @@ class Pool:
             case Closed():
                 self._died(slot)
 
-    def _set_aside(self, shard: int, lost: int) -> None:
-        """Count rows that are not finite. Errors: `NotFiniteError` for more than the run may lose."""
-        log.warning("shard %05d: %d rows are not finite and are set aside (failed.tsv)", shard, lost)
-        self._lost += lost
-        if self._lost > self._job.most_lost:
-            told = f"{self._lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's"
-            raise NotFiniteError(f"{told}; run virnuc models verify, or use another --precision")
-
     def _end_silent(self) -> None:
-        """End workers that hold work and have not moved for too long; their death is then handled like any other."""
+        """End workers that hold work and have not moved for too long; their death is then like any other."""
         now = time.monotonic()
         for slot in self._slots:
             if slot.held and now - slot.worker.progress_s > self._silence_s:
@@ -245,28 +232,30 @@ class Pool:
         if out_of_memory:
             return task.model_copy(update={"divisor": _doubled(task.divisor, f"shard {task.shard:05d}")})
         if task.probe:
-            return self._searches[task.shard].answer(survived=False)
+            return self._searches[task.shard].send(False)
         self._killed[task.shard] += 1
         if self._killed[task.shard] < self._attempts:
             return task
-        from virnuc_core.engine.poison_rows import Search  # few runs need it
+        from virnuc_core.engine.poison_rows import search  # few runs need it
 
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, self._killed[task.shard])
-        return self._searches.setdefault(task.shard, Search(task)).begin(said)
+        if (probe := next(self._searches.setdefault(task.shard, search(task)), None)) is None:
+            problem = f"ends workers, and no single row of it is the cause; last words: {said}"
+            raise ShardError(problem, shard=task.shard)
+        return probe
 
 
 def _doubled(divisor: int, what: str) -> int:
     """The next smaller budget for a device or shard that ran out of memory."""
     if divisor >= MAX_DIVISOR:
-        raise DeviceError(
-            f"{what}: out of memory even with 1/{divisor} of the token budget; free the device or use a smaller model"
-        )
+        problem = f"out of memory even with 1/{divisor} of the token budget; free the device or use a smaller model"
+        raise DeviceError(f"{what}: {problem}")
     log.warning("%s: out of memory, trying 1/%d of the token budget", what, divisor * 2)
     return divisor * 2
 
 
 class Embedding:
-    """One embedding of a job's shards, with all that is measured of it."""
+    """One embedding of a job's shards, and what is measured of it."""
 
     def __init__(self, job: Job, watch: Watch, started_s: float) -> None:
         self._job, self._watch = job, watch
@@ -310,7 +299,7 @@ class Embedding:
         return pool
 
     def tell(self, clock: StageClock, pool: Pool) -> None:
-        """Put the embedding on the run's clock: where the time of the busiest device went, and when that was."""
+        """Put on the run's clock where the time of the busiest device went, and when that was."""
         batches, shards = self.measured.batches, self.measured.shards
         busy = max(device_busy(shards), key=lambda one: one.busy_s, default=None)
         spent_s = (busy.dnabert_s, busy.esm2_s) if busy else (0.0, 0.0)

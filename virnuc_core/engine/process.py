@@ -1,8 +1,7 @@
 """Worker processes: started, heard, watched and ended in one way, whatever they compute.
 
-The parent's side: `LocalWorkers` starts pinned workers on this machine, `Child` is one of them. The worker's side:
-`serve` is the program of each, `Parent` its line to the process that started it, and `work(parent, spec)` of a module
-what it does. They tell each other messages, one a line, on standard input and output.
+The parent's side: `LocalWorkers` starts pinned workers, `Child` is one of them. The worker's side: `serve` is its
+program, `Parent` its line to who started it, `work(parent, spec)` of a module what it does. Messages go one a line.
 
 A worker is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which then ends the
 worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input.
@@ -101,10 +100,7 @@ _token = threading.Event()  # set when all children are ended; then another take
 
 
 class Child:
-    """A running worker process: `send` a message to it; its messages arrive in the inbox as `(child, message)`.
-
-    Heartbeats only move `progress_s`. The last message is `Closed`, once its standard output has ended.
-    """
+    """A running worker process: its messages go to the inbox, the last is `Closed`; heartbeats move `progress_s`."""
 
     def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message]]) -> None:
         self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
@@ -210,10 +206,7 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
 
 
 def end_all_children(grace_s: float = GRACE_S) -> int:
-    """End every child of this process and let their owners start no more; returns how many there were.
-
-    For a flow's `finally`: signals reach the main thread only, while a pool may be waiting in another.
-    """
+    """End every child of this process, whichever thread waits for it, and let their owners start no more; how many."""
     global _token  # one per process, like the children themselves
     with _children_lock:
         _token.set()
@@ -226,11 +219,8 @@ def end_all_children(grace_s: float = GRACE_S) -> int:
 class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
-    Those of `prewarm` are started at once, before there is a job: they import and load the weights meanwhile, and write
-    to no file: the run's directory may come to nothing, and is not touched.
-
-    The thread that starts them must live as long as they do: the kernel sends the parent-death signal when the thread
-    that started a process ends.
+    Those of `prewarm` are started at once, before there is a job, and write to no file: the run's directory may come to
+    nothing. The thread that starts them must live as long as they do: its end is the parent's death to the kernel.
     """
 
     def __init__(self, module: str, prewarm: Sequence[WorkerSpec] = ()) -> None:
@@ -249,9 +239,9 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return self._token.is_set()
 
     def start(self, spec: WorkerSpec, log: Path) -> Child:
-        """A worker pinned to its device and loading; what it writes to standard error goes to the file `log`.
+        """A worker pinned to its device, with its standard error in `log`: one that waits with this spec, or a new one.
 
-        One that waits with this very spec, and lives, is taken. Errors: `WorkerError` once all children were ended.
+        Errors: `WorkerError` once all children were ended.
         """
         for child in [child for child in self._waiting if child.spec == spec]:
             self._waiting.remove(child)
@@ -283,13 +273,12 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     def expect(self, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
         """The next message of workers none of which may fail.
 
-        Errors: those of input, weights and devices as the worker raised them; `WorkerError` for one that failed
-        otherwise, died, or is `busy` and is silent or has not moved for `silence_s`, and after `end_all_children`.
+        Errors: our own as the worker raised them; `WorkerError` for one that failed otherwise, died, or is `busy` and
+        is silent or has not moved for `silence_s`, and after `end_all_children`.
         """
         while True:
             for child in busy:
-                rest_s = time.monotonic() - child.progress_s
-                if child.silent or rest_s > silence_s:
+                if (rest_s := time.monotonic() - child.progress_s) > silence_s or child.silent:
                     raise WorkerError(f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}")
             if (received := self.receive(1.0)) is None:
                 continue
@@ -309,10 +298,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
 
 
 def serve(module: str) -> NoReturn:
-    """Do `module.work(parent, spec)` on the worker's device and end; a failure reaches the parent with its traceback.
-
-    The module is imported last, because that may take seconds, in which a closed input must end the process too.
-    """
+    """Do `module.work(parent, spec)` on its device and end; a failure reaches the parent with its traceback."""
     parent = Parent()
     if not (first := sys.stdin.readline()):
         os._exit(0)
@@ -325,7 +311,7 @@ def serve(module: str) -> NoReturn:
     try:
         if spec.device.kind == "cuda":
             lock_device(spec.device.id, spec.engine.device_wait_s)  # until this process ends
-        importlib.import_module(module).work(parent, spec)
+        importlib.import_module(module).work(parent, spec)  # last: it takes seconds, in which a closed input ends us
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         parent.give_up(error)
     os._exit(0)  # skip interpreter shutdown: everything is written, and threads or CUDA may linger
@@ -369,8 +355,7 @@ class Parent:
         """Tell the parent; a parent that is gone ends this process."""
         try:
             with self._lock:
-                self._out.write(message.line())
-                self._out.flush()
+                self._out.write(message.line())  # flushed line by line
         except OSError:
             os._exit(1)
 

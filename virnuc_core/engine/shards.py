@@ -96,19 +96,16 @@ class ShardResult:
 
 
 def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> ShardPlan:
-    """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end.
+    """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end, never by device.
 
-    A shard is a whole number of batches, nearly full, where it can be. The cuts depend on the sequences and these two
-    settings only, never on the devices.
+    A shard is a whole number of batches, nearly full, where it can be.
     """
     uniques = len(protein_offsets) - 1
     ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(uniques + 1)  # start and end token each
-    total = int(ends[-1])
     bounds = [0]
     while bounds[-1] < uniques:
-        done = int(ends[bounds[-1]])
-        left = total - done
-        size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, left // (2 * SMALLEST_SHARE)))
+        done, total = int(ends[bounds[-1]]), int(ends[-1])
+        size = min(shard_tokens, max(shard_tokens // SMALLEST_SHARE, (total - done) // (2 * SMALLEST_SHARE)))
         if size >= token_budget:
             size = int(size // token_budget * token_budget * FILL)
         cut = int(np.searchsorted(ends, done + size, side="right")) - 1
@@ -153,6 +150,10 @@ def read_plan(run: RunDir) -> ShardPlan:
         raise ShardError(f"{run.plan}: not a readable shard plan ({error}); run again to write it anew") from error
 
 
+def _seal(body: bytes | memoryview) -> bytes:
+    return sealed(f"shard {SCHEMA_VERSION}", [body])
+
+
 def shard_path(run: RunDir, shard: int) -> Path:
     """Where a committed shard lies."""
     return run.shards / f"{shard:05d}.h5"
@@ -183,27 +184,19 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     return path
 
 
-def _seal(body: bytes | memoryview) -> bytes:
-    return sealed(f"shard {SCHEMA_VERSION}", [body])
-
-
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     """A committed shard, proven to the last bit; `ShardError` says what is wrong with the file."""
-    path = shard_path(run, shard)
-    try:
-        body = path.read_bytes()
-        if body[:SEAL_BYTES] != _seal(memoryview(body)[SEAL_BYTES:]):
-            raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
-    except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error})", shard=shard) from error
-    return ShardResult(*_read(run, plan, shard, ("embeddings", "scores")))
+    return ShardResult(*_read(run, plan, shard, ("embeddings", "scores"), whole=True))
 
 
-def _read(run: RunDir, plan: ShardPlan, shard: int, names: tuple[str, ...]) -> list[NDArray[np.float32]]:
-    """Some datasets of a shard, each proven by its own checksum."""
+def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool = False) -> list[Any]:
+    """Some datasets of a shard, float32, each proven by its own checksum, or the `whole` file proven."""
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
     try:
+        body = path.read_bytes() if whole else b""
+        if whole and body[:SEAL_BYTES] != _seal(memoryview(body)[SEAL_BYTES:]):
+            raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
         with h5py.File(path, "r") as file:
             if file.attrs["fingerprint"] != plan.fingerprint:
                 raise ShardError(f"{path} belongs to another run", shard=shard)
@@ -244,16 +237,13 @@ def fingerprints(run: RunDir) -> set[str]:
 
 
 def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
-    """Scores of all uniques, or those of some shards, float32 [n_uniques, 2], and which failed, bool [n_uniques].
-
-    A unique has failed when its scores are NaN: the engine writes that only for rows it has set aside and named.
-    """
+    """Scores of all uniques, or those of some shards, float32 [n_uniques, 2], and which failed, bool [n_uniques]: those
+    with NaN, which the engine writes only for rows it has set aside and named."""
     plan = read_plan(run)
     wanted = range(len(plan)) if only is None else only
     parts = [_read(run, plan, shard, ("scores",))[0] for shard in wanted]
     scores = np.concatenate([np.empty((0, 2), np.float32), *parts])
-    failed: NDArray[np.bool_] = np.isnan(scores[:, 0]) | np.isnan(scores[:, 1])
-    return scores, failed
+    return scores, np.isnan(scores).any(axis=1)
 
 
 def write_virtual_embeddings(run: RunDir) -> Path:

@@ -24,7 +24,7 @@ from virnuc_core.encoders.checkpoint import load_all, open_part
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import Head
-from virnuc_core.engine.loader import Batch, Loader, ShardEnd, Take, packed
+from virnuc_core.engine.loader import Batch, Loader, Take, packed
 from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.rundir import RunDir
@@ -57,7 +57,6 @@ class Pending:
     task: ShardTask
     started_s: float
     embeddings: Tensor  # float32 [rows, dna + protein], on the device, then on the host
-    tokens: ShardEnd | None = None
     launched: list[tuple[BatchRecord, Span]] = field(default_factory=list)
     head: Span = (0.0, 0.0)
     scores: Tensor | None = None  # host, float32 [rows, 2]
@@ -98,15 +97,13 @@ class Runner:
             self.progress_s = time.monotonic()
             if item is None:
                 return
-            if isinstance(item, ShardTask):
+            if isinstance(item, Batch):
+                assert pending is not None
+                self._launch(pending, item, wait_ms)
+            elif pending is None:
                 size = item.hi - item.lo, self.dnabert_s.width + self.esm2.width
                 pending = Pending(item, time.monotonic(), torch.zeros(size, dtype=torch.float32, device=self.device))
-                continue
-            assert pending is not None
-            if isinstance(item, Batch):
-                self._launch(pending, item, wait_ms)
             else:
-                pending.tokens = item
                 self._finish(pending)
                 hand_over(pending)
                 pending = None
@@ -214,10 +211,7 @@ class Worker:
         return None
 
     def run(self) -> None:
-        """Load, then compute shards until told to stop.
-
-        With a job at hand the first batches are packed while the weights are read; without one they are read first.
-        """
+        """Load, then compute shards until told to stop. With a job at hand its first batches are packed meanwhile."""
         job, runner, waited_s = self._receive(JobSpec, once=True), None, 0.0
         if job is None and not self.stopping.is_set():
             runner = self._load()
@@ -280,14 +274,10 @@ class Worker:
             self.parent.give_up(error)
 
     def _commit(self, pending: Pending) -> None:
-        """Put a shard on disk and say so; of a probe, only that it was computed.
-
-        Errors: `ShardError`, `OSError`; those of `judge_not_finite`.
-        """
+        """Put a shard on disk and say so; of a probe, only that it was computed. Errors: also of `judge_not_finite`."""
         if pending.arrived is not None:
             pending.arrived.synchronize()
         assert pending.scores is not None
-        assert pending.tokens is not None
         result = ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
         task = pending.task
         finished_s = time.monotonic()
@@ -309,8 +299,8 @@ class Worker:
             device=self.spec.device.id,
             shard=task.shard,
             rows=task.hi - task.lo,
-            protein_tokens=pending.tokens.protein_tokens,
-            dna_tokens=pending.tokens.dna_tokens,
+            protein_tokens=sum(b.tokens for b in batches if b.encoder == "esm2"),
+            dna_tokens=sum(b.tokens for b in batches if b.encoder == "dnabert_s"),
             started_s=pending.started_s,
             finished_s=finished_s,
             dnabert_s=sum(b.device_ms or 0.0 for b in batches if b.encoder == "dnabert_s") / 1e3,

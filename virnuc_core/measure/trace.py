@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from virnuc_core.config import EngineSpec, TraceSpec
-from virnuc_core.engine.loader import Batch, Item, ShardEnd, Take
+from virnuc_core.engine.loader import Batch, Item, Take
 from virnuc_core.engine.process import Parent, WorkerSpec
 from virnuc_core.engine.shards import ShardTask
 from virnuc_core.engine.worker import Worker
@@ -118,7 +118,7 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
     loop's own thread: by then the head of that shard has been launched.
     """
     profiler: profile | None = None
-    begun = ended = batches = tokens = 0
+    told = ended = batches = tokens = 0
     on_gpu = device.kind == "cuda"
     activities = [ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]
     synchronize: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
@@ -132,15 +132,16 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
             profiler = None
 
     def next_item() -> tuple[Item, float]:
-        nonlocal profiler, begun, ended, batches, tokens
+        nonlocal profiler, told, ended, batches, tokens
         if ended >= spec.shards:
             finish()
         with record_function(WAIT):  # the wait for it is a range of the trace
             item, wait_ms = take()
         match item:
-            case ShardTask():
-                begun += 1
-                if begun == spec.skip + 1:
+            case ShardTask():  # before its batches, and after them
+                told += 1
+                ended += profiler is not None and told % 2 == 0
+                if told == 2 * spec.skip + 1:
                     synchronize()
                     profiler = profile(
                         activities=activities, record_shapes=spec.shapes, profile_memory=spec.memory, acc_events=True
@@ -149,8 +150,6 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
             case Batch() if profiler is not None:
                 batches += 1
                 tokens += item.packed.real_tokens
-            case ShardEnd() if profiler is not None:
-                ended += 1
         return item, wait_ms
 
     yield next_item

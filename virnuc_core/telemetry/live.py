@@ -1,7 +1,6 @@
 """What is seen of a run while it goes on: readings of devices and host, its progress, and the seconds of its stages.
 
-Devices are read through nvitop's Python interface to NVML, by UUID. On a machine without NVML only the host is read,
-and utilisation stays unknown: whoever asks for it gets `None`, never zero.
+Devices are read by NVML (nvitop), by UUID. Without it only the host is read, and utilisation is `None`, never zero.
 """
 
 import functools
@@ -100,19 +99,11 @@ class Sampler:
     """
 
     def __init__(
-        self,
-        devices: Sequence[str],
-        *,
-        interval_s: float = 0.5,
-        read: Reader | None = None,
-        host: Callable[[float], HostSample] | None = None,
-        note: Callable[..., None] = lambda *samples: None,
+        self, devices: Sequence[str], *, interval_s: float = 0.5, note: Callable[..., None] = lambda *samples: None
     ) -> None:
-        """`read` reads a device: NVML, when not given. `note` hears every sample at once."""
-        self.devices = tuple(devices)
-        self._interval_s = interval_s
-        self._read, self._host = read or nvml_reader(devices), host or host_reader()
-        self._failed, self._note = False, note
+        """`note` hears every sample at once."""
+        self.devices, self._interval_s, self._note = tuple(devices), interval_s, note
+        self._read, self._host, self._failed = nvml_reader(devices), host_reader(), False
         self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
@@ -155,10 +146,9 @@ def shared_console() -> Console:
 class InferenceProgressReporter:
     """Shows the progress of a run while the `with` block lasts.
 
-    On a terminal: rich bars with tokens/s, gpu %, pack % and the time left. Elsewhere: a line in the
-    log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done at most every `CALLBACK_EVERY_S` and once at
-    the end: what a progress artifact wants. `already_done` is what an earlier run had done of the total: it counts as
-    done, and says nothing of this run's speed.
+    On a terminal: bars; elsewhere: a line in the log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done
+    at most every `CALLBACK_EVERY_S` and once at the end. `already_done`: by an earlier run, so that it says nothing of
+    this one's speed.
     """
 
     def __init__(
@@ -168,11 +158,10 @@ class InferenceProgressReporter:
         on_progress: Callable[[float], None],
         *,
         already_done: int = 0,
-        console: Console | None = None,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._total, self._monitor, self._on_progress, self._now = total_sequences, monitor, on_progress, now
-        self._console = console or shared_console()
+        self._console = shared_console()
         self._first = self._done = already_done
         self._totals = defaultdict[str, Counter[str]](Counter)  # by device: rows, tokens and slots of this run
         self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
@@ -210,9 +199,8 @@ class InferenceProgressReporter:
     def eta(self) -> str:
         """The time left at this run's speed since its first batch; `--:--` before anything is done."""
         elapsed, made, left = self._now() - self._began_s, self._done - self._first, self._total - self._done
-        if left <= 0:
-            return clock_text(0.0)
-        return clock_text(elapsed * left / made) if made > 0 and elapsed > 0 else "--:--"
+        known = left <= 0 or (made > 0 and elapsed > 0)
+        return clock_text(elapsed * max(0, left) / max(1, made)) if known else "--:--"
 
     def update(self, shard: ShardDone) -> None:
         """Count a committed shard, and show it when it is time."""
@@ -229,8 +217,7 @@ class InferenceProgressReporter:
             self._on_progress(self.share)
 
     def progress(self, *devices: str) -> dict[str, Any]:
-        """What is shown of `devices`, or of all: rows done so far, and in words their count, the time left, their
-        speed, the mean of their newest utilisation and their packing."""
+        """What is shown of `devices`, or of all: rows done so far, and the rest in words."""
         names, elapsed = devices or self._monitor.devices, self._now() - self._began_s
         rows, tokens, slots = (sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots"))
         newest = [sample.utilisation for name in names if (sample := self._monitor.latest.get(name)) is not None]
@@ -270,7 +257,7 @@ def clock_text(seconds: float) -> str:
 
 
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
-    """The block `PIPELINE SUMMARY` with one line a stage and the line `Total wall time`, for the log."""
+    """The block `PIPELINE SUMMARY` for the log."""
     texts = dict.fromkeys(STAGES, "not measured")
     for one in stages:
         if one.seconds is None:

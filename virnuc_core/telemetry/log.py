@@ -85,8 +85,8 @@ class Telemetry:
 
 @contextmanager
 def journal(path: Path, origin_s: float, started: datetime, devices: Sequence[str]) -> Iterator[Callable[..., None]]:
-    """What adds records to the file that an attempt's measurements are kept in as they come, so that a killed one has
-    them too: after a line with its start and devices, one for each sample, shard and death of a worker."""
+    """What adds records to the file in which an attempt's measurements survive it: after a line with its start and
+    devices, one for each sample, shard and death of a worker."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb", buffering=0) as file:  # each line at once
 
@@ -101,7 +101,7 @@ def journal(path: Path, origin_s: float, started: datetime, devices: Sequence[st
 def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
     """What an attempt measured, the seconds it is known to have lived, and the deaths of its workers.
 
-    A line that was cut off is passed over; `None` without a file or its first line.
+    `None` without a file or its first line; another line that was cut off is passed over.
     """
     noted: dict[type, list[Any]] = {kind: [] for kind in get_args(Noted)}
     with suppress(OSError):
@@ -219,10 +219,9 @@ def batch_frame(measured: Telemetry) -> pd.DataFrame:
 
 
 def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
-    """Write both files whole and say the alarms in the log; returns the JSON file, the other is its `.h5`.
+    """Write both files whole and say the alarms in the log; the JSON file. `told` is what `telemetry_file` takes.
 
-    `told` is what `telemetry_file` takes. In HDF5 the columns of the batches lie at the root, the other tables in
-    groups of their names. Errors: `StorageError` of the disk.
+    In HDF5 the columns of the batches lie at the root, the other tables in groups of their names.
     """
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))

@@ -48,7 +48,7 @@ def known(value: float) -> float | None:
 
 
 class QueueShares(RunFile):
-    """Share of batches in each queue state; they add up to 1."""
+    """Share of batches in each queue state."""
 
     full: float
     normal: float
@@ -117,8 +117,8 @@ def _counts(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
 def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMetrics:
     """Add up the batches of a table; `counting`: whose rows are its sequences."""
     counts, packed, waits = _counts(batches, counting), packing(batches), batches.wait_ms
-    span = embedding_span(batches) or (0.0, 0.0)
-    span_s, device_ms = span[1] - span[0], known(batches.device_ms.sum(min_count=1))
+    launched_s, finished_s = embedding_span(batches) or (0.0, 0.0)
+    span_s = finished_s - launched_s
     shares = queue_state(batches).value_counts(normalize=True)
     # the steady rate: none when a device has fewer than twice the batches of its warm-up
     by_device = batches.groupby("device", observed=True)
@@ -130,9 +130,9 @@ def batch_metrics(batches: pd.DataFrame, counting: Encoder = "esm2") -> BatchMet
         min_packing_efficiency=known(packed.min()),
         batches_below_threshold=int((packed < LOW_PACKING).sum()),
         p95_wait_ms=known(float(waits.quantile(0.95))),
-        queue=QueueShares.model_validate(shares.to_dict()) if counts.batches else None,
+        queue=QueueShares(**shares) if counts.batches else None,
         waiting_share=known(float((waits > FULL_BELOW_MS).mean())),
-        device_s=None if device_ms is None else device_ms / 1000.0,
+        device_s=known(batches.device_ms.sum(min_count=1) / 1000.0),
         span_s=span_s,
         tokens_per_s=counts.tokens / span_s if span_s > 0 else None,
         rows_per_s=counts.rows / span_s if span_s > 0 else None,
@@ -161,8 +161,7 @@ def windows(
 ) -> tuple[Window, ...]:
     """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in.
 
-    The first begins with the first launch, the last ends with the last finish. Empty windows in a row become one, so
-    that a stall is seen and a jump of the clock cannot make millions of them.
+    The first begins with the first launch, the last ends with the last finish. Empty windows in a row become one.
     """
     began, ended = embedding_span(batches) or (origin_s, origin_s)
     launched = dict([*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))])
@@ -262,9 +261,7 @@ class Alarm(RunFile):
 
 def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -> DeviceUsage:
     """What the samples within `span`, or all of them, say of one device."""
-    own = samples[samples.device == device]
-    if span is not None:
-        own = own[own.time_s.between(*span)]
+    own = samples[(samples.device == device) & samples.time_s.between(*(span or (-np.inf, np.inf)))]
     used, memory, power = own.utilisation, own.memory_used_bytes, own.power_w
     metered = own[power.notna()]
     return DeviceUsage(
@@ -303,7 +300,7 @@ def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[Alarm, ...]:
     """Devices that idled within the embedding span for `IDLE_FOR_S` or more, and devices far apart."""
     if span is None:
         return ()
-    found: list[Alarm] = []
+    found = []
     told = samples[samples.time_s.between(*span) & samples.utilisation.notna()]
     for device, own in told.groupby("device", observed=True):
         idle = own.utilisation < IDLE_BELOW_PERCENT

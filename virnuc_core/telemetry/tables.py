@@ -39,8 +39,7 @@ ROWS: Final = (  # all that takes time: together, less what overlapped, the whol
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """One packed batch, as the launch loop saw it. Times are seconds of `time.monotonic()` of the host, which all
-    processes of one machine share."""
+    """One packed batch, as the launch loop saw it. Times are of `time.monotonic()`, which all processes share."""
 
     device: str  # device id within the run, e.g. "GPU-3f2c…" or "cpu-core-1"
     encoder: Encoder
@@ -117,8 +116,7 @@ class StageClock:
         self._stages: dict[str, StageTime] = {}
 
     def add(self, name: str, seconds: float, span: Span | None = None) -> None:
-        """Add seconds, and when they passed where that is known. A stage that takes turns with others has fewer
-        seconds than lie between its start and its end."""
+        """Add seconds, and when they passed; a stage that takes turns has fewer than lie between start and end."""
         before = self._stages.get(name, StageTime(name, 0.0))
         started = [s for s in (before.started_s, span and span[0]) if s is not None]
         finished = [s for s in (before.finished_s, span and span[1]) if s is not None]

@@ -46,7 +46,8 @@ def clock() -> Clock:
 
 @pytest.fixture
 def sampler() -> Sampler:
-    found = Sampler(DEVICES, read=Nvml().read, host=lambda s: HostSample(s, None, None, None, None))
+    found = Sampler(DEVICES)
+    found._read, found._host = Nvml().read, lambda s: HostSample(s, None, None, None, None)
     found.sample_once()
     return found
 
@@ -57,9 +58,10 @@ def done(rows: int, device: str = "GPU-a") -> ShardDone:
 
 
 def reporter(total: int, sampler: Sampler, clock: Clock, **options: Any) -> InferenceProgressReporter:
-    console = Console(file=io.StringIO(), force_terminal=False)
-    asked = {"on_progress": lambda _: None, "console": console, **options}
-    return InferenceProgressReporter(total, sampler, now=clock, **asked)
+    console = options.pop("console", Console(file=io.StringIO(), force_terminal=False))
+    made = InferenceProgressReporter(total, sampler, now=clock, **{"on_progress": lambda _: None, **options})
+    made._console = console
+    return made
 
 
 def shown(progress: InferenceProgressReporter, *devices: str) -> tuple[Any, ...]:

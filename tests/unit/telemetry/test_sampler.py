@@ -37,7 +37,10 @@ class Keeping(Sampler):
 
     def __init__(self, devices: Sequence[str], **options: Any) -> None:
         self.kept: list[DeviceSample | HostSample] = []
+        read = options.pop("read", None)
         super().__init__(devices, note=lambda *noted: self.kept.extend(noted), **options)
+        if read is not None:
+            self._read, self._host = read, quiet_host
 
     def samples(self) -> pd.DataFrame:
         return frame(DeviceSample, [one for one in self.kept if isinstance(one, DeviceSample)])
@@ -52,7 +55,7 @@ def quiet_host(time_s: float) -> HostSample:
 
 def test_each_device_is_read_by_its_own_name() -> None:
     nvml = FakeNvml(GPU_aaaa=(97.0, 5, 300.0, 61.0), GPU_bbbb=(12.0, 7, 90.0, 40.0))
-    sampler = Keeping(DEVICES, read=nvml.read, host=quiet_host)
+    sampler = Keeping(DEVICES, read=nvml.read)
     sampler.sample_once()
     table = sampler.samples()
     assert table.utilisation[table.device == "GPU-aaaa"].tolist() == [97.0]
@@ -63,7 +66,7 @@ def test_each_device_is_read_by_its_own_name() -> None:
 def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
     nvml = FakeNvml(GPU_aaaa=(50.0,))
     began = time.monotonic()
-    with Keeping(DEVICES[:1], interval_s=0.01, read=nvml.read, host=quiet_host) as sampler:
+    with Keeping(DEVICES[:1], interval_s=0.01, read=nvml.read) as sampler:
         while len(sampler.samples()) < 3:
             time.sleep(0.01)
     taken = len(sampler.samples())
@@ -74,13 +77,14 @@ def test_the_thread_samples_until_stopped_and_leaves_nothing() -> None:
 
 
 def test_a_short_run_has_a_sample() -> None:
-    with Keeping(DEVICES[:1], interval_s=60, read=FakeNvml(GPU_aaaa=(50.0,)).read, host=quiet_host) as s:
+    with Keeping(DEVICES[:1], interval_s=60, read=FakeNvml(GPU_aaaa=(50.0,)).read) as s:
         pass
     assert len(s.samples()) >= 1
 
 
 def test_a_reading_that_fails_is_unknown_and_sampling_goes_on(caplog: pytest.LogCaptureFixture) -> None:
-    sampler = Keeping(DEVICES, read=FakeNvml(GPU_aaaa=(80.0,)).read, host=quiet_host)
+    sampler = Keeping(DEVICES, read=FakeNvml(GPU_aaaa=(80.0,)).read)
+    caplog.clear()  # of what was said of this machine's NVML
     with caplog.at_level(logging.WARNING):
         sampler.sample_once()
         sampler.sample_once()
