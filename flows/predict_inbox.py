@@ -40,7 +40,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
         return found
 
     ledger = Ledger(settings.inbox, settings.out)
-    known = {(row.file, row.note) for row in ledger.read_table() if row.fate == "failed"}
+    known = {(row.file, row.sha256) for row in ledger.read_table() if row.fate == "failed"}
     rows = ledger.scan(settle_s=settings.settle_s)
     ledger.write_table(rows)
     left = settings.max_files
@@ -51,7 +51,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
             ledger.write_table(rows)
     rows = ledger.scan(settle_s=settings.settle_s)
     for row in rows:
-        if row.fate == "failed" and (row.file, row.note) not in known:
+        if row.fate == "failed" and (row.file, row.sha256) not in known:
             emit("inbox.failed", f"inbox.{key(row.file)}", row.file, {"reason": row.note, "run": row.run})
     counts = Counter(row.fate for row in rows)
     shown = [{name: getattr(row, name) for name in ("file", "fate", "reads", "viral", "run", "note")} for row in rows]
