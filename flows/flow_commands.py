@@ -15,7 +15,7 @@ from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, Reads, RunSettings, command
 from flows.start import Ending, prepare_prefect, say, starts, writable
-from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, VerdictSpec
+from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.measure.nights import DATED, LATEST, keep_newest
 from virnuc_core.profiles import Profile
@@ -270,32 +270,33 @@ overhead = starts(
 )
 
 
-class TrainSettings(RunSettings):
+class TrainSettings(TrainSpec, RunSettings):
     """Fit the head on labelled reads."""
 
     reads: Reads = Field(description="labelled reads")
     pairs: bool = Field(False, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs")
     out: Path = Field(description="run directory of the training embeddings; the head is written to OUT/head")
-    truth: Path = Field(description="table of read id, label (virus or others) and genome")
+    models: Path = Field(description="models directory: esm2/ and dnabert_s/; it needs no head/ with --model-length")
+    model_length: int | None = Field(None, ge=3, le=1 << 20, description="bases of a chunk; default: the old head's")
     install: bool = Field(False, description="put a head better than chance, and than the old one, into the models")
     install_anyway: bool = Field(False, description="put the head into the models directory, however good it is")
-    epochs: int = Field(200, ge=1, description="passes over the training rows at most")
-    seed: int = Field(0, ge=0, description="of the genome-level split and of the first weights")
 
     def inputs(self) -> tuple[str, ...]:
-        """The files of local reads, and the table of origins."""
-        return (*super().inputs(), str(self.truth))
+        """The files of local reads, and those that tell of the genomes."""
+        further = (self.truth, self.groups)
+        return (*super().inputs(), *map(str, filter(None, further)))
 
     def check_own_files(self) -> None:
         """Refuse a table of origins that is not fit. Errors: those of `read_truth`."""
-        from virnuc_core.measure.head import read_truth  # it brings torch along
+        from virnuc_core.measure.splits import read_truth  # it brings scikit-learn along
 
         read_truth(self.truth)
 
 
 def _trained(settings: TrainSettings, _: State[Any]) -> Ending:
     installed = settings.install or settings.install_anyway
-    return Ending({"Head": f"{settings.models / 'head'} (installed)" if installed else settings.out / "head"})
+    head = f"{settings.models / 'head'} (installed)" if installed else settings.out / "head"
+    return Ending({"Head": head, "Figures": settings.out / "train.html"})
 
 
 train = starts("flows.tools:train", TrainSettings, "reads", ending=_trained)

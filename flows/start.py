@@ -234,7 +234,7 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     from virnuc_core.engine.devices import resolve, resolve_engine
     from virnuc_core.reads.sources import is_remote
 
-    head, rows = check_models(settings.models), 0
+    head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
     if isinstance(settings, VerdictSpec):
         verdict(head, settings)
     if isinstance(settings, RunSettings):

@@ -23,14 +23,15 @@ from tasks.predict import stage_rows
 from tasks.server import announce
 from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import overhead as timed
-from tasks.tools import run_trial, trace
+from tasks.tools import run_trial, split, trace
 from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
+from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, median, spread, validated
-from virnuc_core.measure.head import TrainSpec, TrainSummary
 from virnuc_core.measure.trace import Traces
+from virnuc_core.measure.training import TrainFile, remove_results, stand_in
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
 from virnuc_core.report.files import run_names
@@ -164,27 +165,24 @@ def profile(settings: ProfileSettings) -> State[Traces]:
 
 @flow(name="train", flow_run_name=named("reads", "devices"))
 @with_parameters(TrainSettings)
-def train(settings: TrainSettings) -> State[TrainSummary]:
-    """Fits a head on reads whose origin is known; no genome is on both sides of the split.
+def train(settings: TrainSettings) -> State[TrainFile]:
+    """Fits a head on reads whose origin is known; no genome, nor one of its kin, is on both sides of a split.
 
-    Accuracy and area under the curve are of genomes that the head has never met. The head is written to `OUT/head`;
-    with `install` it takes the place of the models directory's own, which is kept (`virnuc models heads`).
+    The figures are of genomes that the head has never met, with intervals and baselines: `OUT/train.json` and
+    `OUT/train.html`. The head is written to `OUT/head`; with `install` it takes the place of the models directory's
+    own, which is kept (`virnuc models heads`).
     """
-    with staged_run(settings) as staged:
-        run = staged.run
+    head = check_models(settings.models, settings.model_length)
+    models = stand_in(settings.models, settings.out, head)
+    with staged_run(settings.model_copy(update={"models": models, "model_length": None})) as staged:
+        examples = split(staged.run, settings, label=staged.label).result()
         staged.embed().result()
-        summary = fit(
-            run,
-            truth=settings.truth,
-            models=settings.models,
-            spec=TrainSpec(max_epochs=settings.epochs),
-            seed=settings.seed,
-            label=staged.label,
-        ).result()
-        told = [str(summary)]
+        remove_results(staged.run)
+        fitted = fit(staged.run, examples, settings, label=staged.label)
+        found, told = fitted.result(), [str(fitted.message)]
         if settings.install or settings.install_anyway:
-            told.append(install_head(summary.head, settings.models, anyway=settings.install_anyway))
-    return done(summary, "; ".join(told))
+            told.append(install_head(staged.run.root / "head", settings.models, anyway=settings.install_anyway))
+    return done(found, "; ".join(told))
 
 
 @flow(name="overhead", flow_run_name=named("out", "devices"))

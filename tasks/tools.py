@@ -6,17 +6,18 @@ from typing import Any, Final
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
-from tasks.step import done, first_attempt, on_host, progress_artifact, publish_table, step
-from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec
+from tasks.step import done, first_attempt, on_host, progress_artifact, publish_markdown, publish_table, step
+from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
-from virnuc_core.measure.head import TrainSpec, TrainSummary, train_head
+from virnuc_core.measure.splits import Examples, choose
 from virnuc_core.measure.trace import Traces
 from virnuc_core.measure.trace import trace as record
+from virnuc_core.measure.training import TrainFile, train_head
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.formatting import percent, told_rows
-from virnuc_core.rundir import RunDir, run_lock
+from virnuc_core.report.formatting import percent, templates, told_rows
+from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 from virnuc_core.runfiles import ModelFlops
 from virnuc_core.validation import OverheadFile
 
@@ -35,11 +36,26 @@ def trace(run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, lab
     return done(found, str(found))
 
 
+@step("split", "split {label}")
+def split(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
+    """The rows to learn from and to be judged by. Errors: `InputError` where truth and reads do not fit each other."""
+    found = choose(OrfStore.open(run.store), spec)
+    left = "".join(f"; left out: {count:,} {what}" for what, count in found.left_out.items())
+    clusters = f"{len(found.genomes)} genomes in {found.genomes['cluster'].nunique()} clusters"
+    return done(found, f"{len(found.rows):,} frames of {clusters}{left}")
+
+
 @step("train", "train {label}")
-def train(run: RunDir, *, truth: Path, models: Path, spec: TrainSpec, seed: int, label: str) -> State[TrainSummary]:
-    """The head in `run/head`, and how well it does on genomes it has never met."""
-    summary = train_head(run, OrfStore.open(run.store), truth, run.root, models=models, seed=seed, spec=spec)
-    return done(summary, str(summary))
+def train(run: RunDir, examples: Examples, spec: TrainSpec, *, label: str) -> State[TrainFile]:
+    """The head in `run/head` with its card, and `train.json` and `train.html`: how well it does on unknown genomes."""
+    found = train_head(run, OrfStore.open(run.store), examples, spec)
+    page, card, said = map(templates().get_template, ("train.html.j2", "model_card.md.j2", "training.txt.j2"))
+    write_text_whole(run.root / "train.html", page.render(found=found))
+    write_text_whole(run.root / "head" / "README.md", card.render(found=found, pictures=False))
+    text = card.render(found=found, pictures=True)
+    message = "".join(said.render(found=found).splitlines())
+    publish_markdown(on_host(f"head-{label}"), text, message, run.root / "train.html")
+    return done(found, message)
 
 
 @step("overhead", "overhead of {label} on {bench.devices}")

@@ -159,6 +159,26 @@ class RunSpec(ReadsSpec, ClassifySpec):
     out: Path = Field(description="run directory")
 
 
+class TrainSpec(Spec):
+    """How a head is fitted and judged. Optimiser and stopping rule are the original's, batch and step are larger."""
+
+    truth: Path = Field(description="table of read id, label (virus or others) and genome")
+    groups: Path | None = Field(None, description="table of genome and group: genomes of a group are never parted")
+    epochs: int = Field(200, ge=1, description="passes over the training rows at most")
+    patience: int = Field(5, ge=1, description="epochs without a lower validation loss before stopping")
+    learning_rate: float = Field(5e-3, gt=0, description="step of the optimiser at first")
+    hidden: int = Field(512, ge=1, description="width of the head's hidden layer")
+    rows_per_class: int = Field(25_000, ge=2, description="frames of a class that are used; the rest is left out")
+    sampling: Literal["even", "natural"] = Field("even", description="of each genome a read in turn, or by chance")
+    validation_share: float = Field(0.2, gt=0, le=0.5, description="share of what is not tested to stop by")
+    test_share: float = Field(0.2, gt=0, le=0.5, description="share of the frames to test with")
+    folds: int = Field(5, ge=3, le=50, description="parts of a cross-validation; each is asked about by the others")
+    repeats: int = Field(2, ge=0, le=20, description="cross-validations, each dealt anew; 0: none")
+    prevalence: float = Field(0.01, gt=0, lt=1, description="share of viral reads that figures are also given for")
+    similarity: float = Field(0.05, gt=0, le=1, description="share of k-mers in common from which genomes are kin")
+    seed: int = Field(0, ge=0, description="of the splits and of the first weights")
+
+
 def explain(error: ValidationError, most: int = 5, *, quoted: bool = False) -> str:
     """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`.
 

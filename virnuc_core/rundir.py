@@ -49,10 +49,12 @@ RUN_FILES: Final = (*RECORDS, *RESULTS, *EMBEDDED, *MEASURED, *LOGS)  # of one r
 STAGED: Final = ("orfs.h5", "orfs.made.json", "skipped.tsv")
 JUDGED: Final = ("comparison.json", "tuning.json", "checkpoint_overhead.json", "regression.json")
 REPORTS: Final = ("report/report.*", "report/benchmark_*.md", "report/benchmark_*.json", "report/approval.json")
-HEADS: Final = ("head/config.json", "head/model.safetensors", "rescore.json")
+HEADS: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
+ENCODERS: Final = tuple(f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEADS[:2]))  # that trainings embed by
+TRAINED: Final = (*HEADS, *ENCODERS, "train.json", "train.html")
 SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 # all that any command writes into its output directory
-OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *HEADS, *SWEEPS)
+OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *TRAINED, *SWEEPS)
 RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
 GUARDED: Final = (*ALL_FILES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
@@ -216,7 +218,7 @@ def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: b
         special = {Path("~").expanduser().resolve(): "your home directory"} | special
     if what := special.get(place):
         raise ConfigError(f"{out} is {what}; choose a directory of its own for results")
-    if weights.is_relative_to(place):
+    if weights.is_relative_to(place) and weights != place / "encoders":  # those a training there embeds by
         raise ConfigError(f"{out} is or holds the models directory {models}; choose another directory for results")
     if force and (os.path.ismount(place) or place == Path.cwd()):
         what = "the working directory" if place == Path.cwd() else "a mount point"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -262,25 +263,37 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
 def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     from virnuc_core.encoders.convert import init_random
 
-    folder = tmp_path / "models"
+    folder, out = tmp_path / "models", tmp_path / "run"
     init_random(folder)
     made = simulate(SimulateSpec(reads=200, seed=5), tmp_path / "train.fastq")
     before = (folder / "head" / "model.safetensors").read_bytes()
-    state = train(
-        reads=[str(made.reads_file)],
-        truth=made.truth_file,
-        models=folder,
-        out=tmp_path / "run",
-        devices="cpu:1",
-        install_anyway=True,
-        epochs=3,
-        return_state=True,
-    )
-    assert "unseen genomes" in (state.message or "")
+    given = {"reads": [str(made.reads_file)], "truth": made.truth_file, "models": folder, "out": out, "epochs": 3}
+    given |= {"folds": 3, "repeats": 1, "devices": "cpu:1"}
+    state = train(**given, install_anyway=True, return_state=True)
     assert "installed as 002-" in (state.message or "")
-    new = (tmp_path / "run" / "head" / "model.safetensors").read_bytes()
+    found = state.result()
+    assert {one.asked for one in found.figures} >= {"cross-validation", "test"}
+    assert not [name for name in RESULTS if (out / name).exists()]
+    new = (out / "head" / "model.safetensors").read_bytes()
     assert (folder / "head" / "model.safetensors").read_bytes() == new != before
     assert [path.read_bytes() for path in folder.glob("heads/001-*/model.safetensors")] == [before]
+    shutil.rmtree(folder / "head")  # none is needed, and what is embedded stays
+    again = train(**given | {"repeats": 0, "model_length": 500}, return_state=True)
+    assert (out / "head" / "model.safetensors").read_bytes() == new
+    tested = [[one for one in of.figures if one.asked == "test"] for of in (found, again.result())]
+    assert tested[0] == tested[1] != []
+
+
+@pytest.mark.slow
+def test_what_truth_does_not_fit_is_said_before_anything_is_embedded(tmp_path: Path, models: Path) -> None:
+    made = simulate(SimulateSpec(reads=200, seed=5), tmp_path / "train.fastq")
+    lines = made.truth_file.read_text().splitlines(keepends=True)
+    made.truth_file.write_text("".join(lines[:-1]))
+    given = {"reads": [str(made.reads_file)], "truth": made.truth_file, "models": models, "out": tmp_path / "run"}
+    state = train(**given, devices="cpu:1", return_state=True)
+    assert "1 reads have no line in the truth file, among them sim_0000200" in (state.message or "")
+    assert state.is_failed()
+    assert not RunDir(tmp_path / "run").shards.exists()
 
 
 def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

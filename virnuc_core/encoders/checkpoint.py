@@ -72,10 +72,14 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
     return sum(map(math.prod, shape.tensors().values()))
 
 
-def check_models(models: Path) -> HeadShape:
-    """The head's sizes of a models directory in which all is right that is told without an encoder's weights."""
-    open_part(models, Esm2Shape)
-    open_part(models, DnabertShape)
+def check_models(models: Path, new_length: int | None = None) -> HeadShape:
+    """The head's sizes of a models directory in which all is right that is told without an encoder's weights.
+
+    With `new_length`, a head of that model length is yet to be made.
+    """
+    protein, dna = open_part(models, Esm2Shape)[0].width, open_part(models, DnabertShape)[0].width
+    if new_length is not None:
+        return HeadShape(model_length=new_length, dna_width=dna, protein_width=protein)
     return open_part(models, HeadShape)[0]
 
 

@@ -1,0 +1,225 @@
+"""Which reads teach a head and which ask it: truth held against the reads, kin genomes clustered, clusters dealt.
+
+A head is asked about what it has never met, so what is dealt is a cluster of genomes: those that share a sequence on
+either strand, a stated share of their k-mers, or a group that the user names.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+from scipy.sparse import coo_array, csr_array
+from scipy.sparse.csgraph import connected_components
+from sklearn.model_selection import StratifiedGroupKFold
+
+from virnuc_core.config import TrainSpec, reading
+from virnuc_core.errors import InputError, few
+from virnuc_core.reads.fingerprint import digests
+from virnuc_core.reads.simulate import LABELS as CLASSES
+from virnuc_core.reads.simulate import TRUTH_HEADER
+from virnuc_core.reads.store import OrfStore
+
+SIDES: Final = ("train", "validation", "test")
+TRUTH_COLUMNS: Final = ("read", "label", "genome")
+K: Final = 21  # bases of a k-mer; a shorter sequence tells nothing of where it comes from and is left out
+BLOCK: Final = 1 << 14  # uniques looked at together
+KEPT_HASHES: Final = 1 << 22  # of all k-mers, about so many are compared
+_COMPLEMENT: Final = bytes.maketrans(b"ACGT", b"TGCA")
+_CODES: Final = np.full(256, 4, np.uint64)
+_CODES[np.frombuffer(b"ACGT", np.uint8)] = range(4)
+_MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # spreads k-mers over all numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The rows that a head is made and judged with, and what was left out and why."""
+
+    rows: pd.DataFrame  # read, chunk, unique, sequence (same DNA on either strand: equal), label, genome, cluster, side
+    genomes: pd.DataFrame  # by number: genome (its name), label, cluster, side ("": none of its rows is used)
+    left_out: dict[str, int]
+
+
+def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> pd.DataFrame:
+    """The wanted columns of a TAB-separated file as text, by line; lines that repeat others are left out.
+
+    Errors: `InputError` names the line, or both where two contradict each other on what stands in the first column.
+    """
+    with reading(path, "table with columns between TABs", InputError):
+        table = pd.read_csv(path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False)
+    if missing := [name for name in wanted if name not in table]:
+        raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
+    if unknown := [name for name in table if name not in (*wanted, *known)]:
+        raise InputError(f"unknown column {few(unknown)}", file=path, line=1, hint=f"wanted {', '.join(wanted)}")
+    table = table[list(wanted)].set_axis(np.arange(2, len(table) + 2))
+    table = table.mask(table == "").dropna(how="all")
+    if len(bad := table.index[table.isna().any(axis=1)]):
+        raise InputError(f"wanted {', '.join(wanted)}", file=path, line=int(bad[0]))
+    return _one_each(table, path, wanted[0])
+
+
+def _one_each(table: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
+    table = table.drop_duplicates()
+    for line in table.index[table[name].duplicated()]:
+        first = table.index[table[name] == (who := table.at[line, name])][0]
+        raise InputError(f"{name} {who!r} stands on line {first} with other words", file=path, line=int(line))
+    return table
+
+
+def read_truth(path: Path) -> pd.DataFrame:
+    """What each read is known to be: columns `read`, `label` (index into CLASSES), `genome`, by line of the file.
+
+    The file is TAB-separated, a label `virus` or `others`. Errors: `InputError` names the line and what is wrong with
+    it: unknown columns, lines that contradict each other, too few genomes of a class.
+    """
+    table = _table(path, TRUTH_COLUMNS, TRUTH_HEADER)
+    if len(bad := table.index[~table["label"].isin(CLASSES)]):
+        raise InputError("wanted a label virus or others", file=path, line=int(bad[0]))
+    table["label"] = (table["label"] == CLASSES[1]).astype(np.int64)
+    enough(_one_each(table[["genome", "label"]], path, "genome")["label"].value_counts(), path)
+    return table
+
+
+def enough(counted: Any, file: Path | None = None, what: str = "") -> None:
+    """`InputError` when a class has too few genomes, or clusters of them."""
+    for label, name in enumerate(CLASSES):
+        if (count := counted.get(label, 0)) < len(SIDES):
+            reason = f"{len(SIDES)} are needed: to learn from, to stop by, to test with"
+            raise InputError(f"{count} genomes labelled {name}{what}; {reason}", file=file)
+
+
+def lines_of(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
+    """Place in the truth of each read: by its own id (`r7.2`), by that in the file (`r7`), or by its pair's (`r7/1`).
+
+    Errors: `InputError` names reads that the truth does not know.
+    """
+    known, line = pd.Index(truth["read"]), np.full(store.n_reads, -1)
+    own, filed = (pd.Series(names(0, store.n_reads), dtype=object) for names in (store.read_ids, store.original_ids))
+    for names in (own, filed, filed.str.replace(r"/[12]$", "", regex=True)):
+        line = np.where(line < 0, known.get_indexer(names), line)
+    if len(unknown := own[line < 0]):
+        raise InputError(f"{len(unknown)} reads have no line in the truth file, among them {few(unknown)}")
+    return line
+
+
+def choose(store: OrfStore, spec: TrainSpec) -> Examples:
+    """The rows to learn from and to be judged by, each genome in its cluster; nothing needs to be embedded for it.
+
+    Errors: `InputError` where truth and reads do not fit each other, or a sequence has both labels.
+    """
+    table = read_truth(spec.truth)
+    line, rng = lines_of(table, store), np.random.default_rng(spec.seed)
+    names = pd.Index(table["genome"].unique())
+    genome_of, label_of = names.get_indexer(table["genome"])[line], table["label"].to_numpy()[line]
+    read, unique = np.asarray(store.row_read), np.asarray(store.row_unique)
+    rows = pd.DataFrame({"read": read, "chunk": np.asarray(store.row_chunk), "unique": unique})
+    rows["label"], rows["genome"], rows["sequence"] = label_of[read], genome_of[read], same_dna(store)[unique]
+    left = {"lines of the truth without a read": len(table) - len(np.unique(line))}
+    left["reads without an open frame"] = store.n_reads - store.counts.n_open_reads
+    long = np.diff(store.dna_offsets)[unique] >= K
+    rows, left[f"frames of fewer than {K} bases"] = rows[long], int((~long).sum())
+    _one_label(rows, store)
+    enough(rows.groupby("label")["genome"].nunique(), what=" have open frames")
+    cluster = clusters(rows, store, names, spec.similarity, spec.groups)
+    rows = rows.assign(cluster=cluster[rows["genome"]])
+    reads = rows.groupby("read").agg(label=("label", "first"), genome=("genome", "first"), rows=("label", "size"))
+    kept = draw(reads, spec.rows_per_class, spec.sampling, rng)
+    left[f"reads beyond {spec.rows_per_class:,} frames of a class"] = len(reads) - len(kept)
+    rows = rows[rows["read"].isin(kept)].reset_index(drop=True)
+    enough(rows.groupby("label")["cluster"].nunique(), what=" remain, kin ones counted once")
+    rows["side"] = SIDES.index("test") * (deal(rows, spec.test_share, spec.seed) == 0)
+    rest = rows.index[rows["side"] == 0]
+    rows.loc[rest, "side"] = (deal(rows.loc[rest], spec.validation_share, spec.seed) == 0).astype(np.int64)
+    known = table.drop_duplicates("genome")[["genome", "label"]].reset_index(drop=True).assign(cluster=cluster, side="")
+    known.loc[rows["genome"], "side"] = rows["side"].map(SIDES.__getitem__).to_numpy()
+    return Examples(rows, known, {what: count for what, count in left.items() if count})
+
+
+def _one_label(rows: pd.DataFrame, store: OrfStore) -> None:
+    """Refuse a sequence that stands under both labels, on whichever strand."""
+    mixed = rows[rows.groupby("sequence")["label"].transform("nunique") > 1]
+    if len(mixed):
+        pair = mixed[mixed["sequence"] == mixed["sequence"].iloc[0]].drop_duplicates("label").sort_values("label")
+        others, virus = (store.read_ids(read, read + 1)[0] for read in pair["read"])
+        raise InputError(
+            f"reads {virus!r} (virus) and {others!r} (others) hold the same sequence, on either strand, as do "
+            f"{mixed['sequence'].nunique() - 1} more; correct the truth or leave reads out"
+        )
+
+
+def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator) -> "pd.Index[Any]":
+    """Which of a table's entries (`label`, `genome`, `rows`) to take, so that no class has more than `limit` rows.
+
+    `even` sampling takes one of each genome in turn, so that a large genome gives no more than it must; else by chance.
+    """
+    table = table.iloc[rng.permutation(len(table))]
+    if sampling == "even":
+        table = table.iloc[np.argsort(table.groupby("genome").cumcount(), kind="stable")]
+    return table.index[table.groupby("label")["rows"].cumsum() <= limit]
+
+
+def same_dna(store: OrfStore) -> NDArray[np.int64]:
+    """A number for each unique, the same for the same DNA on either strand: [n_uniques]."""
+    blocks = (store.dna(low, min(low + BLOCK, store.n_uniques)) for low in range(0, store.n_uniques, BLOCK))
+    found = [digests(min(one, one.translate(_COMPLEMENT)[::-1]) for one in pieces)[:, 0] for pieces in blocks]
+    return pd.factorize(np.concatenate([np.zeros(0, np.uint64), *found]))[0]
+
+
+def clusters(
+    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", similarity: float, groups: Path | None
+) -> NDArray[np.int64]:
+    """The cluster of each genome: two are kin that share a sequence, a group, or `similarity` of the fewer k-mers."""
+    sketch = rows[["unique", "genome"]].drop_duplicates().merge(_sketch(store), on="unique")
+    edges = [_kin(rows["genome"], rows["sequence"], 0.0), _kin(sketch["genome"], sketch["hash"], similarity)]
+    if groups is not None:
+        group = _table(groups, ("genome", "group")).set_index("genome")["group"]
+        if len(absent := names.difference(group.index)):
+            raise InputError(f"no line for genome {few(absent)}", file=groups)
+        edges.append(_kin(np.arange(len(names)), group[names], 0.0))
+    a, b = map(np.concatenate, zip(*edges, strict=True))
+    graph = coo_array((np.ones(len(a)), (a, b)), shape=(len(names), len(names)))
+    found: NDArray[np.int64] = connected_components(graph, directed=False)[1].astype(np.int64)
+    return found
+
+
+def _kin(genome: Any, item: Any, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Pairs of genomes that have an item in common, and at least this share of the items of the one with fewer."""
+    held = pd.DataFrame({"genome": genome, "item": pd.factorize(item)[0]}).drop_duplicates()
+    items = csr_array((np.ones(len(held)), (held["genome"], held["item"])))
+    shared, size = (items @ items.T).tocoo(), np.diff(items.indptr)
+    a, b = shared.coords
+    kin = shared.data >= share * np.minimum(size[a], size[b])
+    return a[kin], b[kin]
+
+
+def _sketch(store: OrfStore) -> pd.DataFrame:
+    """`unique` and `hash` of the k-mers of all uniques' DNA, the lesser of both strands each; of very many the same
+    sample of every genome (minhash)."""
+    most = ~np.uint64(0) // np.uint64(1 + int(store.dna_offsets[-1]) // KEPT_HASHES)
+    found, powers = list[pd.DataFrame](), np.uint64(4) ** np.arange(K, dtype=np.uint64)
+    for low in range(0, store.n_uniques, BLOCK):
+        at = np.asarray(store.dna_offsets[low : low + BLOCK + 1])
+        owner = np.repeat(np.arange(low, low + len(at) - 1), np.diff(at))
+        if len(owner) < K:
+            break
+        words = sliding_window_view(_CODES[store.dna_bytes[at[0] : at[-1]]], K)
+        hashed = np.minimum(words @ powers, (np.uint64(3) - words[:, ::-1]) @ powers) * _MIX
+        hashed ^= hashed >> np.uint64(32)
+        kept = (owner[: len(words)] == owner[K - 1 :]) & (words < 4).all(axis=1) & (hashed * _MIX <= most)
+        found.append(pd.DataFrame({"unique": owner[: len(words)][kept], "hash": hashed[kept]}))
+    return pd.concat(found).drop_duplicates()
+
+
+def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
+    """The fold of each row, [rows]: all have about this share of each class's rows, and no cluster is in two."""
+    fewest = int(rows.groupby("label")["cluster"].nunique().min())
+    folds = StratifiedGroupKFold(max(2, min(round(1 / share), fewest)), shuffle=True, random_state=seed)
+    found = np.empty(len(rows), np.int64)
+    for number, (_, held) in enumerate(folds.split(rows, rows["label"], rows["cluster"])):
+        found[held] = number
+    if rows.assign(fold=found).groupby(["fold", "label"]).ngroups < 2 * folds.n_splits:
+        raise InputError("genomes are kin across both classes, and cannot be dealt to sides; see --similarity")
+    return found

@@ -1,0 +1,308 @@
+"""A head fitted on labelled reads from the embeddings a run has stored, and all that tells how good it is.
+
+The figures are those of a repeated cross-validation, in which every cluster of genomes is asked about by heads that
+never met it, and of the final head's own test. Beside them stand two baselines, so that a head that has learnt nothing
+is seen. `train.json` keeps everything.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import pandas as pd
+import torch
+from numpy.typing import NDArray
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+from threadpoolctl import threadpool_limits
+from torch import Tensor, nn
+
+import virnuc_core
+from virnuc_core.config import TrainSpec
+from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, part_digest
+from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
+from virnuc_core.encoders.model_config import RANDOM_ORIGIN, Esm2Shape, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.engine import shards
+from virnuc_core.errors import VirnucError
+from virnuc_core.measure.scores import Figures, Floats, Points, Scored, by_level, curves, histogram, judge, thresholds
+from virnuc_core.measure.splits import SIDES, Examples, deal, draw
+from virnuc_core.reads.simulate import LABELS as CLASSES
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RESULTS, RunDir, discard
+from virnuc_core.runfiles import RunFile, RunSummary, now, read, sha256_of, write
+
+TRAINED: Final = "train.json"
+ENCODERS: Final = "encoders"  # in a training directory: the models that its embeddings are made by
+FALSE_SHARES: Final = (0.001, 0.01, 0.05, 0.1)  # false discovery rates that thresholds are kept for
+DOUBT: Final = 0.05  # share of wrong verdicts from which scores are uncertain
+HEAD, CROSS, TEST = "head", "cross-validation", "test"  # who scored, and who was asked
+BATCH_ROWS: Final = 128
+STEP_EPOCHS, STEP_DECAY = 10, 0.85  # the learning rate falls by the second after so many epochs
+# multiplications of one step from which several threads pay; below, handing them round takes three times as long
+SHARED_FROM: Final = 100_000_000
+BASELINE_ROWS: Final = 2_500  # of a class that a baseline learns from
+WORDS: Final = tuple(map("".join, product("ACGT", repeat=4)))  # of the DNA, for the baseline on those
+
+
+class TrainFile(RunFile):
+    """`train.json`: what a head was made of, and how good it is."""
+
+    schema_version: int = 1
+    created: str
+    virnuc_version: str
+    settings: dict[str, Any]
+    model_length: int
+    encoders: str  # where they come from; of random ones no figure means anything
+    digests: dict[str, str]  # of the encoders and of the head
+    card: HeadCard  # as the head has it; from the cross-validation, or from the test where there was none
+    clusters: dict[str, dict[str, int]]  # of genomes, by side and class
+    shared_sequences: int  # between sides, on either strand
+    genomes: dict[str, dict[str, int | str]]  # label, cluster, side ("": not used) and frames of each
+    left_out: dict[str, int]
+    learnt_from: int  # frames, as many of either class
+    epochs: int
+    best_epoch: int
+    validation_loss: float
+    figures: tuple[Figures, ...]
+    curves: dict[str, Points]
+    histograms: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # by who was asked: reads by score, others and virus
+    not_run: dict[str, str]  # what could not be measured, and why
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Rows and what is learnt from."""
+
+    rows: pd.DataFrame
+    vectors: Tensor  # [rows, width] float32
+    words: Floats  # [rows, words that occur] shares of the DNA
+
+    def part(self, wanted: NDArray[Any]) -> "Inputs":  # places, or where it is true
+        return Inputs(self.rows.iloc[wanted], self.vectors[torch.tensor(wanted)], self.words[wanted])
+
+
+Scorer = Callable[[Inputs], Floats]
+BASELINES: Final[dict[str, Callable[[Inputs], Any]]] = {
+    "logistic regression on the vectors": lambda of: of.vectors.numpy(),
+    "logistic regression on 4-mers": lambda of: of.words,
+}
+
+
+def inputs_of(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> tuple[Inputs, int]:
+    """The rows with vectors and words, and how many were left out because their embedding is not finite.
+
+    Errors: `VirnucError` when those are more than one in a hundred; `ShardError` for a missing or damaged shard.
+    """
+    wanted, place = np.unique(rows["unique"], return_inverse=True)
+    plan, vectors = shards.read_plan(run), torch.full((len(wanted), width), torch.nan)
+    for shard in range(len(plan)):
+        result, (low, high) = shards.read_shard(run, plan, shard), plan.range(shard)
+        here = np.flatnonzero((wanted >= low) & (wanted < high))
+        vectors[here] = torch.from_numpy(result.embeddings[wanted[here] - low])
+    shares = TfidfVectorizer(
+        analyzer="char", ngram_range=(4, 4), lowercase=False, norm="l1", vocabulary=WORDS, use_idf=False
+    )
+    words = shares.fit_transform([store.dna(one, one + 1)[0].decode() for one in wanted.tolist()]).toarray()
+    sound = np.flatnonzero(vectors.isfinite().all(dim=1)[place])
+    if (lost := len(rows) - len(sound)) > len(rows) / 100:
+        raise VirnucError(f"{run.root}: {lost} of {len(rows)} frames have no finite embedding; see its failed.tsv")
+    return Inputs(rows, vectors[place], words[place]).part(sound), lost
+
+
+def stand_in(models: Path, out: Path, shape: HeadShape) -> Path:
+    """A models directory in `out` with the encoders of `models` and a random head: embeddings depend on no head.
+
+    So training needs none, and no result can be mistaken for one of an earlier head.
+    """
+    targets, folder = {part: (models / part).resolve() for part in PARTS[:2]}, out / ENCODERS
+    discard(folder, *targets, "head/config.json", f"head/{WEIGHTS}")
+    shape = shape.model_copy(update={"hidden": 1, "card": None})
+    write_part(folder, shape, partial(random_tensor, shape), f"{RANDOM_ORIGIN}, for training", "fp32")
+    for part, target in targets.items():
+        (folder / part).symlink_to(target)
+    return folder
+
+
+def remove_results(run: RunDir) -> None:
+    """Remove the result files of a training run, which are of its stand-in head."""
+    discard(run.root, *RESULTS, "pairs.tsv")
+    write(run.summary, read(run.summary, RunSummary).model_copy(update={"files": None}))
+
+
+def train_head(run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec) -> TrainFile:
+    """Fit a head on the run's embeddings, judge it, and write `head/` and `train.json` into the run.
+
+    The same run, truth and settings give the same head on the same machine. Errors: those of `inputs_of`.
+    """
+    encoders = run.root / ENCODERS
+    shape = read_shape(encoders / "head" / "config.json", HeadShape).model_copy(update={"hidden": spec.hidden})
+    inputs, lost = inputs_of(run, store, examples.rows, shape.width)
+    side = inputs.rows["side"].to_numpy()
+    threads = 1 if BATCH_ROWS * shape.width * shape.hidden < SHARED_FROM else None
+    with threadpool_limits(threads), torch.random.fork_rng(devices=[]):
+        scored = cross_validate(inputs, shape, spec)
+        network, told, learnt = learn(inputs, side, shape, spec, spec.seed)
+        test = inputs.part(side == SIDES.index(TEST))
+        scored |= {(TEST, method): [(test.rows, by(test))] for method, by in learnt.items()}
+    figures = [line for key, found in scored.items() for line in judge(*key, found, spec.prevalence, spec.seed)]
+    reads = {name: by_level(*found[0])["read"] for (name, method), found in scored.items() if method == HEAD}
+    best = CROSS if spec.repeats else TEST
+    told_of = next(one for one in figures if one.asked == best and one.level == "read" and not one.natural)
+    card = _card(store, inputs.rows, spec, reads[best], told_of)
+    _write_head(network, shape, card, run.root)
+    found = TrainFile(
+        created=now(),
+        virnuc_version=virnuc_core.__version__,
+        settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
+        model_length=store.model_length,
+        encoders=read_shape(encoders / "esm2" / "config.json", Esm2Shape).origin,
+        digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
+        card=card,
+        **_dealt(examples),
+        left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
+        **told,
+        figures=tuple(figures),
+        curves=curves(reads[best]),
+        histograms={name: histogram(table) for name, table in reads.items()},
+        not_run={} if spec.repeats else {CROSS: "no repeats were asked for"},
+    )
+    write(run.root / TRAINED, found)
+    return found
+
+
+def _card(store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFrame, of: Figures) -> HeadCard:
+    """What the head says of itself, by the figures and scores of whole reads."""
+    lengths = np.asarray(store.read_length)[rows["read"].unique()]
+    asked = sha256(f"{store.fingerprint} {spec.folds} {spec.repeats} {spec.seed} {spec.prevalence}".encode())
+    asked.update(rows[["read", "label", "cluster", "side"]].to_numpy(np.int64).tobytes())
+    own, turned = float(reads["label"].mean()), reads.assign(score=1 - reads["score"], label=1 - reads["label"])
+    high, low = thresholds(reads, (DOUBT,), own).get(DOUBT), thresholds(turned, (DOUBT,), 1 - own).get(DOUBT)
+    metrics = {name: found for name, found in of.metrics.items() if found is not None}
+    return HeadCard(
+        reads=store.fingerprint,
+        truth=sha256_of(spec.truth),
+        test=asked.hexdigest(),
+        lengths=(int(lengths.min()), int(np.median(lengths)), int(lengths.max())),
+        prevalence=spec.prevalence,
+        auroc=metrics.pop("auroc"),
+        metrics=metrics,
+        thresholds=thresholds(reads, FALSE_SHARES, spec.prevalence),
+        uncertain=None if high is None or low is None or high <= 1 - low else (1 - low, high),
+    )
+
+
+def _write_head(network: nn.Module, shape: HeadShape, card: HeadCard, out: Path) -> None:
+    """Write `out/head`; what an earlier training told of its own head is removed before."""
+    discard(out, TRAINED, "train.html")
+    (out / HEAD / "README.md").unlink(missing_ok=True)
+    (out / HEAD).mkdir(parents=True, exist_ok=True)
+    state = network.state_dict()  # weights before sizes: a folder with a config has its weights
+    write_tensors(out / HEAD / WEIGHTS, shape.tensors(), torch.float32, lambda name: state[name])
+    made = {"origin": f"trained by virnuc {virnuc_core.__version__}", "card": card}
+    write_shape(shape.model_copy(update=made), out / HEAD / "config.json")
+
+
+def _dealt(examples: Examples) -> dict[str, Any]:
+    """What train.json says of genomes and sides."""
+    rows, frames = examples.rows, examples.rows["genome"].value_counts()
+    genomes = examples.genomes.assign(label=[CLASSES[label] for label in examples.genomes["label"]])
+    genomes["frames"] = frames.reindex(genomes.index, fill_value=0)
+    found = rows.groupby(["side", "label"])["cluster"].nunique().to_numpy().reshape(len(SIDES), -1).tolist()
+    return {
+        "clusters": {side: dict(zip(CLASSES, of, strict=True)) for side, of in zip(SIDES, found, strict=True)},
+        "shared_sequences": int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
+        "genomes": genomes.set_index("genome").to_dict("index"),
+    }
+
+
+def cross_validate(inputs: Inputs, shape: HeadShape, spec: TrainSpec) -> dict[tuple[str, str], list[Scored]]:
+    """The scores of all rows by each method, once a repeat, each row's by who learnt from other clusters alone."""
+    found = {(CROSS, method): list[Scored]() for method in (HEAD, *BASELINES) if spec.repeats}
+    for repeat in range(spec.repeats):
+        seed = spec.seed + 1_000 * (repeat + 1)
+        fold, scores = deal(inputs.rows, 1 / spec.folds, seed), {key: np.empty(len(inputs.rows)) for key in found}
+        for number in range(fold.max() + 1):
+            rest, asked = np.flatnonzero(fold != number), np.flatnonzero(fold == number)
+            side = np.full(len(fold), SIDES.index(TEST))
+            side[rest] = deal(inputs.rows.iloc[rest], spec.validation_share, seed + number) == 0
+            for method, by in learn(inputs, side, shape, spec, seed + number)[2].items():
+                scores[CROSS, method][asked] = by(inputs.part(asked))
+        found = {key: [*before, (inputs.rows, scores[key])] for key, before in found.items()}
+    return found
+
+
+def learn(
+    inputs: Inputs, side: NDArray[np.int64], shape: HeadShape, spec: TrainSpec, seed: int
+) -> tuple[nn.Module, dict[str, Any], dict[str, Scorer]]:
+    """A head, what fitting it tells, and what scores rows by it and by each baseline, all learnt from side 0 alone."""
+    rng, rows, chosen = np.random.default_rng(seed), inputs.rows.reset_index(drop=True).assign(rows=1), []
+    for number in (0, 1):  # as many rows of either class
+        limit = int(rows["label"][side == number].value_counts().min())
+        chosen.append(inputs.part(rng.permutation(draw(rows[side == number], limit, spec.sampling, rng).to_numpy())))
+    torch.manual_seed(seed)
+    network, (own, stop) = _network(shape), chosen
+    epochs, best_epoch, loss = _fit(network, own, stop, spec)
+    told = {"learnt_from": len(own.rows), "epochs": epochs, "best_epoch": best_epoch, "validation_loss": loss}
+
+    def by_head(of: Inputs) -> Floats:
+        with torch.inference_mode():
+            return torch.softmax(network(of.vectors), dim=-1)[:, 1].double().numpy()
+
+    scorers: dict[str, Scorer] = {HEAD: by_head}
+    few = own.part(np.arange(min(len(own.rows), 2 * BASELINE_ROWS)))
+    for name, view in BASELINES.items():
+        model = make_pipeline(StandardScaler(), LogisticRegression(C=0.1, max_iter=1_000))
+        model.fit(view(few), few.rows["label"])
+        scorers[name] = partial(lambda of, model, view: model.predict_proba(view(of))[:, 1], model=model, view=view)
+    return network, told, scorers
+
+
+def _network(shape: HeadShape) -> nn.Sequential:
+    """The head while it learns; its tensors bear the names of the head file."""
+    parts: dict[str, Any] = {
+        "hidden_layer": nn.Linear(shape.width, shape.hidden),
+        "bn1": nn.BatchNorm1d(shape.hidden, shape.norm_eps),
+    }
+    parts |= {"relu": nn.ReLU(), "dropout": nn.Dropout(0.5), "output_layer": nn.Linear(shape.hidden, len(CLASSES))}
+    for layer in (parts["hidden_layer"], parts["output_layer"]):
+        nn.init.xavier_uniform_(layer.weight)
+        nn.init.zeros_(layer.bias)
+    return nn.Sequential(OrderedDict(parts))
+
+
+def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[int, int, float]:
+    """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss.
+
+    The network is left with its best weights, to be used and not to learn.
+    """
+    labels, answers = (torch.tensor(of.rows["label"].to_numpy(np.int64)) for of in (learnt, held))
+    optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
+    epoch, best_loss, best_epoch, best = 0, float("inf"), 0, copy.deepcopy(network.state_dict())
+    for epoch in range(1, spec.epochs + 1):
+        network.train()
+        for batch in torch.randperm(len(labels)).split(BATCH_ROWS):
+            if len(batch) > 1:  # batch norm cannot learn from one row
+                optimiser.zero_grad()
+                nn.functional.cross_entropy(network(learnt.vectors[batch]), labels[batch]).backward()
+                optimiser.step()
+        schedule.step()
+        network.eval()
+        with torch.inference_mode():
+            loss = float(nn.functional.cross_entropy(network(held.vectors), answers))
+        if loss < best_loss:
+            best_loss, best_epoch, best = loss, epoch, copy.deepcopy(network.state_dict())
+        elif epoch - best_epoch >= spec.patience:
+            break
+    network.load_state_dict(best)
+    network.eval()
+    return epoch, best_epoch, best_loss
