@@ -103,7 +103,7 @@ def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, 
 def _interval(found: Floats, of: "pd.Series[int]") -> Estimate | None:
     """The first of them, and between what 95 % of all lie; anything where a class has one cluster alone."""
     known = np.clip(found[np.isfinite(found)], 0, 1)
-    low, high = np.quantile(known, (0.025, 0.975)).tolist() if of.value_counts().min() > 1 else (0, 1)
+    low, high = np.quantile(known, (0.025, 0.975)).tolist() if len(known) and of.value_counts().min() > 1 else (0, 1)
     return Estimate(value=known[0], low=low, high=high) if np.isfinite(found[0]) else None
 
 

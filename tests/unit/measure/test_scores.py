@@ -112,6 +112,13 @@ def test_a_threshold_holds_the_share_of_false_ones_at_the_stated_prevalence() ->
     assert set(thresholds(perfect, (0.001, 0.05), 0.5)) == {0.05}, "fifty reads cannot tell of one in a thousand"
 
 
+def test_what_is_not_defined_is_none() -> None:
+    table = sample(100)
+    lines = judge("x", "head", [(table, table["score"].to_numpy() / 10)], 0.01)
+    assert lines[0].metrics["precision"] is None, "nothing is called viral"
+    assert lines[0].metrics["recall"] is not None
+
+
 def test_one_cluster_of_a_class_tells_nothing() -> None:
     table = sample(100)
     lines = judge("x", "head", [(table.assign(cluster=table["label"]), table["score"].to_numpy())], 0.01)
