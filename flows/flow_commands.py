@@ -17,8 +17,8 @@ from flows.parameters import Flag, FlowSettings, Reads, RunSettings, command
 from flows.start import Ending, prepare_prefect, say, starts, writable
 from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
-from virnuc_core.measure.nights import DATED, LATEST, keep_newest
 from virnuc_core.profiles import Profile
+from virnuc_core.rundir import DATED, LATEST, keep_newest
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State

@@ -154,11 +154,9 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
 def run_flow(
     flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTerminal, ready: Callable[[], object] | None
 ) -> State[Any]:
-    """Run `flow` in this process; returns its final state, which may be a failed one: criteria that were not met.
-
-    Bars, the core's log lines and Prefect's warnings share one console. `ready` waits for the server; without it there
-    is none. Errors: what the flow raised; `CancelledError`; `VirnucError` where no server answers.
-    """
+    """The final state of `flow`, run in this process; a failed one where criteria were not met. Bars, the core's log
+    lines and Prefect's warnings share one console. `ready` waits for the server; without it there is none. Errors: what
+    the flow raised; `CancelledError`; `VirnucError` where no server answers."""
     logging.raiseExceptions = seen.debug  # a lost server is said once, not once a line of the log
     console = live.shared_console()
     console.is_interactive &= not (seen.quiet or seen.no_progress)

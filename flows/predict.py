@@ -43,10 +43,8 @@ class StagedRun:
 
 @contextmanager
 def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
-    """Check everything, announce the run and stage its reads, while workers load the weights on devices that are free.
-
-    The devices stay this run's until the body ends. Errors: those of `start.check` and of the stage task.
-    """
+    """A run that is checked, announced and staged, while workers load the weights on devices that are free; these stay
+    its own until the body ends. Errors: those of `start.check` and of the stage task."""
     start.check(settings, EngineSpec())
     label, run = sample_of(settings.named), RunDir(settings.out)
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)

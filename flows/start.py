@@ -225,10 +225,8 @@ def say(*lines: object) -> None:
 
 
 def check(settings: FlowSettings, base: EngineSpec) -> Devices:
-    """The devices by name, `auto` too, of a flow that can work; refuses at once what could only fail later.
-
-    Errors: those of reads, weights' headers, devices, settings and output, and of the files one flow alone takes.
-    """
+    """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
+    headers, devices, settings and output, and of the files one flow alone takes."""
     from virnuc_core.encoders.checkpoint import check_models
     from virnuc_core.encoders.model_config import verdict
     from virnuc_core.engine.devices import resolve, resolve_engine
@@ -258,10 +256,9 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
 def readable(
     reads: tuple[str, ...], on_error: OnError, model_length: int = DEFAULT_MODEL_LENGTH, *, alone: bool = True
 ) -> int:
-    """Parse the beginning of every file; `alone`: there are no other reads than these. The rows they surely have.
-
-    Pipes and standard input are left for staging, and empty files among others; `InputError` when all are empty.
-    """
+    """The rows that reads surely have, by the beginning of every file; `alone`: there are no others. Pipes and standard
+    input are left for staging, and empty files among others. Errors: those of `parse`; `InputError` when all are
+    empty."""
     from virnuc_core.reads.fast_parser import ParseLog
     from virnuc_core.reads.parse import parse
     from virnuc_core.reads.sources import find_inputs

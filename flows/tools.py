@@ -106,10 +106,8 @@ def tuned(out: Path, engine: EngineSpec) -> EngineSpec:
 
 
 def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None:
-    """Sweep the settings that may lessen the largest loss that any can, on a part of the reads; `tuning.json` keeps it.
-
-    None where nothing of speed was missed, where an earlier round found nothing, and after the last round.
-    """
+    """What came of sweeping the settings that may lessen the largest loss, on a part of the reads; `tuning.json` keeps
+    it. None where nothing of speed was missed, an earlier round found nothing, or it was the last round."""
     out, devices = settings.out, Devices.parse(settings.devices)
     before = (read_usable(out / TUNING, TuningFile)[0] or TuningFile()).rounds
     missed = tuple(c.title for c in judged.failed if c.id not in ("consensus", "same_bytes"))

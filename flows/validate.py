@@ -111,10 +111,8 @@ def ended(
 
 
 def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
-    """Stage the reads once, run them on several numbers of devices, a validation's after the baseline, and judge.
-
-    Beside the report comes `; nothing had to be computed` where that is so, that nobody takes old for new.
-    """
+    """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
+    for new, `; nothing had to be computed` where that is so."""
     profile = load_profile(settings.profile)
     label = sample_of(settings.named)
     spec = settings.spec(start.check(settings, profile.engine), profile.engine, label)
@@ -157,11 +155,8 @@ def _finished_runs(out: Path) -> dict[str, int]:
 def _runs(
     out: Path, staging: StageSummary, spec: ClassifySpec, profile: Profile, counts: Sequence[int], label: str
 ) -> tuple[str, ...]:
-    """Names of the first runs that came to an end, one for each number of devices.
-
-    A number that stands in `counts` again is run again: of such a run only its measurements stay. The GPUs' ceilings
-    are measured first, unless every run is there already and nothing is to be computed.
-    """
+    """Names of the first runs that came to an end, one for each number of devices. Of a number that stands in `counts`
+    again only measurements stay. The GPUs' ceilings are measured first, unless nothing is to be computed."""
     flops, names = None, []
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
     if spec.devices.kind == "cuda" and (spec.force or not complete):
@@ -202,10 +197,8 @@ def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
 
 
 def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
-    """Pause the current flow run until a reviewer has answered; the answer is kept in the report's directory.
-
-    The time-out answers `pending` by the door a person would use: a run nobody looked at is not a failed one.
-    """
+    """The answer of the reviewer for whom this flow run pauses, kept in the report's directory. A time-out answers
+    `pending` by the door a person would use: a run nobody looked at is not a failed one."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         raise RuntimeError("the approval gate works inside a flow run only")

@@ -28,10 +28,8 @@ REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 def stage(
     spec: StageSpec, store: Path, *, label: str, email: str | None = None, force: bool = False
 ) -> State[StageSummary]:
-    """The store at `store` holds the reads of `spec`; one that already does is used as it is.
-
-    Remote reads are fetched into `downloads` beside the store; `email` is what NCBI is told.
-    """
+    """The store at `store` holds the reads of `spec`; one that already does is used as it is. Remote reads are fetched
+    into `downloads` beside it; `email` is what NCBI is told."""
     if any(map(is_remote, spec.named)):
         from virnuc_core.reads.remote import fetch_all  # few runs need it
 
@@ -65,10 +63,8 @@ def embed(
     prewarmed: LocalWorkers | None = None,
     flops: ModelFlops | None = None,
 ) -> State[RunSummary]:
-    """Result files in `run`. Shards committed by an earlier attempt or run are kept; `force` drops them, once.
-
-    A run that is ended at `time_limit_s` says so in its summary. Errors: `TimeLimitError` then; those of `classify`.
-    """
+    """Result files in `run`. Shards committed before are kept; `force` drops them, once. Errors: `TimeLimitError` after
+    `time_limit_s`, as the summary then says; those of `classify`."""
     devices = spec.devices
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})

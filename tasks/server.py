@@ -163,11 +163,9 @@ def limit(client: SyncPrefectClient) -> None:
 
 @contextmanager
 def device_slots(devices: Sequence[Device], *, wait_s: float | None = None) -> Iterator[None]:
-    """Hold one slot of the server for each GPU of `devices`, waiting until all are free; those held already count.
-
-    Without a server (an embedded one is seen by nobody else), or when it is lost, the worker's own lock does the work.
-    Errors: `TimeoutError` after `wait_s` seconds.
-    """
+    """Hold one slot of the server for each GPU of `devices` that is not held already. Without a server (an embedded one
+    is seen by nobody else), or when it is lost, the worker's own lock does the work. Errors: `TimeoutError` after
+    `wait_s`."""
     # a GPU's UUID names it on every machine
     names = sorted({f"virnuc-{gpu.id}".lower() for gpu in devices if gpu.kind == "cuda"} - _held.get())
     if not names or not with_server() or connection.embedded is not None:
@@ -217,10 +215,8 @@ def place() -> str:
 
 
 def announce(*tags: str) -> None:
-    """Write on the current flow run its process and tags; then end the runs of this machine whose process is gone.
-
-    Prefect learns of a process that is killed from nobody: its run would stay "Running" for ever.
-    """
+    """Write on the current flow run its process and tags; then end the runs of this machine whose process is gone:
+    Prefect learns of a killed one from nobody, and its run would stay "Running" for ever."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not with_server():
         return

@@ -154,10 +154,8 @@ def rows_of(*tables: Table) -> Rows:
 
 
 class Approval(RunInput):
-    """What the reviewer is asked. The decision and the name have no default: an empty answer must not count as one.
-
-    The form renders descriptions as Markdown, in which a number at the start would become a list of its own.
-    """
+    """What the reviewer is asked; an empty answer must not count as a decision. The form renders descriptions as
+    Markdown, in which a number at the start would become a list of its own."""
 
     all_criteria_met: Answer = Field("not answered", description=QUESTIONS["all_criteria_met"])
     target_realistic: Answer = Field("not answered", description=QUESTIONS["target_realistic"])

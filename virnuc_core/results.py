@@ -77,10 +77,8 @@ class _Block:
     scored rows that decide it."""
 
     def __init__(self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask) -> None:
-        """The votes of the rows marked in `scored` [rows]; `scores` [rows, 2]: P(others), P(virus).
-
-        Errors: `VirnucError` when the rows are not of these reads.
-        """
+        """The votes of the rows marked in `scored` [rows]; `scores` [rows, 2]: P(others), P(virus). Errors:
+        `VirnucError` when the rows are not of these reads."""
         # of the chunks in blocks before, if this block goes on with the read of those
         self.margins_before = np.empty(0)
         self.scored_before, self.lost_before = 0, False  # rows of those
@@ -235,10 +233,8 @@ def write_results(
 
 
 def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -> None:
-    """Write VirNucPro's two files for the reads marked in `covered` [n_reads].
-
-    `scores` [rows of those reads, 2] are in row order. Errors: `VirnucError` when their number is not that of the rows.
-    """
+    """Write VirNucPro's two files for the reads marked in `covered` [n_reads], by the `scores` [rows of those reads, 2]
+    in row order. Errors: `VirnucError` for another number of rows."""
     wanted = covered[np.asarray(store.row_read)]
     if int(wanted.sum()) != len(scores):
         raise VirnucError(f"{run.root}: {len(scores)} scores for {int(wanted.sum())} rows")
@@ -253,10 +249,8 @@ def write_covered(run: RunDir, store: OrfStore, covered: Mask, scores: Scores) -
 
 
 def _spans(store: OrfStore) -> Iterator[tuple[slice, slice, bool]]:
-    """Consecutive reads and their rows, of bounded size; whether those are all, or more of the one read's are to come.
-
-    A chunk is never cut, nor is a pair.
-    """
+    """Consecutive reads and their rows, of bounded size, chunks and pairs whole; and whether those are all rows, or
+    more of the one read's are to come."""
     read, row = 0, 0
     while read < store.n_reads:
         ends = np.cumsum(store.read_rows[read : read + BLOCK_READS + 1], dtype=np.int64)

@@ -60,6 +60,10 @@ ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for nam
 GUARDED: Final = (*ALL_FILES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
 INBOX_LOCK: Final = "claims/inbox.tsv.lock"
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, OUR_FILES))
+# of the moment, UTC, for which a run was planned: a run tried again goes on where it was
+DATED: Final = "%Y-%m-%dT%H%M"
+SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
+LATEST: Final = "latest"
 MARK_BYTES: Final = 128  # always as many: writing it anew never leaves half of one
 MOST_BYTES: Final = 1 << 24  # of a record that is asked whose it is
 DEVICE: Final = "virnuc-device-"
@@ -309,6 +313,26 @@ def discard(root: Path, *patterns: str) -> None:
     names = sorted(str(path.relative_to(root)) for path in left if path not in folders)
     if names:
         log.warning("%s: not made by virnuc and left as it is: %s", root, few(names))
+
+
+def keep_newest(night: Path, keep: int) -> None:
+    """Let `latest` beside a night's directory point to it, and remove all but the `keep` newest beside it: only those
+    that a date names and that are ours, by the names of our files, and that nobody works in. Errors: `OSError`."""
+    root = night.parent
+    latest, aside = root / LATEST, root / f".{LATEST}.{os.getpid()}.part"
+    if latest.is_symlink() or not latest.exists():
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(night.name)
+        os.replace(aside, latest)
+    else:
+        log.warning("%s is no link and stays as it is; the newest run is %s", latest, night.name)
+    dated = sorted(path for path in root.glob(SHAPE) if path.is_dir() and not path.is_symlink() and is_ours(path))
+    for old in set(dated[:-keep]) - {night}:
+        try:
+            with run_lock(old):
+                discard(old, *ALL_FILES, MARK, *(f"{run}/{MARK}" for run in RUNS_WITHIN))
+        except ConfigError as error:
+            log.warning("%s; it is kept", error)
 
 
 # A device is held by a socket of its name, in no folder: one for all users, nothing in its way, gone with its process.

@@ -92,10 +92,8 @@ class Measurement(RunFile):
 
 
 def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Measurement:
-    """Embed a job's shards, or the first `shards` of them; its telemetry stays in the run directory.
-
-    Nothing launched is a rate of 0. Errors: those of the pool.
-    """
+    """Embed a job's shards, or the first `shards` of them; its telemetry stays in the run directory. Nothing launched
+    is a rate of 0. Errors: those of the pool."""
     job, started_s = replace(job, todo=job.todo[:shards]), time.monotonic()
     embedding = Embedding(job, Watch(sample_s=sample_s), started_s)
     pool = embedding.run()
@@ -147,12 +145,9 @@ def measure_overhead(
     force: bool = False,
     on_run: Callable[[float], None] = lambda share: None,
 ) -> OverheadFile:
-    """Run the pairs, leave their telemetry in `out/overhead/` and write `out/checkpoint_overhead.json`.
-
-    What was measured before of the same reads, weights, settings and devices is used as it is, unless `force`.
-    `on_run` hears the share of runs done. Errors: those of `prepare` and of the pool; `VirnucError` when nothing was
-    launched.
-    """
+    """`out/checkpoint_overhead.json` of the pairs of runs, new or, unless `force`, of before over the same reads,
+    weights, settings and devices; their telemetry stays in `out/overhead/`. `on_run` hears the share of runs done.
+    Errors: those of `prepare` and of the pool; `VirnucError` when nothing was launched."""
     job, ids = bench.fingerprint(engine), tuple(device.id for device in resolve(bench.devices))
     before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
     if before is not None and (before.job, before.devices) == (job, ids):
@@ -213,11 +208,9 @@ def validated(out: Path) -> Profile:
 
 
 def measure_precision(out: Path, bench: Bench, engine: EngineSpec) -> bool:
-    """Embed some hundred sequences of a validation in fp32 by plain torch, on one device: `out/fp32` has what the runs
-    are held against, result files of the reads that are covered whole and `embeddings.h5` with its `uniques`.
-
-    False where the runs compute in fp32 themselves. What was computed before is used. Errors: those of the pool.
-    """
+    """Whether some hundred sequences of a validation lie in `out/fp32`, embedded by plain torch on one device, now or
+    before: result files of the reads that are covered whole and `embeddings.h5` with its `uniques`. False where the
+    runs compute in fp32 themselves. Errors: those of the pool."""
     run, orfs, kind = RunDir(out / EXACT), OrfStore.open(bench.store), resolve(bench.devices)[0].kind
     if resolve_engine(engine, kind).precision == "fp32" or not orfs.n_uniques:
         run.embeddings.unlink(missing_ok=True)  # of another precision
@@ -256,10 +249,8 @@ def embed_sample(run: RunDir, job: Job, identity: str) -> None:
 
 
 def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec, logs: Path) -> ModelFlops:
-    """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none.
-
-    Errors: those that a worker would raise; `WorkerError` for others, and when a process ends without an answer.
-    """
+    """`model_flops` with each GPU's ceilings, all measured at once; a CPU has none. Errors: those that a worker would
+    raise; `WorkerError` for others, and when a process ends without an answer."""
     found = defaultdict[str, dict[str, float]](dict)
     with LocalWorkers(__name__) as workers:
         gpus = worker_specs(models, [device for device in devices if device.kind == "cuda"], engine)
@@ -277,9 +268,7 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
     """Tell the parent the tokens/s of each encoder's linear layers on this process's GPU, and stay until it ends this.
-
-    Both encoders are run once before, so that the first run that follows finds its kernels compiled like the second.
-    """
+    Both encoders are run once before, for the kernels of the first run that follows to be compiled, too."""
     device, engine, found = torch.device("cuda:0"), spec.engine, {}
     try:
         esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)

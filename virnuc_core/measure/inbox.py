@@ -143,11 +143,9 @@ class Ledger:
         return row.fate == "waiting" or (row.fate == "failed" and retry_failed and row.sha256 != "")
 
     def work(self, row: Row, predict: Callable[[Row, Path], RunSummary | Exception], *, retry_failed: bool) -> Row:
-        """The row with its new fate. `predict` takes the row and its run directory, and returns what it ended with.
-
-        What is wrong with the file itself (`OWN`) is its fate at once; any other failure is an attempt, the last
-        of which is its fate. Raised, and no attempt, is what lies with the machine: `MACHINE`, what `predict` raises.
-        """
+        """The row with its new fate. `predict` takes the row and its run directory, and returns what it ended with:
+        `OWN` is the file's fate at once, any other failure an attempt, the last of which is its fate. Raised, and no
+        attempt: `MACHINE`, and what `predict` raises."""
         with suppress(OSError):  # which `predict` will meet; what a table said of another time proves nothing
             row = row.but(sha256=sha256_of(self.inbox / row.file))
         with self.claim(row.sha256) as mine:

@@ -79,11 +79,8 @@ class Traces:
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
-    """Traces and tables in `spec.folder`; those that were there are removed.
-
-    As many shards as every device needs to record its own are computed and thrown away. Errors: those of `prepare` and
-    of the pool; `VirnucError` when no device recorded anything.
-    """
+    """New traces and tables in `spec.folder`; as many shards as every device needs to record its own are computed and
+    thrown away. Errors: those of `prepare` and of the pool; `VirnucError` when no device recorded anything."""
     folder, scratch = Path(spec.folder), RunDir(Path(spec.folder) / "recording")
     discard(folder, *TRACES)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,11 +109,8 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
 
 @contextmanager
 def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
-    """Stands before the loader, `take`, and records what the launch loop does between the shards it is told.
-
-    Recording begins when a shard is taken and ends when the item after the last shard is asked for, in the launch
-    loop's own thread: by then the head of that shard has been launched.
-    """
+    """What stands before the loader, `take`, and records what the launch loop does from a shard's beginning until the
+    item after the last shard is asked for: by then, in that very thread, the head of that shard has been launched."""
     profiler: profile | None = None
     told = ended = batches = tokens = 0
     on_gpu = device.kind == "cuda"

@@ -113,11 +113,9 @@ def candidates(base: EngineSpec, swept: Mapping[str, Sequence[Any]]) -> tuple[Ca
 
 
 def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iterator[tuple[Candidate, int, str]]:
-    """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next.
-
-    Round by round, so that a machine that warms up or is shared for a while does so for all candidates alike. With
-    `halving` the slower half leaves after each round, never the base and never below `FINALISTS`.
-    """
+    """What to measure next, its round and a name for it; the caller adds the outcome before it asks for the next. Round
+    by round a machine that warms up does so for all. With `halving` the slower half leaves after each, never the base
+    and never below `FINALISTS`."""
     running = list(entries)
     for repeat in range(repeats):
         for place, candidate in enumerate(running, start=1):
@@ -131,11 +129,8 @@ def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iter
 
 
 def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: bool) -> Recommendation:
-    """The fastest settings that may be used, if they beat the base by more than the measurements scatter.
-
-    A rate counts as better when its median lies above the base's by more than half of either spread. Errors:
-    `ConfigError` when nothing was measured of the base.
-    """
+    """The fastest settings that may be used, if their median lies above the base's by more than half of either spread.
+    Errors: `ConfigError` when nothing was measured of the base."""
     base = entries[0]
     if not median(base.rates):
         raise ConfigError("nothing was measured with the settings to compare with; give reads with open frames")
@@ -169,11 +164,8 @@ class Sweep:
     tokens: int | None = None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
 
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:
-        """The engine's rate over the whole store with these settings, or why they cannot run on this machine.
-
-        One that was measured before, over the same all, is used as it is. Errors: what a retry can help, and
-        `ConfigError` of a store or models that do not fit.
-        """
+        """The engine's rate over the whole store with these settings, new or of an earlier run over the same all; or
+        why they cannot run here. Errors: what a retry can help; `ConfigError` of a store or models that do not fit."""
         try:
             resolve_engine(candidate.engine, resolve(self.bench.devices)[0].kind)
         except ConfigError as error:
@@ -214,10 +206,8 @@ class Sweep:
         return trial
 
     def write(self, found: Sequence[Candidate], chosen: Recommendation, swept: Sequence[str]) -> None:
-        """`tune.json`: every trial, what they were made on, and how they were judged; and `settings.toml`.
-
-        The latter has the recommended value of each setting in `swept` and is what `--settings` takes.
-        """
+        """`tune.json`: every trial, what they were made on, and how they were judged; and `settings.toml`: what is
+        recommended of each setting in `swept`, as `--settings` takes it."""
         engine = chosen.candidate.engine
         body = {
             "schema_version": 1,
@@ -260,10 +250,8 @@ class Sweep:
 
 
 def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) -> tuple[float, int]:
-    """Largest difference of P(virus) and the number of labels that turned; both [n, 2].
-
-    A score that is missing on one side only counts as the largest difference there can be.
-    """
+    """Largest difference of P(virus) and the number of labels that turned; both [n, 2]. A score that is missing on one
+    side only counts as the largest difference there can be."""
     if reference.shape != scores.shape:
         return 1.0, len(scores)
     a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)

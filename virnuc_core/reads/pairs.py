@@ -59,11 +59,8 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
 
 
 def pair_batches(inputs: Inputs, log: ParseLog, *, text: bool = True) -> Iterator[ReadBatch]:
-    """Batches of the reads of files with mates, with the text of records if asked.
-
-    Errors: of `parse`; `InputError` for files that are out of step or the wrong way round and, unless `log.on_error` is
-    `skip`, for a read without its mate.
-    """
+    """Batches of the reads of files with mates, with the text of records if asked. Errors: of `parse`; `InputError` for
+    files out of step or the wrong way round and, unless `log.on_error` is `skip`, for a read without its mate."""
     for names in inputs.pairs:
         sides = [_Side(name, log) for name in dict.fromkeys(names)]
         held: Columns = [[] for _ in range(5)]
@@ -167,9 +164,7 @@ def _orphans(side: _Side, count: int, other: _Side, mate: int, log: ParseLog) ->
 
 def _next_pair(first: _Side, second: _Side, paired: bool) -> tuple[int, int]:
     """How many reads of each file stand before the next pair; all, where none comes and some were `paired` before.
-
-    Errors: `InputError` for files that do not hold their reads in the same order.
-    """
+    Errors: `InputError` for files that do not hold their reads in the same order."""
     for reach in (_NEAR, _FAR):
         ended = not (first.has(reach) | second.has(reach))
         ours, theirs = first.next(reach), second.next(reach)

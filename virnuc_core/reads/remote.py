@@ -63,12 +63,10 @@ def fetch_all(reads: Sequence[str], folder: Path, *, email: str | None = None) -
 
 
 def fetch(url: str, folder: Path) -> Path:
-    """Download `url`, whole or as `hidden` shows it, into `folder` and give the file; a current one is kept.
-
-    The file's name begins with a digest of the address: two addresses are two files. A broken-off download goes on
-    where it stopped if the server's file is still the same. Errors: `InputError` when the server refuses or cannot be
-    reached after all attempts, for a private address, beyond the limits, or when another process was given the query.
-    """
+    """The file in `folder` to which `url`, whole or as `hidden` shows it, is downloaded; a current one is kept, and a
+    broken-off one goes on if the server's is still the same. Two addresses are two files. Errors: `InputError` when the
+    server refuses or cannot be reached, for a private address, beyond the limits, or when another process was given the
+    query."""
     if not is_address(url):
         raise ConfigError(f"{url}: only http and https addresses can be fetched")
     shown, whole = hidden(url), whole_addresses.get(url, url)
@@ -231,10 +229,8 @@ def _refuse_private(host: str, port: int | None) -> None:
 
 def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | None) -> Path:
     """Sequences of NCBI nucleotide accessions as one FASTA file in `folder`; a file of the same accessions is kept.
-
-    Errors: `ConfigError` without a mail address (NCBI asks for one) or for words that are no accessions; `InputError`
-    when NCBI cannot be reached or does not give all of them.
-    """
+    Errors: `ConfigError` without a mail address or for words that are no accessions; `InputError` when NCBI cannot be
+    reached or does not give all of them."""
     wanted = [accession.strip() for accession in accessions if accession.strip()]
     wrong = [word for word in wanted if not _ACCESSION.fullmatch(word)]
     if wrong or not wanted:

@@ -83,11 +83,8 @@ class _Genomes:
 
 
 def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
-    """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`.
-
-    The same spec gives the same bytes. Errors: `ConfigError` for a suffix that names no format; `InputError` for a
-    histogram that cannot be read.
-    """
+    """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`: the
+    same bytes for the same spec. Errors: `ConfigError` for another suffix; those of `read_histogram`."""
     match = _SUFFIX.search(out.name)
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")

@@ -67,11 +67,8 @@ def is_remote(name: str) -> bool:
 
 
 def hidden(name: str) -> str:
-    """An input as it may be shown and recorded: a digest stands for the query of an address.
-
-    That may be a signature, which opens the file to whoever reads it; it stays in this process, in `whole_addresses`.
-    Errors: `ConfigError` for an address with a password.
-    """
+    """An input as it may be shown and recorded: a digest stands for the query of an address, which may be a signature;
+    it stays in this process, in `whole_addresses`. Errors: `ConfigError` for an address with a password."""
     if not is_address(name):
         return name
     bare = re.split(r"[?#]", name, maxsplit=1)[0]
@@ -102,10 +99,8 @@ def reads_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
-    """Resolve what the user named; folders give their read files in order of name, sub-folders are not entered.
-
-    Errors: `InputError` for what does not exist, is named twice, cannot be read, or a folder without reads.
-    """
+    """What the user named; folders give their read files in order of name, not those of sub-folders. Errors:
+    `InputError` for what does not exist, is named twice, cannot be read, or a folder without reads."""
     files: list[str] = []
     ignored: list[str] = []
     for name in reads:
@@ -144,10 +139,8 @@ def _holds_reads(path: Path) -> bool:
 
 
 class Source:
-    """One opened input: `read` gives unpacked bytes; `damage` says why they ended, where that was not their end.
-
-    Gzip (many members, bgzip), bzip2, xz and zstd are recognised by their first bytes, never by name.
-    """
+    """One opened input: `read` gives unpacked bytes; `damage` says why they ended, where that was not their end. What
+    it is packed as is told by its first bytes, never by its name."""
 
     def __init__(self, name: str, stream: BinaryIO) -> None:
         self.name = name

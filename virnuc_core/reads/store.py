@@ -54,11 +54,8 @@ class StoreCounts:
 
 
 class OrfStore:
-    """Reads, rows and unique sequences of one `orfs.h5`, mapped read-only. Open with `OrfStore.open`.
-
-    A row is an open frame of one chunk of one read, in order of read, chunk, frame. A unique is a distinct pair of DNA
-    and protein, in order of its first row.
-    """
+    """Reads, rows and unique sequences of one `orfs.h5`, mapped read-only. A row is an open frame of one chunk of one
+    read, in that order; a unique is a distinct pair of DNA and protein, in order of its first row."""
 
     path: Path
     fingerprint: str  # over the reads and the settings that change rows
@@ -89,10 +86,8 @@ class OrfStore:
 
     @classmethod
     def open(cls, path: Path, *, check: bool = True) -> OrfStore:
-        """Map a store; `check` reads all of it, as whoever did not just make or check it must.
-
-        Errors: `InputError` when the file is absent, is not what was staged, or is no store of this version.
-        """
+        """A mapped store; `check` reads all of it, as whoever did not just make or check it must. Errors: `InputError`
+        when the file is absent, is not what was staged, or is no store of this version."""
         store = cls()
         store.path = path
         try:
@@ -174,10 +169,8 @@ _AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a 
 
 
 class StoreWriter:
-    """Takes segments in the order of the reads, then writes the store whole.
-
-    Nothing is held that grows with the number of reads, but two bits for each row, and a little for each segment.
-    """
+    """Takes segments in the order of the reads, then writes the store whole. What it holds grows by two bits for each
+    row, and a little for each segment."""
 
     def __init__(self, folder: Path, model_length: int) -> None:
         self._folder, self._model_length = folder, model_length

@@ -59,12 +59,9 @@ class SampleSummary:
 
 
 def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
-    """Draw `n` reads of a file, a folder or standard input (`-`) into `out`, as they stand, in their order.
-
-    `out` holds the format of the input, gzipped if its name ends in .gz. Asked for more reads than there are, it gives
-    all. Errors: `InputError` for reads that cannot be used, or FASTA mixed with FASTQ; `ConfigError` for `n` below 1 or
-    a name that belies the format.
-    """
+    """Draw `n` reads of a file, a folder or standard input (`-`), or all there are, into `out`, as they stand, in their
+    order; gzipped if its name ends in .gz. Errors: `InputError` for reads that cannot be used, or FASTA mixed with
+    FASTQ; `ConfigError` for `n` below 1 or a name that belies the format."""
     if n < 1:
         raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
     with ExitStack() as held:

@@ -42,11 +42,8 @@ O = TypeVar("O")  # noqa: E741  # what comes of it
 
 
 class Workers:
-    """`count` workers: this process, and a pool of the others; use it in a `with` statement.
-
-    Until another process takes an item up it lies in a file of `folder`, or of the system's for such. Processes end
-    when their caller does, however it ends.
-    """
+    """`count` workers, for a `with` statement: this process, and a pool of the others, who end when it does, however it
+    ends. Until one takes an item up that lies in a file of `folder`, or of the system's for such."""
 
     def __init__(self, count: int, folder: Path | None = None) -> None:
         self._others, self._folder = count - 1, folder
@@ -62,12 +59,10 @@ class Workers:
         *,
         may_start: bool = True,
     ) -> Iterator[O]:
-        """What `work` makes of each item, in order; a bounded number of items, and of their `nbytes`, is under way.
-
-        The first item is worked on here, and so is each for which the other processes have no time. Those are started
-        by the second item if they `may_start`. Errors: what `items` raises, and the work here; from another process
-        `OSError` of the work, `WorkerError` for its other errors and for a process that dies or does not move.
-        """
+        """What `work` makes of each item, in order; a bounded number of items, and of their `nbytes`, is under way. The
+        first item is worked on here, as is each for which the others, started by the second if they `may_start`, have
+        no time. Errors: what `items` raises, and the work here; from another process `OSError` of the work,
+        `WorkerError` for its other errors and for a process that dies or does not move."""
         waiting: deque[tuple[Future[O], int]] = deque()  # none is ever cancelled: a pool that breaks cannot bear it
         for number, item in enumerate(items):
             busy = sum(not future.done() for future, _ in waiting)

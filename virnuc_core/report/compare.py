@@ -47,10 +47,8 @@ LABELS: Final[dict[Part, tuple[str, str]]] = {"frames": ("virus", "others"), "co
 
 
 def load_results(path: Path) -> pd.DataFrame:
-    """Rows of one of the two result files: `id`, `virus` (bool), `score1`, `score2` (float64; NaN where no number).
-
-    A consensus file of two columns has no scores. `InputError` names the first line with another label.
-    """
+    """Rows of one of the two result files: `id`, `virus` (bool), `score1`, `score2` (float64, NaN where no number; not
+    in a consensus file of two columns). `InputError` names the first line with another label."""
     return pd.concat(result_pieces(path), ignore_index=True)
 
 
@@ -92,10 +90,8 @@ def _kind(path: Path) -> tuple[Part, list[str]]:
 
 
 def derive_consensus(frames: pd.DataFrame) -> pd.DataFrame:
-    """The vote over each chunk's frames: virus when the largest score2 is at least the largest score1.
-
-    Chunks come in the order of their first row. A frame's id ends in two letters for its frame.
-    """
+    """The vote over each chunk's frames, in the order of its first row: virus when the largest score2 is at least the
+    largest score1. A frame's id ends in two letters for its frame."""
     best = frames.groupby(frames["id"].str.slice(stop=-2), sort=False)[["score1", "score2"]].max().reset_index()
     return best.assign(virus=best["score2"] >= best["score1"])
 
@@ -188,11 +184,9 @@ def result_files(path: Path) -> dict[Part, Path]:
 
 
 def take_results(path: Path, run: RunDir, store: OrfStore) -> None:
-    """Copy the result files of an earlier run of a baseline, over the reads of `store`, into `run`.
-
-    Errors: `InputError` for results of other reads: more than one in a hundred ids of either side is none of the other;
-    `RunMismatchError` where a run.json beside them tells of other reads or of another length.
-    """
+    """Copy the result files of an earlier run of a baseline, over the reads of `store`, into `run`. Errors:
+    `InputError` where over one in a hundred ids of either side is none of the other; `RunMismatchError` where a
+    run.json beside them tells of other reads or another length."""
     beside = RunDir(path if path.is_dir() else path.parent).record
     told = made_from(read(beside, RunRecord)) if beside.is_file() else {}
     if others := differing(told, {"reads": store.fingerprint, MODEL_LENGTH: str(store.model_length)}):
@@ -312,11 +306,8 @@ def meets(comparison: validation.Comparison, minimum: float) -> bool:
 
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:
-    """Cosine of the embeddings of each sequence that both runs have; by encoder too, when the DNA width is known.
-
-    Empty when a run keeps no embeddings or they share no sequence. Rows that failed (NaN) on either side raise nothing
-    but are left out of `n`.
-    """
+    """Cosine of the embeddings of each sequence that both runs have, without failed rows (NaN); by encoder too, when
+    the DNA width is known. Empty when a run keeps no embeddings or they share no sequence."""
     left, right = RunDir(a).embeddings, RunDir(b).embeddings
     if not left.is_file() or not right.is_file():
         return ()

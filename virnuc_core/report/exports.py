@@ -29,11 +29,8 @@ SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
 
 
 def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
-    """Write `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names and `contigs.tsv` to `out`.
-
-    Memory holds a piece of the reads at a time. Gives the files. Errors: `ConfigError` for a run that is not complete;
-    those of its store and its shards.
-    """
+    """Write `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names and `contigs.tsv` to `out`,
+    and give the files. Errors: `ConfigError` for a run that is not complete; those of its store and shards."""
     if (summary := read_summary(run)) is None or not run.reads_table.is_file():
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
     out.mkdir(parents=True, exist_ok=True)
@@ -63,10 +60,8 @@ def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
 
 
 def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
-    """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases a chunk adds.
-
-    Those are the bases that the next chunk does not hold; they add up to the read. One with a failed row has no vote.
-    """
+    """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases that the next
+    chunk does not hold; they add up to the read. One with a failed row has no vote."""
     store, (scores, failed) = OrfStore.open(run.root / read_record(run).store), read_scores(run)
     with _table(path, "id", "length", "chunks", "scored_chunks", "viral_chunks", "scored_bases", "viral_bases",
                 "viral_score", "label") as write:  # fmt: skip

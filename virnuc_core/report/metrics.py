@@ -129,11 +129,8 @@ def datasheet_flops(device_name: str, precision: str) -> float | None:
 def encoder_metrics(
     encoder: Encoder, batches: pd.DataFrame, names: Mapping[str, str], flops: ModelFlops, precision: str
 ) -> model.EncoderMetrics:
-    """One encoder's batches, and what they used of the devices (`names`: id → model): of what the linear layers alone
-    sustain there, and of what data sheets promise.
-
-    A device counts by its seconds; unknown where one has no time or no ceiling, or a sheet does not say.
-    """
+    """One encoder's batches, and what they used of the devices (`names`: id → model), each by its seconds: of what the
+    linear layers alone sustain there and data sheets promise; unknown where one has no time, ceiling or sheet."""
     # DNABERT-S stays at fp16 where ESM-2 runs at fp8
     arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
     whole, per_token = statistics.batch_metrics(batches, encoder), getattr(flops, f"{encoder}_per_token")
@@ -153,10 +150,8 @@ def encoder_metrics(
 
 
 def baseline_metrics(raw: RawFolder, profile: Profile, run: model.RunMetrics | None) -> model.BaselineMetrics | None:
-    """The baseline's time: measured, scaled by tokens from a subset, or recorded for the very same devices.
-
-    It holds no staging: the baseline reads the rows from the store, which is in its favour.
-    """
+    """The baseline's time: measured, scaled by tokens from a subset, or recorded for the very same devices; without
+    staging, which is in its favour: it reads the rows from the store."""
     summary = raw.read(BaselineSummary, BASELINE, SUMMARY)
     spec = profile.baseline
     if summary is not None and summary.source == "recorded" and spec.source == "measured":  # it was given at the start

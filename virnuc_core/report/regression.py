@@ -106,10 +106,8 @@ def _lines(path: Path, fate: str) -> tuple[dict[bytes, HistoryEntry], list[bytes
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
-    """Add an entry under a file lock, unless one made at the same moment is there; says whether it was added.
-
-    Lines that are no entries go to `….damaged` first, with a warning.
-    """
+    """Whether an entry was added, under a file lock: one made at the same moment is not added again. Lines that are no
+    entries go to `….damaged` first, with a warning."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -33,11 +33,8 @@ MANY_BYTES: Final = 16_000_000  # of result rows: less is looked at before anoth
 def verify_report(
     out: Path, profile: str | None = None, on_part: Callable[[float], None] = lambda share: None
 ) -> Verification:
-    """Compute every number of `out/report/` again; `on_part` hears the share of the work that is done.
-
-    `profile`: what the report must be judged by, where it is neither the validation's nor virnuc's own. Raises
-    `InputError` when there is no report to verify, `WorkerError` for a process that dies.
-    """
+    """Compute every number of `out/report/` again, as judged by `profile` where that is neither the validation's nor
+    virnuc's own; `on_part` hears the share of the work done. Errors: `InputError` without a report, `WorkerError`."""
     read_report(RunDir(out).report / REPORT_JSON)
     once, compared = run_names(out), RawFolder(out).read(ComparisonFile, COMPARISON)
     names = (*once, *(again for name in once for again in run_names(out, f"{name}.")))

@@ -285,10 +285,8 @@ def _equal(one: NDArray[np.generic], other: NDArray[np.generic]) -> bool:
 
 
 def count_store(store: OrfStore) -> dict[str, int]:
-    """What a store holds, under the names that summaries and staging give it.
-
-    Reads by flag, chunks, rows, uniques, and ESM-2 tokens of the uniques and of all rows, start and end included.
-    """
+    """What a store holds, under the names that summaries and staging give it; tokens are ESM-2's, start and end
+    included."""
     lengths, flags = np.diff(store.protein_offsets), np.asarray(store.read_flags)
     bits = {"empty": EMPTY, "duplicate_ids": DUPLICATE_ID, "ambiguous": AMBIGUOUS, "short_for_model": SHORT_FOR_MODEL}
     return {
@@ -304,10 +302,8 @@ def count_store(store: OrfStore) -> dict[str, int]:
 
 
 def baseline_tokens(store: OrfStore, predictions: Path, reads: int, seed: int) -> int:
-    """ESM-2 tokens of the rows of the `reads` reads that a baseline drew by `seed`.
-
-    Raises `InputError` when its predictions are of other rows.
-    """
+    """ESM-2 tokens of the rows of the `reads` reads that a baseline drew by `seed`. Errors: `InputError` when its
+    predictions are of other rows."""
     drawn = np.zeros(store.n_reads, dtype=np.bool_)
     drawn[choose_reads(store.n_reads, reads, seed)] = True  # drawn again: ids may stand twice, as those of mates do
     chosen = np.flatnonzero(drawn[np.asarray(store.row_read)])
