@@ -92,10 +92,7 @@ def _recorded(run: RunDir) -> runfiles.RunRecord | None:
 
 
 def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
-    """Workers for a run whose reads are not staged yet: give it to `classify`, and close it afterwards.
-
-    Errors: `DeviceError`, `ConfigError`.
-    """
+    """Workers for a run that is not staged yet, to be closed after `classify`. Errors: `DeviceError`, `ConfigError`."""
     found = resolve(devices)
     return LocalWorkers(WORKER, prewarm=worker_specs(models, found, resolve_engine(engine, found[0].kind)))
 

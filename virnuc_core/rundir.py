@@ -359,10 +359,7 @@ def held_devices() -> list[str]:
 
 
 def lock_device(device: str, wait_s: float) -> int:
-    """Take a device for this process until it ends; the open handle, which must be kept.
-
-    Errors: `DeviceError` names who still holds it after `wait_s`.
-    """
+    """Take a device until this process ends; a handle to keep. `DeviceError` names who holds it after `wait_s`."""
     deadline, holding = time.monotonic() + wait_s, socket.socket(*_SOCKET)
     while True:
         try:

@@ -126,10 +126,7 @@ def _digest(path: Path, size: int, changed_ns: int) -> str:
 def load_encoder(
     network: type[E], models: Path, device: torch.device, precision: Precision = "auto", attention: Attention = "auto"
 ) -> E:
-    """The `Esm2` or `DnabertS` of a models directory on `device`, run by our own kernels where they can.
-
-    Errors: `WeightsError`; `DeviceError` or `ConfigError` when the device cannot run what is asked for.
-    """
+    """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
     shape, read = open_part(models, network.KIND)
     ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
     return network(shape, read, device, precision=ready, attention=backend)

@@ -76,10 +76,7 @@ def _kept(models: Path) -> list[tuple[int, Path]]:
 
 
 def _put(head: Path, models: Path) -> Path:
-    """Keep all heads that are there and this one, and put it in place; where it is kept.
-
-    Errors: `WeightsError` when it is not sound, or its inputs are not what the encoders give.
-    """
+    """Keep all heads that are there and this one, and put it in place; where it is kept. Errors: `WeightsError`."""
     check_widths(models, open_folder(head, HeadShape)[0])
     current, aside, former = models / "head", models / ".head.new", models / ".head.old"
     with run_lock(models / "heads"):

@@ -113,10 +113,7 @@ def _at_most(room: int) -> Iterator[None]:
 
 
 def _tensors(path: Path, allowed: list[Any], key: str, *, mmap: bool) -> dict[str, Tensor] | None:
-    """The tensors of a module, of a state dictionary, or of one under `key` of a dictionary; None when there are none.
-
-    Errors: `ValueError` where they claim more numbers than the file can have; what torch raises.
-    """
+    """The tensors of a module, of a state dictionary, or of one under `key`; None without any. Errors: of all kinds."""
     size = path.stat().st_size
     with _at_most(SHARED * size + BESIDES), warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
         warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises

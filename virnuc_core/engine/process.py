@@ -125,16 +125,13 @@ class Child:
         for reader in self._readers:
             reader.start()
 
-    def send(self, message: Message) -> bool:
-        """Write one message; False when the child is no longer reading."""
+    def send(self, message: Message) -> None:
+        """Write one message; of a child that no longer reads, its end is heard."""
         assert self.process.stdin is not None
         self.progress_s = time.monotonic()
-        try:
+        with contextlib.suppress(ValueError, OSError):
             self.process.stdin.write(message.line())
             self.process.stdin.flush()
-        except (ValueError, OSError):
-            return False
-        return True
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -239,10 +236,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return self._token.is_set()
 
     def start(self, spec: WorkerSpec, log: Path) -> Child:
-        """A worker pinned to its device, with its standard error in `log`: one that waits with this spec, or a new one.
-
-        Errors: `WorkerError` once all children were ended.
-        """
+        """A worker with its standard error in `log`: one that waits with this spec, or a new one; or `WorkerError`."""
         for child in [child for child in self._waiting if child.spec == spec]:
             self._waiting.remove(child)
             if child.process.poll() is None and not child.silent:

@@ -116,10 +116,7 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
 def plan_run(
     run: RunDir, protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str
 ) -> tuple[EngineSpec, ShardPlan]:
-    """The plan of a run, and the settings it is made by: `shard_tokens` is raised to give at most `MOST_SHARDS`.
-
-    A run that was begun with more shards keeps them.
-    """
+    """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`, or as begun."""
     begun, asked = None, engine.shard_tokens
     with suppress(ShardError):
         begun = read_plan(run).fingerprint
@@ -167,9 +164,9 @@ def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) ->
 
 
 def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
-    """Make a shard's result permanent: write aside, flush, checksum, rename. The same result gives the same bytes.
+    """Make a shard's result permanent, the same one by the same bytes: write aside, flush, checksum, rename.
 
-    Errors: `ShardError` when the result has not one finite row per unique; `StorageError` of the disk.
+    Errors: `ShardError` when the result has not one row per unique; `StorageError` of the disk.
     """
     lo, hi = plan.range(shard)
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:

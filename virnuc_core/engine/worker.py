@@ -72,10 +72,7 @@ class Runner:
         self.progress_s = time.monotonic()
 
     def warm_up(self, budgets: dict[str, int], length: int) -> None:
-        """Launch one full batch of rows of `length` tokens on each encoder: compiles, and proves that the budget fits.
-
-        Errors: `torch.OutOfMemoryError` when it does not.
-        """
+        """Launch a full batch of rows of `length` tokens on each encoder, or raise `torch.OutOfMemoryError`."""
         for encoder, budget in ((self.dnabert_s, budgets["dnabert_s"]), (self.esm2, budgets["esm2"])):
             rows = max(1, budget // length)
             tokens = np.random.default_rng().integers(5, 9, rows * length)
@@ -87,10 +84,7 @@ class Runner:
         self.progress_s = time.monotonic()
 
     def run(self, take: Take, hand_over: Callable[[Pending], None]) -> None:
-        """Launch everything that `take` gives; each finished shard goes to `hand_over`, which may block.
-
-        Errors: what `take` or a launch raised.
-        """
+        """Launch all that `take` gives; each finished shard goes to `hand_over`, which may block."""
         pending: Pending | None = None
         while True:
             item, wait_ms = take()

@@ -93,10 +93,7 @@ def host_reader() -> Callable[[float], HostSample]:
 
 
 class Sampler:
-    """Background thread that reads devices and host every `interval_s` while the `with` block lasts.
-
-    A reading that fails leaves its numbers unknown, which is said once in the log; sampling goes on.
-    """
+    """Background thread that reads devices and host every `interval_s` while the `with` block lasts."""
 
     def __init__(
         self, devices: Sequence[str], *, interval_s: float = 0.5, note: Callable[..., None] = lambda *samples: None

@@ -99,14 +99,11 @@ def journal(path: Path, origin_s: float, started: datetime, devices: Sequence[st
 
 
 def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
-    """What an attempt measured, the seconds it is known to have lived, and the deaths of its workers.
-
-    `None` without a file or its first line; another line that was cut off is passed over.
-    """
+    """What an attempt measured, how long it is known to have lived, and its workers' deaths; None without a start."""
     noted: dict[type, list[Any]] = {kind: [] for kind in get_args(Noted)}
     with suppress(OSError):
         for line in path.read_bytes().splitlines():
-            with suppress(ValidationError):
+            with suppress(ValidationError):  # it was cut off
                 one = NOTED.validate_json(line)
                 noted[type(one)].append(one)
     if not noted[str]:
