@@ -283,7 +283,7 @@ class TrainSettings(TrainSpec, RunSettings):
 
     def inputs(self) -> tuple[str, ...]:
         """The files of local reads, and those that tell of the genomes."""
-        further = (self.truth, self.groups)
+        further = (self.truth, self.groups, self.genomes)
         return (*super().inputs(), *map(str, filter(None, further)))
 
     def check_own_files(self) -> None:

@@ -18,8 +18,8 @@ from flows.flow_commands import (
     ValidateSettings,
 )
 from flows.flow_run import named, sample_of, stage_input, with_parameters
-from flows.predict import staged_run
-from tasks.predict import stage_rows
+from flows.predict import StagedRun, staged_run
+from tasks.predict import embed, stage, stage_rows
 from tasks.server import announce
 from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from tasks.tools import overhead as timed
@@ -30,10 +30,12 @@ from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, median, spread, validated
+from virnuc_core.measure.splits import Examples
 from virnuc_core.measure.trace import Traces
-from virnuc_core.measure.training import TrainFile, remove_results, stand_in
+from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
+from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.files import run_names
 from virnuc_core.report.formatting import templates, told_rows
 from virnuc_core.report.model import Report
@@ -176,11 +178,24 @@ def train(settings: TrainSettings) -> State[TrainFile]:
         examples = split(staged.run, settings, label=staged.label).result()
         staged.embed().result()
         remove_results(staged.run)
-        fitted = fit(staged.run, examples, settings, label=staged.label)
+        cuts = NO_GENOMES if settings.genomes is None else _embed_cuts(staged, examples, settings.genomes)
+        fitted = fit(staged.run, examples, settings, cuts, label=staged.label)
         found, told = fitted.result(), [str(fitted.message)]
         if settings.install or settings.install_anyway:
             told.append(install_head(staged.run.root / "head", settings.models, anyway=settings.install_anyway))
     return done(found, "; ".join(told))
+
+
+def _embed_cuts(staged: StagedRun, examples: Examples, genomes: Path) -> RunDir | str:
+    """The finished run over fragments of the test's genomes, always made anew; or why there is none."""
+    run, label = RunDir(staged.run.root / "lengths"), f"{staged.label}-lengths"
+    if why := write_cuts(examples, genomes, fragments := run.root / "cuts.fasta"):
+        return why
+    spec = StageSpec(reads=(str(fragments),), model_length=staged.staging.model_length)
+    staging = stage(spec, run.store, label=label, force=True).result()
+    embed(run, staging, staged.spec.model_copy(update={"force": True}), label=label).result()
+    remove_results(run)
+    return run
 
 
 @flow(name="overhead", flow_run_name=named("out", "devices"))

@@ -46,9 +46,9 @@ def split(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
 
 
 @step("train", "train {label}")
-def train(run: RunDir, examples: Examples, spec: TrainSpec, *, label: str) -> State[TrainFile]:
+def train(run: RunDir, examples: Examples, spec: TrainSpec, cuts: RunDir | str, *, label: str) -> State[TrainFile]:
     """The head in `run/head` with its card, and `train.json` and `train.html`: how well it does on unknown genomes."""
-    found = train_head(run, OrfStore.open(run.store), examples, spec)
+    found = train_head(run, OrfStore.open(run.store), examples, spec, cuts)
     page, card, said = map(templates().get_template, ("train.html.j2", "model_card.md.j2", "training.txt.j2"))
     write_text_whole(run.root / "train.html", page.render(found=found))
     write_text_whole(run.root / "head" / "README.md", card.render(found=found, pictures=False))

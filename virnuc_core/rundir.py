@@ -51,11 +51,11 @@ JUDGED: Final = ("comparison.json", "tuning.json", "checkpoint_overhead.json", "
 REPORTS: Final = ("report/report.*", "report/benchmark_*.md", "report/benchmark_*.json", "report/approval.json")
 HEADS: Final = ("head/config.json", "head/model.safetensors", "head/README.md", "rescore.json")
 ENCODERS: Final = tuple(f"encoders/{name}" for name in ("esm2", "dnabert_s", *HEADS[:2]))  # that trainings embed by
-TRAINED: Final = (*HEADS, *ENCODERS, "train.json", "train.html")
+TRAINED: Final = (*HEADS, *ENCODERS, "train.json", "train.html", "cuts.fasta")
 SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 # all that any command writes into its output directory
 OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *TRAINED, *SWEEPS)
-RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*")
+RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*", "lengths")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
 GUARDED: Final = (*ALL_FILES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
 INBOX_LOCK: Final = "claims/inbox.tsv.lock"

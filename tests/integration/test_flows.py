@@ -268,17 +268,17 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     made = simulate(SimulateSpec(reads=200, seed=5), tmp_path / "train.fastq")
     before = (folder / "head" / "model.safetensors").read_bytes()
     given = {"reads": [str(made.reads_file)], "truth": made.truth_file, "models": folder, "out": out, "epochs": 3}
-    given |= {"folds": 3, "repeats": 1, "devices": "cpu:1"}
+    given |= {"genomes": made.genomes_file, "folds": 3, "repeats": 1, "devices": "cpu:1"}
     state = train(**given, install_anyway=True, return_state=True)
     assert "installed as 002-" in (state.message or "")
     found = state.result()
-    assert {one.asked for one in found.figures} >= {"cross-validation", "test"}
-    assert not [name for name in RESULTS if (out / name).exists()]
+    assert {one.asked for one in found.figures} >= {"cross-validation", "test", "150 bases"}
+    assert not [name for name in RESULTS for run in (out, out / "lengths") if (run / name).exists()]
     new = (out / "head" / "model.safetensors").read_bytes()
     assert (folder / "head" / "model.safetensors").read_bytes() == new != before
     assert [path.read_bytes() for path in folder.glob("heads/001-*/model.safetensors")] == [before]
     shutil.rmtree(folder / "head")  # none is needed, and what is embedded stays
-    again = train(**given | {"repeats": 0, "model_length": 500}, return_state=True)
+    again = train(**given | {"repeats": 0, "model_length": 500, "genomes": None}, return_state=True)
     assert (out / "head" / "model.safetensors").read_bytes() == new
     tested = [[one for one in of.figures if one.asked == "test"] for of in (found, again.result())]
     assert tested[0] == tested[1] != []

@@ -223,3 +223,13 @@ def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
     if rows.assign(fold=found).groupby(["fold", "label"]).ngroups < 2 * folds.n_splits:
         raise InputError("genomes are kin across both classes, and cannot be dealt to sides; see --similarity")
     return found
+
+
+def read_genomes(path: Path) -> dict[str, str]:
+    """The sequences of a FASTA file, plain or compressed, by the first word of their headers."""
+    from Bio.SeqIO.FastaIO import SimpleFastaParser
+    from xopen import xopen
+
+    with reading(path, "FASTA", InputError), xopen(path, "rt", threads=0) as file:
+        records = SimpleFastaParser(file)  # type: ignore[no-untyped-call]
+        return {title.split()[0]: letters.upper() for title, letters in records if title.split()}

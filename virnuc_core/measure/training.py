@@ -7,7 +7,7 @@ is seen. `train.json` keeps everything.
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -34,14 +34,17 @@ from virnuc_core.encoders.model_config import RANDOM_ORIGIN, Esm2Shape, HeadCard
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure.scores import Figures, Floats, Points, Scored, by_level, curves, histogram, judge, thresholds
-from virnuc_core.measure.splits import SIDES, Examples, deal, draw
+from virnuc_core.measure.splits import SIDES, Examples, deal, draw, read_genomes
 from virnuc_core.reads.simulate import LABELS as CLASSES
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RESULTS, RunDir, discard
+from virnuc_core.rundir import RESULTS, RunDir, discard, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read, sha256_of, write
 
 TRAINED: Final = "train.json"
 ENCODERS: Final = "encoders"  # in a training directory: the models that its embeddings are made by
+LENGTHS: Final = (150, 300, 500)  # bases that the test's genomes are cut to
+CUTS: Final = 40  # of a genome and length, at most
+NO_GENOMES: Final = "the genomes' sequences were not given (--genomes)"
 FALSE_SHARES: Final = (0.001, 0.01, 0.05, 0.1)  # false discovery rates that thresholds are kept for
 DOUBT: Final = 0.05  # share of wrong verdicts from which scores are uncertain
 HEAD, CROSS, TEST = "head", "cross-validation", "test"  # who scored, and who was asked
@@ -138,10 +141,28 @@ def remove_results(run: RunDir) -> None:
     write(run.summary, read(run.summary, RunSummary).model_copy(update={"files": None}))
 
 
-def train_head(run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec) -> TrainFile:
+def write_cuts(examples: Examples, sequences: Path, out: Path) -> str | None:
+    """Fragments of each length of the test's genomes as reads `genome_length_place`; or why there are none."""
+    found, lines = read_genomes(sequences), []
+    of_test = examples.genomes[examples.genomes["side"] == TEST]
+    if absent := [name for name in of_test["genome"] if name not in found]:
+        return f"{len(absent)} of the test's {len(of_test)} genomes have no sequence in {sequences.name}"
+    for number, name in of_test["genome"].items():
+        for length in LENGTHS:
+            room = len(found[name]) - length
+            places = np.linspace(0, room, min(CUTS, room // length + 1)).astype(int) if room >= 0 else ()
+            lines += [f">{number}_{length}_{at}\n{found[name][at : at + length]}\n" for at in sorted(set(places))]
+    write_text_whole(out, "".join(lines))
+    return None
+
+
+def train_head(
+    run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec, cuts: RunDir | str = NO_GENOMES
+) -> TrainFile:
     """Fit a head on the run's embeddings, judge it, and write `head/` and `train.json` into the run.
 
-    The same run, truth and settings give the same head on the same machine. Errors: those of `inputs_of`.
+    `cuts`: the run over fragments of the test's genomes, or why there is none. The same run, truth and settings give
+    the same head on the same machine. Errors: `ShardError` for missing embeddings.
     """
     encoders = run.root / ENCODERS
     shape = read_shape(encoders / "head" / "config.json", HeadShape).model_copy(update={"hidden": spec.hidden})
@@ -151,14 +172,15 @@ def train_head(run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec
     with threadpool_limits(threads), torch.random.fork_rng(devices=[]):
         scored = cross_validate(inputs, shape, spec)
         network, told, learnt = learn(inputs, side, shape, spec, spec.seed)
-        test = inputs.part(side == SIDES.index(TEST))
-        scored |= {(TEST, method): [(test.rows, by(test))] for method, by in learnt.items()}
+        asked = [(TEST, inputs.part(side == SIDES.index(TEST))), *_cut_inputs(cuts, examples, shape.width)]
+        scored |= {(name, method): [(some.rows, by(some))] for name, some in asked for method, by in learnt.items()}
     figures = [line for key, found in scored.items() for line in judge(*key, found, spec.prevalence, spec.seed)]
     reads = {name: by_level(*found[0])["read"] for (name, method), found in scored.items() if method == HEAD}
     best = CROSS if spec.repeats else TEST
     told_of = next(one for one in figures if one.asked == best and one.level == "read" and not one.natural)
     card = _card(store, inputs.rows, spec, reads[best], told_of)
     _write_head(network, shape, card, run.root)
+    why = cuts if isinstance(cuts, str) else "no fragment of this length of a class has an open frame"
     found = TrainFile(
         created=now(),
         virnuc_version=virnuc_core.__version__,
@@ -173,7 +195,8 @@ def train_head(run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec
         figures=tuple(figures),
         curves=curves(reads[best]),
         histograms={name: histogram(table) for name, table in reads.items()},
-        not_run={} if spec.repeats else {CROSS: "no repeats were asked for"},
+        not_run={f"{length} bases": why for length in LENGTHS if f"{length} bases" not in reads}
+        | ({} if spec.repeats else {CROSS: "no repeats were asked for"}),
     )
     write(run.root / TRAINED, found)
     return found
@@ -222,6 +245,22 @@ def _dealt(examples: Examples) -> dict[str, Any]:
         "shared_sequences": int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
         "genomes": genomes.set_index("genome").to_dict("index"),
     }
+
+
+def _cut_inputs(cuts: RunDir | str, examples: Examples, width: int) -> Iterator[tuple[str, Inputs]]:
+    """The fragments of each length, by its name, where both classes have some."""
+    if isinstance(cuts, str):
+        return
+    store = OrfStore.open(cuts.store)
+    names = pd.Series(store.read_ids(0, store.n_reads)).str.split("_", expand=True).astype(np.int64)
+    rows = pd.DataFrame({"read": store.row_read[:], "chunk": store.row_chunk[:], "unique": store.row_unique[:]})
+    rows[["genome", "bases"]] = names.loc[rows["read"], [0, 1]].to_numpy()
+    rows[["label", "cluster"]] = examples.genomes.loc[rows["genome"], ["label", "cluster"]].to_numpy()
+    inputs, _ = inputs_of(cuts, store, rows, width)
+    for length in LENGTHS:
+        part = inputs.part((inputs.rows["bases"] == length).to_numpy())
+        if part.rows["label"].nunique() == len(CLASSES):
+            yield f"{length} bases", part
 
 
 def cross_validate(inputs: Inputs, shape: HeadShape, spec: TrainSpec) -> dict[tuple[str, str], list[Scored]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -31,6 +32,7 @@ from virnuc_core.measure.training import (
     remove_results,
     stand_in,
     train_head,
+    write_cuts,
 )
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
@@ -123,7 +125,7 @@ def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: Worl
     assert set(card.thresholds) <= {0.001, 0.01, 0.05, 0.1}
     assert card.lengths == (150, 150, 150)
     assert found.encoders == "random, seed 1"
-    assert found.not_run == {}
+    assert set(found.not_run) == {"150 bases", "300 bases", "500 bases"}
     assert set(load_file(world.head / "model.safetensors")) == {
         "hidden_layer.weight",
         "hidden_layer.bias",
@@ -232,6 +234,27 @@ def test_rows_keep_their_embeddings_and_words(world: World) -> None:
     some = np.array([b"AAAA" in one for one in dna])
     column = inputs.words[:, 0]  # words in the order of the alphabet
     assert np.array_equal(column > 0, some)
+
+
+def test_genomes_are_cut_to_lengths_and_scored(world: World, tmp_path: Path) -> None:
+    examples = world.choose()
+    assert write_cuts(examples, world.made.genomes_file, tmp_path / "cuts.fasta") is None
+    label = {str(number): label for number, label in examples.genomes["label"].items()}
+    run = RunDir(tmp_path / "lengths")
+    store = embedded(run, tmp_path / "cuts.fasta", lambda read: label[read.split("_")[0]] == 1, 1.5)
+    assert store.n_reads > 100
+    found = world.train(run)
+    made = {one.asked for one in found.figures} - {TEST}
+    assert made | set(found.not_run) == {"150 bases", "300 bases", "500 bases", CROSS}
+    assert "150 bases" in made
+    auroc = auroc_of(found, "150 bases")
+    assert auroc is not None
+    assert auroc.value > 0.95
+    absent = dataclasses.replace(examples, genomes=examples.genomes.assign(genome="nobody"))
+    why = write_cuts(absent, world.made.genomes_file, tmp_path / "none.fasta")
+    assert why is not None
+    assert "have no sequence in reads.genomes.fasta.gz" in why
+    assert not (tmp_path / "none.fasta").exists()
 
 
 def test_a_stand_in_needs_no_head_and_no_result_of_it_stays(tmp_path: Path, models: Path) -> None:
