@@ -283,14 +283,16 @@ class TrainSettings(TrainSpec, RunSettings):
 
     def inputs(self) -> tuple[str, ...]:
         """The files of local reads, and those that tell of the genomes."""
-        further = (self.truth, self.groups, self.genomes)
+        further = (self.truth, self.groups, self.genomes, self.coding_only)
         return (*super().inputs(), *map(str, filter(None, further)))
 
     def check_own_files(self) -> None:
-        """Refuse a table of origins that is not fit. Errors: those of `read_truth`."""
+        """Refuse a table of origins that is not fit. Errors: those of `read_truth`; `ConfigError`."""
         from virnuc_core.measure.splits import read_truth  # it brings scikit-learn along
 
         read_truth(self.truth)
+        if self.coding_only is not None and self.genomes is None:
+            raise ConfigError("coding_only: the annotation needs the sequences it is of; give --genomes")
 
 
 def _trained(settings: TrainSettings, _: State[Any]) -> Ending:

@@ -125,6 +125,9 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     enough(rows.groupby("label")["genome"].nunique(), what=" have open frames")
     cluster = clusters(rows, store, names, spec.similarity, spec.groups)
     rows = rows.assign(cluster=cluster[rows["genome"]])
+    if spec.coding_only is not None and spec.genomes is not None:
+        within = in_coding_regions(rows, store, names, spec.coding_only, spec.genomes)
+        rows, left["frames outside coding regions"] = rows[within], int((~within).sum())
     reads = rows.groupby("read").agg(label=("label", "first"), genome=("genome", "first"), rows=("label", "size"))
     kept = draw(reads, spec.rows_per_class, spec.sampling, rng)
     left[f"reads beyond {spec.rows_per_class:,} frames of a class"] = len(reads) - len(kept)
@@ -223,6 +226,23 @@ def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
     if rows.assign(fold=found).groupby(["fold", "label"]).ngroups < 2 * folds.n_splits:
         raise InputError("genomes are kin across both classes, and cannot be dealt to sides; see --similarity")
     return found
+
+
+def in_coding_regions(
+    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, sequences: Path
+) -> NDArray[np.bool_]:
+    """Whether each row's protein is part of the translation of a coding region (CDS) of its genome: [rows]."""
+    from Bio.Seq import Seq
+
+    letters, texts = read_genomes(sequences), dict.fromkeys(names, "")
+    with reading(gff, "GFF", InputError):
+        table = pd.read_csv(gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3)
+        for name, low, high, strand, phase in table.loc[table[2] == "CDS", [0, 3, 4, 6, 7]].itertuples(index=False):
+            region = Seq(letters.get(name, "")[int(low) - 1 : int(high)])
+            coding = (region.reverse_complement() if strand == "-" else region)[int(phase) :]  # type: ignore[no-untyped-call]
+            texts[name] = f"{texts.get(name, '')}*{coding[: len(coding) // 3 * 3].translate()}"
+    pairs = zip(rows["unique"].tolist(), names[rows["genome"]], strict=True)
+    return np.array([store.protein(unique, unique + 1)[0].decode() in texts[name] for unique, name in pairs], bool)
 
 
 def read_genomes(path: Path) -> dict[str, str]:

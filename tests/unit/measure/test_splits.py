@@ -142,6 +142,38 @@ def test_what_is_left_out_is_counted(world: World, tmp_path: Path) -> None:
     assert kept + beyond + none <= store.n_reads <= kept + beyond + none + left["frames of fewer than 21 bases"]
 
 
+def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_path: Path) -> None:
+    import gzip
+
+    text = gzip.decompress(world.genomes.read_bytes()).decode().split()
+    genome = dict(zip((name[1:] for name in text[::2]), text[1::2], strict=True))
+    lines, low, high = ["##gff-version 3"], 600, 2_100  # 0-based, a frame's bounds
+    for name in genome:
+        lines.append(f"{name}\tx\tgene\t1\t90\t.\t+\t.\tID=g")
+        lines.append(f"{name}\tx\tCDS\t{low + 1}\t{high}\t.\t{'-+'[name.startswith('virus')]}\t0\tID=c")
+    (tmp_path / "a.gff").write_text("\n".join(lines) + "\n")
+    world.reads, world.truth = {}, {}
+    for name, bases in genome.items():
+        for place in range(low - 450, high + 300, 75):
+            read = f"{name}_{place}"
+            world.reads[read] = bases[place : place + 150]
+            world.truth[read] = ("virus" if name.startswith("virus") else "others", name)
+    whole = world.choose(tmp_path)
+    found = world.choose(tmp_path, coding_only=tmp_path / "a.gff", genomes=world.genomes)
+    store = OrfStore.open(tmp_path / "orfs.h5")
+    names = store.read_ids(0, store.n_reads)
+    place = np.array([int(names[read].split("_")[2]) for read in found.rows["read"]])
+    assert ((place >= low - 3) & (place + 150 <= high + 3)).all()
+    at = {(row.read, row.unique) for row in found.rows.itertuples()}
+    frames = {(int(store.row_read[r]), int(store.row_unique[r])): int(store.row_frame[r]) for r in range(store.n_rows)}
+    virus = {frames[one] for one in at if names[one[0]].startswith("virus")}
+    assert virus == {0}, "reads begin at whole codons of the region, so that its frame is the first"
+    assert found.left_out["frames outside coding regions"] == len(whole.rows) - len(found.rows) > 0
+    (tmp_path / "bad.gff").write_text("g\tx\tCDS\tone\t90\t.\t+\t0\tID=c\n")
+    with pytest.raises(InputError, match=r"bad\.gff: not valid GFF"):
+        world.choose(tmp_path, coding_only=tmp_path / "bad.gff", genomes=world.genomes)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
