@@ -261,7 +261,9 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
 
 
 def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
+    from virnuc_core.encoders.checkpoint import part_digest
     from virnuc_core.encoders.convert import init_random
+    from virnuc_core.measure.head import rescore
 
     folder, out = tmp_path / "models", tmp_path / "run"
     init_random(folder)
@@ -277,6 +279,8 @@ def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     new = (out / "head" / "model.safetensors").read_bytes()
     assert (folder / "head" / "model.safetensors").read_bytes() == new != before
     assert [path.read_bytes() for path in folder.glob("heads/001-*/model.safetensors")] == [before]
+    scored = rescore(RunDir(out), None, RunDir(tmp_path / "scored"))
+    assert scored.head == part_digest(out / "head"), "not of the stand-in that the reads were embedded beside"
     shutil.rmtree(folder / "head")  # none is needed, and what is embedded stays
     again = train(**given | {"repeats": 0, "model_length": 500, "genomes": None}, return_state=True)
     assert (out / "head" / "model.safetensors").read_bytes() == new

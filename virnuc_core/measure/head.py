@@ -61,6 +61,8 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
         raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
     scores, failed = shards.read_scores(run)
     digest, threshold, uncertain = record.fingerprints["head"], asked.threshold, None
+    if new_head is None and (run.root / "train.json").exists():  # a training's own scores are of no head that is kept
+        new_head = run.root
     if new_head is None and (asked.abstain or asked.fdr is not None):
         raise ConfigError("fdr and abstain: a head's card tells; name the head with --head")
     if new_head is not None:
