@@ -13,7 +13,7 @@ from uuid import UUID
 
 from pydantic import Field
 
-from flows.parameters import Flag, FlowSettings, Reads, RunSettings, command
+from flows.parameters import Flag, FlowSettings, RunSettings, command
 from flows.start import Ending, prepare_prefect, say, starts, writable
 from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
@@ -273,7 +273,6 @@ overhead = starts(
 class TrainSettings(TrainSpec, RunSettings):
     """Fit the head on labelled reads."""
 
-    reads: Reads = Field(description="labelled reads")
     pairs: bool = Field(False, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs")
     out: Path = Field(description="run directory of the training embeddings; the head is written to OUT/head")
     models: Path = Field(description="models directory: esm2/ and dnabert_s/; it needs no head/ with --model-length")
