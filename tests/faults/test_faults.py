@@ -63,6 +63,7 @@ def test_a_row_that_ends_workers_is_set_aside_by_name_and_the_rest_is_unchanged(
     assert [x for x in theirs if x.split("\t")[0] not in lost] == ours
 
 
+@pytest.mark.slow
 def test_out_of_memory_halves_the_budget_for_that_shard_only(core_scene: injected.Scene, tmp_path: Path) -> None:
     _, protein = guilty_row(core_scene)
     done = run(core_scene, tmp_path / "run", {"kind": "oom", "protein": protein, "fits": 200})

@@ -260,6 +260,7 @@ def test_a_run_over_the_time_limit_is_ended_and_called_a_failure(
     assert committed(run) >= enough
 
 
+@pytest.mark.slow
 def test_train_writes_a_head_and_installs_it_on_request(tmp_path: Path) -> None:
     from virnuc_core.encoders.checkpoint import part_digest
     from virnuc_core.encoders.convert import init_random

@@ -64,7 +64,7 @@ def test_a_complete_run_whose_file_is_cut_edited_or_missing_is_repaired(
     assert str(root) in said
     caplog.clear()
     go(root, staged, tiny_models, ONE)
-    assert not caplog.records, "once is enough"
+    assert not [one for one in caplog.records if one.levelno >= logging.WARNING], "once is enough"
 
 
 def test_a_run_killed_while_it_judged_anew_mixes_nothing(

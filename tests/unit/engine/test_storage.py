@@ -34,6 +34,7 @@ def largest_file(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_a_commit_the_disk_refuses_ends_the_run_at_once_and_it_goes_on_later(
     tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path, reference: Path
 ) -> None:
