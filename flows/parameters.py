@@ -79,7 +79,7 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     """The model's fields: those that must be given first, then its own before those it inherits."""
     own_first = {name: None for base in model.__mro__ for name in inspect.get_annotations(base)}
     fields = {name: model.model_fields[name] for name in own_first if name in model.model_fields}
-    return dict(sorted(fields.items(), key=lambda item: not item[1].is_required()))
+    return dict(sorted(fields.items(), key=lambda item: item[0] != "reads" and not item[1].is_required()))
 
 
 def _signed(called: Callable[..., Result], like: Callable[..., Result], parameters: list[inspect.Parameter]) -> None:
