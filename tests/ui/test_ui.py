@@ -216,8 +216,10 @@ def test_a_validation_started_from_the_form_is_watched_approved_and_read(
     page.get_by_role("button", name="Submit").click()
     page.get_by_text("does not match").first.wait_for()  # a bad value is refused with a sentence
     shot(page, "1-form-refused")
+    page.get_by_text("does not match").first.wait_for(state="detached")  # the note lies over the button for a while
     fill(page, "cuda:0,cuda:1", "cpu:2")
     page.get_by_role("button", name="Submit").click()
+    page.get_by_text("scheduled to start").first.wait_for()
     run = server.wait(deployment, "Running", "Paused")
     page.goto(f"{server.url}/runs/flow-run/{run['id']}")
     shot(page, "2-running")
