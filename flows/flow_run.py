@@ -40,6 +40,7 @@ from virnuc_core.telemetry import live
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
 ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
+MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
@@ -105,13 +106,13 @@ def _without_queries(settings: Settings) -> Settings:
 
 
 def sample_of(reads: Sequence[str]) -> str:
-    """A short name of the input: the first file without its endings, and how many more there are: `lung_R1+2`."""
-    if not reads:
-        return "no-reads"
-    first = re.split(r"[?#]", reads[0])[0] if is_address(reads[0]) else reads[0]
-    name = "stdin" if first == "-" else ENDINGS.sub("", Path(" ".join(printable(first).split())).name)
-    more = f"+{len(reads) - 1}" if len(reads) > 1 else ""
-    return (name[:MAX_NAME] or "reads") + more
+    """A short name of the input: its first file without endings, and how many more there are; `lung` of two mates."""
+    names = [re.split(r"[?#]", one)[0] if is_address(one) else one for one in reads[:2]]
+    names = [ENDINGS.sub("", Path(" ".join(printable(one).split())).name) for one in names]
+    if len(reads) == 2 and len({MATE_MARK.sub("", one) for one in names}) == 1 and all(map(MATE_MARK.search, names)):
+        return MATE_MARK.sub("", names[0])[:MAX_NAME]
+    first = "no-reads" if not reads else "stdin" if reads[0] == "-" else names[0][:MAX_NAME] or "reads"
+    return first + (f"+{len(reads) - 1}" if len(reads) > 1 else "")
 
 
 def named(*keys: str) -> Callable[[], str]:

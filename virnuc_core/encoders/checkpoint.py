@@ -87,7 +87,9 @@ def _config(models: Path, part: str) -> Path:
     if not models.is_dir():
         raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
     if not (models / part).is_dir():
-        raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {', '.join(f'{p}/' for p in PARTS)}")
+        train = "; virnuc train --model-length makes one" if part == "head" else ""
+        needed = ", ".join(f"{one}/" for one in PARTS)
+        raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {needed}{train}")
     path = models / part / "config.json"
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; each part of a models directory has its config.json")

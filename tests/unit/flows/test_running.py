@@ -50,6 +50,9 @@ from virnuc_core.rundir import MARK, run_lock
         (["HTTP://h/lung.fq#query-0123456789ab", "https://h/b?5ec4e7"], "lung+1"),
         (["a\x1b[2J\nb.fa"], "a\\x1b[2J b"),
         ([], "no-reads"),
+        (("in/lung_R1.fastq.gz", "in/lung_R2.fastq.gz"), "lung"),
+        (("lung_S1_L001_R1_001.fastq.gz", "lung_S1_L001_R2_001.fastq.gz"), "lung_S1_L001"),
+        (("a_1.fq", "b_2.fq"), "a_1+1"),
     ],
 )
 def test_samples_have_short_names(reads: list[str], name: str) -> None:
