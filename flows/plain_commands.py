@@ -191,11 +191,13 @@ def heads(*, models: ModelsDir) -> int:
 
 
 @models.command(name="use-head")
-def use_head(number: int, /, *, models: ModelsDir) -> int:
+def use_head(number: str, /, *, models: ModelsDir) -> int:
     """Go back to a head that was installed before; the present one is kept."""
     from virnuc_core.encoders.kept_heads import use_head as put
 
-    print(f"{models / 'head'} is now {put(models, number).name}")
+    if not number.isdecimal():
+        raise ConfigError(f"{number!r} is no number of a head; see virnuc models heads")
+    print(f"{models / 'head'} is now {put(models, int(number)).name}")
     return 0
 
 

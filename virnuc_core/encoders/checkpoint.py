@@ -87,7 +87,9 @@ def _config(models: Path, part: str) -> Path:
     if not models.is_dir():
         raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
     if not (models / part).is_dir():
-        train = "; virnuc train --model-length makes one" if part == "head" else ""
+        train = (
+            "; virnuc models use-head puts one back, virnuc train --model-length makes one" if part == "head" else ""
+        )
         needed = ", ".join(f"{one}/" for one in PARTS)
         raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {needed}{train}")
     path = models / part / "config.json"

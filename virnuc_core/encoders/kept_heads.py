@@ -48,7 +48,7 @@ def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
         problem = "it has no card that tells how well it does"
     elif card.auroc.low <= CHANCE:
         problem = f"its AUROC is {card.auroc}, which may be chance"
-    elif before is None or (card.reads, card.truth, card.test) != (before.reads, before.truth, before.test):
+    elif before is None or (card.reads, card.test) != (before.reads, before.test):
         both = "the one before was not tested on these reads, so the two cannot be compared" * current.is_file()
     else:
         both = f"AUROC {card.auroc}, of the one before {before.auroc}, on the same test"
@@ -72,7 +72,8 @@ def use_head(models: Path, number: int) -> Path:
 
 def _kept(models: Path) -> list[tuple[int, Path]]:
     """Number and folder of each kept head, also of half a copy."""
-    return sorted((int(path.name.partition("-")[0]), path) for path in models.glob("heads/[0-9][0-9][0-9]*-????????"))
+    named = [(path.name.partition("-")[0], path) for path in models.glob("heads/[0-9][0-9][0-9]*-????????")]
+    return sorted((int(number), path) for number, path in named if number.isdecimal())
 
 
 def _put(head: Path, models: Path) -> Path:
@@ -82,10 +83,10 @@ def _put(head: Path, models: Path) -> Path:
     with run_lock(models / "heads"):
         for one in (models / "head.before", current, head):  # the first is of an older version
             if (one / CONFIG).is_file():
-                digest, others = part_digest(one)[:8], _kept(models)
-                new = models / "heads" / f"{others[-1][0] + 1 if others else 1:03d}-{digest}"
-                kept = next((path for _, path in others if path.name.endswith(f"-{digest}")), new)
-                if not (kept / CONFIG).is_file():
+                digest, others = part_digest(one), _kept(models)
+                new = models / "heads" / f"{others[-1][0] + 1 if others else 1:03d}-{digest[:8]}"
+                kept = next((path for _, path in others if path.name.endswith(f"-{digest[:8]}")), new)
+                if not (kept / CONFIG).is_file() or part_digest(kept) != digest:  # half a copy, or one damaged since
                     _copy(one, kept)
         for left in (aside, former):  # by a killed process
             shutil.rmtree(left, ignore_errors=True)

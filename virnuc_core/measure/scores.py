@@ -81,9 +81,12 @@ def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, 
     lines, levels = [], [by_level(*one) for one in scored]
     for level in LEVELS:
         tables, rng = [one[level] for one in levels], np.random.default_rng(seed)
-        own, of = float(tables[0]["label"].mean()), tables[0].groupby("cluster")["label"].first()
-        times = np.ones((1 + SAMPLES, int(of.index.max()) + 1))  # that each cluster is drawn, within its class
-        for value in (0, 1):
+        own, of = float(tables[0]["label"].mean()), tables[0].groupby("cluster")["label"].mean()
+        of = of.where(
+            of.isin((0, 1)), 0.5
+        )  # clusters of both classes, which --groups may make, are a kind of their own
+        times = np.ones((1 + SAMPLES, int(of.index.max()) + 1))  # that each cluster is drawn, within its kind
+        for value in of.unique():
             members = of.index[of == value]
             times[1:, members] = rng.multinomial(len(members), [1 / len(members)] * len(members), SAMPLES)
         for share in (own, prevalence):
@@ -100,10 +103,11 @@ def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, 
     return lines
 
 
-def _interval(found: Floats, of: "pd.Series[int]") -> Estimate | None:
+def _interval(found: Floats, of: "pd.Series[float]") -> Estimate | None:
     """The first of them, and between what 95 % of all lie; anything where a class has one cluster alone."""
     known = np.clip(found[np.isfinite(found)], 0, 1)
-    low, high = np.quantile(known, (0.025, 0.975)).tolist() if len(known) and of.value_counts().min() > 1 else (0, 1)
+    told = len(known) > 0 and min((of < 1).sum(), (of > 0).sum()) > 1
+    low, high = np.quantile(known, (0.025, 0.975)).tolist() if told else (0, 1)
     return Estimate(value=known[0], low=low, high=high) if np.isfinite(found[0]) else None
 
 

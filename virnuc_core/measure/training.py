@@ -205,7 +205,7 @@ def train_head(
 def _card(store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFrame, of: Figures) -> HeadCard:
     """What the head says of itself, by the figures and scores of whole reads."""
     lengths = np.asarray(store.read_length)[rows["read"].unique()]
-    asked = sha256(f"{store.fingerprint} {spec.folds} {spec.repeats} {spec.seed} {spec.prevalence}".encode())
+    asked = sha256(store.fingerprint.encode())
     asked.update(rows[["read", "label", "cluster", "side"]].to_numpy(np.int64).tobytes())
     own, turned = float(reads["label"].mean()), reads.assign(score=1 - reads["score"], label=1 - reads["label"])
     high, low = thresholds(reads, (DOUBT,), own).get(DOUBT), thresholds(turned, (DOUBT,), 1 - own).get(DOUBT)
@@ -219,7 +219,7 @@ def _card(store: OrfStore, rows: pd.DataFrame, spec: TrainSpec, reads: pd.DataFr
         auroc=metrics.pop("auroc"),
         metrics=metrics,
         thresholds=thresholds(reads, FALSE_SHARES, spec.prevalence),
-        uncertain=None if high is None or low is None or high <= 1 - low else (1 - low, high),
+        uncertain=None if high is None or low is None else (1 - low, max(high, 1 - low)),  # perhaps no score at all
     )
 
 

@@ -82,6 +82,17 @@ def test_going_back_and_forth_keeps_each_once(models: Path, trained: Make) -> No
         use_head(models, 9)
 
 
+def test_a_kept_copy_that_was_damaged_since_is_made_again(models: Path, trained: Make) -> None:
+    new = trained(0.9)
+    install_head(new, models)
+    use_head(models, 1)
+    (kept,) = (models / "heads").glob(f"*-{part_digest(new)[:8]}")
+    weights = kept / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-400] + bytes(400))
+    install_head(new, models)
+    assert part_digest(models / "head") == part_digest(kept) == part_digest(new)
+
+
 def test_a_head_that_was_put_there_by_hand_is_kept_too(models: Path, trained: Make, drawn: list[Path]) -> None:
     install_head(trained(0.9), models)
     shutil.rmtree(models / "head")
@@ -113,6 +124,8 @@ def test_a_head_worse_on_the_same_test_is_refused_and_on_another_it_is_said(mode
     install_head(trained(0.9), models)
     with pytest.raises(WeightsError, match=r"it is worse: AUROC 0\.800 .*, of the one before 0\.900 .* same test"):
         install_head(trained(0.8, seed=2), models)
+    with pytest.raises(WeightsError, match="it is worse"):  # the same labels in another file
+        install_head(trained(0.75, seed=2, truth="e" * 64), models)
     assert "cannot be compared" in install_head(trained(0.7, seed=2, test="d" * 64), models)
     assert "AUROC 0.850" in (said := install_head(trained(0.85, seed=1, test="d" * 64), models))
     assert "of the one before 0.700" in said
@@ -201,6 +214,9 @@ def test_the_commands_list_heads_and_go_back(
     assert main(["models", "use-head", "1"]) == 0
     assert f"is now 001-{before[:8]}" in capsys.readouterr().out
     assert part_digest(models / "head") == before
-    assert main(["models", "use-head", "7"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 1
+    (models / "heads" / "001x-6c0daf88").mkdir()  # not ours
+    for number in ("7", "1.5", "x"):
+        assert main(["models", "use-head", number]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    assert main(["models", "heads"]) == 0
     assert json.loads((models / "head" / "config.json").read_text()).get("card") is None

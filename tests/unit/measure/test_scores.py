@@ -127,6 +127,16 @@ def test_one_cluster_of_a_class_tells_nothing() -> None:
     assert (auroc.low, auroc.high) == (0, 1)
 
 
+@pytest.mark.parametrize("mixed", [2, 20])
+def test_clusters_of_both_classes_are_drawn_too(mixed: int) -> None:
+    table = sample(400)
+    cluster = table["cluster"].where(table["cluster"] >= mixed, 0)
+    lines = judge("x", "head", [(table.assign(cluster=cluster), table["score"].to_numpy())], 0.01)
+    auroc = lines[0].metrics["auroc"]
+    assert auroc is not None
+    assert auroc.low <= auroc.value <= auroc.high
+
+
 def test_curves_and_histograms_tell_of_all_rows() -> None:
     table = sample(1_000)
     made = curves(table)
