@@ -86,6 +86,7 @@ def test_a_hanging_worker_is_ended_and_replaced(core_scene: injected.Scene, tmp_
     assert injected.result_bytes(tmp_path / "run") == core_scene.reference
 
 
+@pytest.mark.slow
 def test_a_model_that_gives_no_numbers_stops_the_run_and_is_named(core_scene: injected.Scene, tmp_path: Path) -> None:
     _, protein = guilty_row(core_scene)
     done = run(core_scene, tmp_path / "run", {"kind": "nan", "protein": protein})

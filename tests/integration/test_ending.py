@@ -83,6 +83,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, some_reads: Path, mode
     return digest(out)
 
 
+@pytest.mark.slow
 def test_a_terminated_run_ends_with_all_it_started(
     tmp_path: Path, many_reads: Path, models: Path, child_environment: dict[str, str]
 ) -> None:

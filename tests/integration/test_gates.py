@@ -44,6 +44,7 @@ AGREEMENT = 'consensus_agreement = { op = ">=", value = 99.0 }\n'
 QUICK = 'one_device_seconds = { op = "<", value = 9e9 }\n'
 
 
+@pytest.mark.slow
 def test_nothing_judged_is_no_success(
     tmp_path: Path, few_reads: Path, models: Path, events: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
