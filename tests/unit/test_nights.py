@@ -17,22 +17,10 @@ PARTS = ("run.json", "orfs.h5", "report/report.html", "devices-1/shards/00000.h5
 def night(root: Path, name: str) -> Path:
     """A directory as a validation leaves it."""
     made = root / name
-    for part in (
-        "run.json",
-        "orfs.h5",
-        "report/report.html",
-        "devices-1/shards/00000.h5",
-        "devices-1/logs/worker-0.log",
-    ):
+    for part in PARTS:
         (made / part).parent.mkdir(parents=True, exist_ok=True)
     with run_lock(made), run_lock(made / "devices-1"):
-        for part in (
-            "run.json",
-            "orfs.h5",
-            "report/report.html",
-            "devices-1/shards/00000.h5",
-            "devices-1/logs/worker-0.log",
-        ):
+        for part in PARTS:
             (made / part).write_text("x")
     return made
 

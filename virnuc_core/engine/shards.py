@@ -20,9 +20,11 @@ from numpy.typing import NDArray
 
 from virnuc_core.config import FORMER, RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.engine.process import Message
-from virnuc_core.errors import ShardError
+from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.seals import SEAL_BYTES, sealed
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, whole_hdf5, write_text_whole
+from virnuc_core.runfiles import RunRecord
 from virnuc_core.telemetry.tables import ShardDone
 
 log = logging.getLogger(__name__)
@@ -241,6 +243,14 @@ def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray
     parts = [_read(run, plan, shard, ("scores",))[0] for shard in wanted]
     scores = np.concatenate([np.empty((0, 2), np.float32), *parts])
     return scores, np.isnan(scores).any(axis=1)
+
+
+def store_of(run: RunDir, record: RunRecord) -> OrfStore:
+    """The store that the run's shards refer to. Errors: `InputError`; `ConfigError` when it holds other reads now."""
+    store = OrfStore.open(run.root / record.store)
+    if store.fingerprint != record.fingerprints["reads"]:
+        raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
+    return store
 
 
 def write_virtual_embeddings(run: RunDir) -> Path:

@@ -14,7 +14,6 @@ from virnuc_core.encoders.model_config import HeadShape, remarks, verdict
 from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
-from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, read_record, write
@@ -52,10 +51,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
     if out.record.exists():
         raise ConfigError(f"{out.root} holds a run of its own; choose another directory")
     record = read_record(run)
-    store = OrfStore.open(run.root / record.store)
-    if store.fingerprint != record.fingerprints["reads"]:
-        raise ConfigError(f"{store.path} holds other reads than the run was made from; give it back its store")
-    plan = shards.read_plan(run)
+    store, plan = shards.store_of(run, record), shards.read_plan(run)
     missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
     if missing:
         raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")

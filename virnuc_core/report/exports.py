@@ -12,10 +12,9 @@ import numpy as np
 import pandas as pd
 
 from virnuc_core.config import THRESHOLD
-from virnuc_core.engine.shards import read_scores
+from virnuc_core.engine.shards import read_scores, store_of
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
-from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
 from virnuc_core.rundir import RunDir, whole_file, write_text_whole
@@ -62,7 +61,7 @@ def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
 def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
     """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases that the next
     chunk does not hold; they add up to the read. One with a failed row has no vote."""
-    store, (scores, failed) = OrfStore.open(run.root / read_record(run).store), read_scores(run)
+    store, (scores, failed) = store_of(run, read_record(run)), read_scores(run)
     with _table(path, "id", "length", "chunks", "scored_chunks", "viral_chunks", "scored_bases", "viral_bases",
                 "viral_score", "label") as write:  # fmt: skip
         for low in range(0, store.n_reads, PIECE_READS):

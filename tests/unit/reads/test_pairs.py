@@ -32,7 +32,6 @@ from virnuc_core.runfiles import RunRecord
 from .conftest import WriteReads
 from .made_up import digest
 
-REAL = Path("/work/shared/data/reads")
 Headers = Sequence[str]
 
 
@@ -366,11 +365,9 @@ def test_reads_that_share_an_id_within_a_file_are_told_apart_with_their_mates(
         staged(tmp_path / "strict.h5", strict=True, **given)
 
 
-def real(name: str) -> tuple[Path, Path]:
-    files = REAL / f"{name}_R1.fastq.gz", REAL / f"{name}_R2.fastq.gz"
-    if not files[0].exists():
-        pytest.skip("the real reads are not here")
-    return files
+def mates(folder: Path, name: str) -> tuple[Path, Path]:
+    """A pair of real files."""
+    return folder / "reads" / f"{name}_R1.fastq.gz", folder / "reads" / f"{name}_R2.fastq.gz"
 
 
 @pytest.mark.slow
@@ -383,16 +380,17 @@ def real(name: str) -> tuple[Path, Path]:
         ("simulated_labelled_norg6", 4849),
     ],
 )
-def test_real_pairs_are_pairs(tmp_path: Path, name: str, count: int) -> None:
-    first, second = map(str, real(name))
+def test_real_pairs_are_pairs(tmp_path: Path, real_data: Path, name: str, count: int) -> None:
+    first, second = map(str, mates(real_data, name))
     summary, store = staged(tmp_path / "orfs.h5", mates_1=(first,), mates_2=(second,), workers=2)
     assert (summary.n_pairs, store.n_reads, store.counts.n_duplicate_ids) == (count, 2 * count, 0)
+    other = str(mates(real_data, "illumina_hiv1_SRR9588828")[0])
     with pytest.raises(InputError, match=r"(is mate 2, mate 1|has no mate|do not follow)"):
-        staged(tmp_path / "other.h5", mates_1=(second,), mates_2=(str(real("illumina_hiv1_SRR9588828")[0]),))
+        staged(tmp_path / "other.h5", mates_1=(second,), mates_2=(other,))
 
 
-def test_real_files_of_which_mates_were_lost(tmp_path: Path) -> None:
-    first, second = real("illumina_hiv1_SRR9588828")
+def test_real_files_of_which_mates_were_lost(tmp_path: Path, real_data: Path) -> None:
+    first, second = mates(real_data, "illumina_hiv1_SRR9588828")
     given = {"mates_1": (str(first),), "mates_2": (str(second),)}
     with pytest.raises(InputError, match=r"_R[12].fastq.gz:\d+: read 'SRR9588828.\d+': has no mate in "):
         staged(tmp_path / "orfs.h5", **given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from virnuc_core.config import RunSpec
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import predict
+from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.report.exports import export
 from virnuc_core.rundir import RunDir
 
@@ -136,6 +138,15 @@ def test_kraken_and_multiqc_tell_what_reads_tsv_tells(run: Path, tmp_path: Path)
     general = sections["virnuc_general_mqc.json"]["data"]["lung"]
     assert (general["viral"], general["reads"]) == (sum(viral), len(reads))
     assert general["scored_percent"] == pytest.approx(100 * scored / len(reads))
+
+
+def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.copytree(run, tmp_path / "run"))
+    other = tmp_path / "other.fasta"
+    other.write_text("".join(f">x{at}\n{'ACGTTGCA' * 90}\n" for at in range(45)))
+    stage(StageSpec(reads=(str(other),), model_length=SIZE), moved / "orfs.h5", anew=True)
+    with pytest.raises(ConfigError, match="holds other reads than the run was made from"):
+        export(RunDir(moved), tmp_path / "out", "x")
 
 
 def test_a_run_that_is_not_complete_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
