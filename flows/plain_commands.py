@@ -120,6 +120,7 @@ def convert(
     head: HeadFile | None = None,
     model_length: HeadLength | None = None,
     dtype: StoredAs | None = None,
+    drop_extra: Annotated[bool, Parameter(help="leave out tensors that the encoders do not have")] = False,
 ) -> int:
     """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
@@ -127,10 +128,10 @@ def convert(
     if not (esm2 or dnabert_s or head):
         raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
     if esm2 is not None:
-        convert_esm2(esm2, out, dtype)
+        convert_esm2(esm2, out, dtype, drop_extra)
         print(out / "esm2")
     if dnabert_s is not None:
-        convert_dnabert_s(dnabert_s, out, tokenizer, dtype)
+        convert_dnabert_s(dnabert_s, out, tokenizer, dtype, drop_extra)
         print(out / "dnabert_s")
     if head is not None:
         convert_head(head, out, model_length)

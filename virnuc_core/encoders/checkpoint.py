@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import WeightsError, few
 from virnuc_core.runfiles import sha256_of
+
+log = logging.getLogger(__name__)
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
 E = TypeVar("E", bound=Encoder)
@@ -176,6 +179,7 @@ _PREFIXES: Final = re.compile(r"^(?:esm\.|bert\.|encoder\.|sentence_encoder\.)+"
 _UNUSED: Final = re.compile(  # what predicts tokens or contacts, or pools the first token
     r"(?:lm_head|contact_head|cls|pooler)\..*|embeddings\.position_(?:ids|embeddings\.weight)|bn1\.num_batches_tracked"
 )
+_TASK_HEAD: Final = re.compile(r"(?:classifier|score|qa_outputs)\..*")  # what transformers puts on top for a task
 _IN_LAYER: Final = {
     **{"attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v"},
     **{"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "attention.self.Wqkv": "qkv"},
@@ -205,11 +209,12 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(source: Checkpoint, shape: Shape) -> Read:
+def fit(source: Checkpoint, shape: Shape, drop_extra: bool = False) -> Read:
     """Reads a checkpoint of any public layout by our names, a tensor in the precision it is stored in.
 
-    Rotary frequencies, which newer ports do not save, are computed from the head size then. Errors: `WeightsError`
-    names what is missing, unexpected or misshapen; no weights are read for that.
+    Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
+    with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
+    unexpected or misshapen; no weights are read for that.
     """
     wanted, given = shape.tensors(), dict(source.tensors)
     if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
@@ -221,9 +226,13 @@ def fit(source: Checkpoint, shape: Shape) -> Read:
     used = {"", *chain.from_iterable(parts.values())}
     missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
     unexpected = [theirs for theirs, name in ours.items() if name not in used]
-    lists = (("no", missing), ("unexpected", unexpected))
+    dropped = [name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)]
+    lists = (("no", missing), ("unexpected", sorted({*unexpected} - {*dropped})))
     if said := [f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}" for what, found in lists if found]:
-        raise WeightsError(f"{source.origin}: {'; '.join(said)}; not the model that config.json describes")
+        way_out = "" if missing else " (models convert --drop-extra leaves them out)"
+        raise WeightsError(f"{source.origin}: {'; '.join(said)}; not the model that config.json describes{way_out}")
+    if dropped:
+        log.warning("%s: left out %s, which such a model does not have", source.origin, few(sorted(dropped)))
     for name, needed in parts.items():
         size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
         for theirs in (theirs_of[part] for part in needed):

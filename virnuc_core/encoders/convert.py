@@ -38,19 +38,22 @@ FETCHED_FILES: Final = ["config.json", "tokenizer.json", "model*.safetensors*", 
 DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a random tensor
 
 
-def convert_esm2(source: Path, out: Path, dtype: Storage | None = None) -> Esm2Shape:
+def convert_esm2(source: Path, out: Path, dtype: Storage | None = None, drop_extra: bool = False) -> Esm2Shape:
     """Write `out/esm2` from a folder or file of the public ESM-2, in HF layout or fair-esm's, stored as `dtype`.
 
-    Sizes come from the `config.json` beside the weights, else from the tensors. Errors: `WeightsError`.
+    Sizes come from the `config.json` beside the weights, else from the tensors; `drop_extra` leaves out tensors that
+    ESM-2 does not have. Errors: `WeightsError`.
     """
     opened = open_public(source)
     config = _beside(source, "config.json")
     shape = read_shape(config, Esm2Shape) if config else guess_esm2_shape(opened)
-    write_part(out, shape, fit(opened, shape), source.name, dtype)
+    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype)
     return shape
 
 
-def convert_dnabert_s(source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None) -> None:
+def convert_dnabert_s(
+    source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None, drop_extra: bool = False
+) -> None:
     """Write `out/dnabert_s` from the public DNABERT-S, a folder or file, with its tokenizer. Errors: `WeightsError`."""
     opened = open_public(source)
     config = _beside(source, "config.json")
@@ -60,7 +63,7 @@ def convert_dnabert_s(source: Path, out: Path, tokenizer: Path | None = None, dt
     if file is None:
         raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
     read_tokenizer(file)
-    write_part(out, shape, fit(opened, shape), source.name, dtype, functools.partial(shutil.copyfile, file))
+    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype, functools.partial(shutil.copyfile, file))
 
 
 def convert_head(source: Path, out: Path, model_length: int | None = None, dna_width: int = DNABERT_WIDTH) -> HeadShape:

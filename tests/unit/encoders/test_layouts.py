@@ -237,6 +237,27 @@ def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
     assert read("inv_freq").dtype == torch.float32
 
 
+def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
+    models: Path, esm2_tensors_of: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensors = hf_names(esm2_tensors_of, "esm.", frequencies=True) | {"classifier.dense.weight": torch.ones(64, 64)}
+    (tmp_path / "config.json").write_text(json.dumps(HF_ESM2))
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    convert_esm2(tmp_path, tmp_path / "out")
+    assert "left out classifier.dense.weight, which such a model does not have" in caplog.text
+    want = load_encoder(Esm2, models, CPU).embed(esm2_batch())
+    assert torch.equal(load_encoder(Esm2, tmp_path / "out", CPU).embed(esm2_batch()), want)
+    torch.save(tensors | {"surprise": torch.ones(1)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"unexpected tensor surprise;.*--drop-extra"):
+        convert_esm2(tmp_path, tmp_path / "more")
+    convert_esm2(tmp_path, tmp_path / "more", drop_extra=True)
+    assert "left out classifier.dense.weight, surprise" in caplog.text
+    del tensors["esm.encoder.layer.1.attention.self.key.weight"]
+    torch.save(tensors, tmp_path / "pytorch_model.bin")
+    with pytest.raises(WeightsError, match=r"no tensor layers\.1\.qkv\.weight"):
+        convert_esm2(tmp_path, tmp_path / "none", drop_extra=True)
+
+
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
