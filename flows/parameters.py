@@ -232,7 +232,7 @@ class RunSettings(ReadsSpec, FlowSettings):
     """What every flow over one directory takes."""
 
     reads: tuple[str, ...] = Field(
-        (), description="FASTA or FASTQ files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
+        (), description="FASTA, FASTQ or BAM files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
     )
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 

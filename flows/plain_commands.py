@@ -282,6 +282,7 @@ class RescoreSettings(VerdictSpec):
     out: Path = Field(description="directory of the new results")
     head: Path | None = Field(None, description="the new head: its folder, or a models directory it is in")
     write_viral: Annotated[bool, Parameter(parse=False)] = False  # the reads themselves are not at hand
+    write_nonviral: Annotated[bool, Parameter(parse=False)] = False
 
 
 @command(RescoreSettings, "run")

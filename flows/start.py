@@ -239,7 +239,7 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
         local = tuple(name for name in settings.named if not is_remote(name))
         if local:
             rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.named))
-        if local and isinstance(settings, PredictSettings) and settings.write_viral:
+        if local and isinstance(settings, PredictSettings) and settings.written:
             from virnuc_core.reads.subsets import readable_twice  # few runs need it
 
             readable_twice(local)

@@ -114,7 +114,7 @@ DevicesAsText = Annotated[Devices, _parsed, PlainSerializer(str)]
 class ReadsSpec(Spec):
     """Which reads come in, and which of them are mates."""
 
-    reads: tuple[str, ...] = Field((), description="FASTA or FASTQ files or folders, plain or compressed; or -")
+    reads: tuple[str, ...] = Field((), description="FASTA, FASTQ or BAM files or folders, plain or compressed; or -")
     mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
     mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
     interleaved: bool = Field(False, description="mates follow each other in READS")
@@ -135,12 +135,18 @@ class ReadsSpec(Spec):
 
 
 class VerdictSpec(Spec):
-    """What is called viral, and whether those reads are written out."""
+    """What is called viral, and which reads are written out."""
 
     threshold: float = Field(THRESHOLD, ge=0, le=1, description="viral score from which a read is called viral")
     fdr: Share | None = Field(None, description="instead: the head's own threshold for this false discovery rate: 0.01")
     abstain: bool = Field(False, description="reads with scores that the head's card calls uncertain are not judged")
     write_viral: bool = Field(False, description="also write the viral reads in the input's own format, gzipped")
+    write_nonviral: bool = Field(False, description="also write all other reads, those without a verdict among them")
+
+    @property
+    def written(self) -> tuple[str, ...]:
+        """Of which of `rundir.VERDICTS` the reads are written out."""
+        return ("viral",) * self.write_viral + ("nonviral",) * self.write_nonviral
 
 
 class ClassifySpec(VerdictSpec):

@@ -122,7 +122,7 @@ def classify(
     A run that is complete is not computed again: its summary comes back. Its result files are written again from the
     shards when the threshold is another, or one of them is not as the summary lists it. `prewarmed` workers are used
     where they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError`
-    also when viral reads are wanted and the input is not what was staged. Whatever was committed stays.
+    also when reads are to be written and the input is not what was staged. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
@@ -158,13 +158,13 @@ def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
         told, found = summary.files.get(path.name), digest(path)
         if found == told and (told or path == run.pairs_table):  # which is not there where reads are single
             sound.add(path)
-        elif path not in run.viral or (told and (found or spec.write_viral)):
-            # viral reads that were listed may have been taken elsewhere
+        elif path not in run.reads_of() or (told and (found or path in run.reads_of(spec.written))):
+            # reads that were listed may have been taken elsewhere
             wrong.append(path.name)
     if wrong:
         said = "%s: %s not as the run left it; the result files are written again from its shards"
         log.warning(said, run.root, ", ".join(wrong))
-    return sound, not wrong and (not spec.write_viral or not sound.isdisjoint(run.viral))
+    return sound, not wrong and not any(sound.isdisjoint(run.reads_of((verdict,))) for verdict in spec.written)
 
 
 def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSummary | None = None) -> Job:
@@ -294,7 +294,7 @@ def _write_results(
 ) -> dict[str, Any]:
     """Write the result files; returns what a summary says of them: another threshold changes nothing else.
 
-    There is no summary.json meanwhile. Viral reads in `kept` stay. `since_s`: when the embedding ended.
+    There is no summary.json meanwhile. Files of reads in `kept` stay. `since_s`: when the embedding ended.
     """
     run, spec = job.run, job.spec
     if not job.engine.commit:
@@ -303,17 +303,18 @@ def _write_results(
     began_s = time.monotonic()
     if run.summary.exists():
         run.summary.replace(run.former_summary)
-    for path in set(run.viral) - set(kept):
-        if path.exists() and not spec.write_viral:
-            log.warning("%s is of an earlier judgement and is removed; --write-viral writes it anew", path)
+    for path in {*run.reads_of()} - {*kept}:
+        if path.exists() and path not in run.reads_of(spec.written):
+            said = "%s is of an earlier judgement and is removed; --write-viral, --write-nonviral write such anew"
+            log.warning(said, path)
         path.unlink(missing_ok=True)
     results = write_results(run, job.store, scores, failed, threshold=spec.threshold, uncertain=job.uncertain)
     shards.write_virtual_embeddings(run)
-    if spec.write_viral:
-        from virnuc_core.reads.subsets import write_viral  # few runs need it
+    if spec.written:
+        from virnuc_core.reads.subsets import write_reads  # few runs need it
 
         inputs = Inputs(staging.files, (), staging.pairs)
-        write_viral(run, job.store, inputs, on_error=staging.on_error)
+        write_reads(run, job.store, inputs, spec.written, on_error=staging.on_error)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))

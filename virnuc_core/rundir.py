@@ -40,8 +40,11 @@ TRACES: Final = ("*.operations.json", "*.json.gz", "profile.json", "profile.md")
 RECORDS: Final = ("run.json", "run.json.damaged", "summary.json", "summary.json.former", "summary.json.damaged")
 MATES: Final = ("_R1", "_R2", "_orphans")  # in names of files where reads come in pairs
 RESULTS: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv", "failed.tsv")
-VIRAL: Final = tuple(f"viral{kind}.{form}.gz" for kind in ("", *MATES) for form in ("fasta", "fastq"))
-EMBEDDED: Final = ("embeddings.h5", "pairs.tsv", *VIRAL, *SHARDS)
+VERDICTS: Final = {
+    verdict: tuple(f"{verdict}{kind}.{form}.gz" for kind in ("", *MATES) for form in ("fasta", "fastq"))
+    for verdict in ("viral", "nonviral")  # files of reads by their verdict
+}
+EMBEDDED: Final = ("embeddings.h5", "pairs.tsv", *VERDICTS["viral"], *VERDICTS["nonviral"], *SHARDS)
 KEPT: Final = ("telemetry/telemetry_*.json", "telemetry/telemetry_*.h5", "telemetry/attempt.jsonl")
 MEASURED: Final = (*KEPT, *(f"telemetry/traces/{name}" for name in TRACES))
 LOGS: Final = ("logs/worker-*.log", "logs/baseline-*.log", "logs/ceiling-*.log")
@@ -103,10 +106,9 @@ class RunDir:
     summary = _Inside("summary.json")
     former_summary = _Inside("summary.json.former")  # while the files it lists are written again
 
-    @property
-    def viral(self) -> tuple[Path, ...]:
-        """The viral reads, by format and, where they come in pairs, by mate."""
-        return tuple(self.root / name for name in VIRAL)
+    def reads_of(self, verdicts: Iterable[str] = VERDICTS) -> tuple[Path, ...]:
+        """The reads with these verdicts, by format and, where they come in pairs, by mate."""
+        return tuple(self.root / name for verdict in verdicts for name in VERDICTS[verdict])
 
     @property
     def tables(self) -> tuple[Path, ...]:
@@ -116,7 +118,7 @@ class RunDir:
     @property
     def listed(self) -> tuple[Path, ...]:
         """What the summary lists with size and digest, where it is there."""
-        return (*self.tables, self.embeddings, *self.viral)
+        return (*self.tables, self.embeddings, *self.reads_of())
 
 
 @contextmanager

@@ -113,6 +113,7 @@ class InputFile(RunFile):
     skipped: Count = 0  # broken records left out
     duplicate_ids: Count = 0  # reads whose id an earlier read has, of this file or one before
     orphans: Count = 0  # reads of a file of pairs without their mates
+    not_primary: Count = 0  # secondary and supplementary alignments left out
     content: FileDigest | None = None  # None: it came through a pipe
 
 

@@ -72,7 +72,7 @@ BAD_READS: dict[str, tuple[MakeReads, str]] = {
     "missing": (lambda f: f / "absent.fq", "absent.fq: no such file"),
     "folder without reads": (lambda f: file(f, "in/notes.md", b"# notes\n").parent, "in: the folder holds no FASTA"),
     "no sequences": (lambda f: file(f, "notes.txt", b"dear diary\n"), "notes.txt: this is neither FASTA nor FASTQ"),
-    "SAM": (lambda f: file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"), "a.sam: this is SAM"),
+    "SAM": (lambda f: file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"), "a.sam: the SAM data is damaged"),
     "proteins": (lambda f: file(f, "p.fa", b">p1\nMKLPEFILQ\n"), "p.fa:1: read 'p1': 'L'"),
     "empty": (lambda f: file(f, "empty.fq", b""), "empty.fq: holds no reads"),
     "blank": (lambda f: file(f, "blank.fa", b"\n \n"), "blank.fa: holds no reads"),

@@ -19,7 +19,7 @@ from virnuc_core.errors import InputError, ShardError, VirnucError
 from virnuc_core.reads.sources import Inputs
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.subsets import write_viral
+from virnuc_core.reads.subsets import write_reads
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
 from virnuc_core.results import write_covered, write_results
 from virnuc_core.rundir import RunDir
@@ -250,7 +250,7 @@ def test_reads_with_uncertain_scores_get_no_verdict_where_that_is_wanted(run: Ru
 
 def test_uncertain_reads_are_not_among_the_viral_ones(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA, uncertain=(0.8, 0.95))
-    assert write_viral(run, store, reads) == 0
+    assert write_reads(run, store, reads) == 0
 
 
 def test_flags_are_told_and_twins_are_kept_apart(run: RunDir) -> None:
@@ -322,8 +322,8 @@ FASTA = f">v3 some words\n{Y[:60]}\n{Y[60:]}\n>h2\nACGT\n"
 
 def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA)
-    assert write_viral(run, store, reads) == 3
-    files = [path for path in run.viral if path.exists()]
+    assert write_reads(run, store, reads) == 3
+    files = [path for path in run.reads_of() if path.exists()]
     assert [path.name for path in files] == ["viral.fasta.gz", "viral.fastq.gz"]
     fastq = gzip.decompress((run.root / "viral.fastq.gz").read_bytes()).decode()
     fasta = gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode()
@@ -331,15 +331,18 @@ def test_viral_reads_come_out_as_they_went_in(tmp_path: Path) -> None:
     assert fastq == records[0] + "@v2" + FASTQ.split("@v2")[1]
     assert fasta == FASTA.split(">h2", maxsplit=1)[0]
     before = [path.read_bytes() for path in files]
-    write_viral(run, store, reads)
+    assert write_reads(run, store, reads, ("nonviral",)) == 2
+    assert write_reads(run, store, reads, ("viral", "nonviral")) == 5
     assert [path.read_bytes() for path in files] == before
+    others = [gzip.decompress((run.root / f"nonviral.{form}.gz").read_bytes()).decode() for form in ("fastq", "fasta")]
+    assert others == ["@h1\n" + records[1].split("@v2")[0], ">h2" + FASTA.split(">h2")[1]]
 
 
 def test_a_higher_threshold_leaves_no_read_of_before(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA)
-    write_viral(run, store, reads)
+    write_reads(run, store, reads)
     run, store, reads = staged(tmp_path, FASTQ, FASTA, threshold=0.95)
-    assert write_viral(run, store, reads) == 0
+    assert write_reads(run, store, reads) == 0
     assert {path.name: gzip.decompress(path.read_bytes()) for path in run.root.glob("viral.*")} == {
         "viral.fasta.gz": b"",
         "viral.fastq.gz": b"",
@@ -349,11 +352,11 @@ def test_a_higher_threshold_leaves_no_read_of_before(tmp_path: Path) -> None:
 def test_other_reads_than_those_staged_are_refused(tmp_path: Path) -> None:
     run, store, reads = staged(tmp_path, FASTQ, FASTA)
     with pytest.raises(InputError, match="3 reads are in the input, 5 were staged"):
-        write_viral(run, store, Inputs(reads.files[:1], ()))
+        write_reads(run, store, Inputs(reads.files[:1], ()))
     with pytest.raises(InputError, match="not those that were staged"):
-        write_viral(run, store, Inputs(reads.files[::-1], ()))
+        write_reads(run, store, Inputs(reads.files[::-1], ()))
     with pytest.raises(InputError, match="standard input"):
-        write_viral(run, store, Inputs(("-",), ()))
+        write_reads(run, store, Inputs(("-",), ()))
     assert not list(run.root.glob("*viral.*"))
 
 

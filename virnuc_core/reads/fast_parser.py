@@ -147,6 +147,7 @@ class ParseLog:
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
     first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
     contents: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and SHA-256 of what was read to its end
+    not_primary: Counter[str] = field(default_factory=Counter)  # alignments left out, for their reads are there
     cut_s: float = 0.0  # unpacking, cutting, and reading through Biopython
     parse_s: float = 0.0  # reading pieces, of all workers
     _good: bool = True  # the long record that is being read

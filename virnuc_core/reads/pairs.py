@@ -18,13 +18,16 @@ from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Format, ParseLog, ReadBatch, Strings
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import Inputs
+from virnuc_core.reads.sources import Inputs, alignments_at
 
 Columns = list[Any]  # of reads that follow each other
 
 MATE_FILE: Final = re.compile(r"(.+)_(R?)([12])(_\d{3})?(?:\.\w+)*")  # stem, letter, mate, part of a lane
 ENDS: Final = (b"/1", b"/2")  # of ids
-STEPS: Final = "mates must follow in the same order; --on-error skip judges a read without its mate alone"
+STEPS: Final = (
+    "mates must follow in the same order; --on-error skip judges a read without its mate alone, "
+    "--no-pairs each read, where names or flags told of pairs"
+)
 BATCH_READS: Final = 1 << 14
 _AT_ONCE: Final = 1 << 12
 _NEAR: Final = 1 << 6  # reads among which the next pair is looked for, at first
@@ -40,7 +43,17 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
     told = dict.fromkeys(pairs, "as asked")
     alike = defaultdict[tuple[Path | str, ...], tuple[list[str], list[str]]](lambda: ([], []))
     for file in rest if spec.pairs and not spec.interleaved else ():
-        if match := MATE_FILE.fullmatch(Path(file).name):
+        if form := alignments_at(file):
+            from virnuc_core.reads.alignments import mates_follow  # few files are such
+
+            if follow := mates_follow(file, form):
+                told[file, file] = "by their flags; --no-pairs judges each read by itself"
+            elif follow is not None:
+                said = (
+                    "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
+                )
+                _log.warning(said, file)
+        elif match := MATE_FILE.fullmatch(Path(file).name):
             stem, letter, mate, part = match.groups()
             alike[Path(file).parent, stem, letter, part][mate == "2"].append(file)
     for (_, _, letter, _), (firsts, seconds) in alike.items():

@@ -149,7 +149,7 @@ def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Itera
         try:
             with Source.open(name) as source:
                 yield from _pieces_of_one(number, source, block_bytes)
-                log.contents[name] = source.content()
+                log.contents[name], log.not_primary[name] = source.content(), source.left_out
         except InputError as error:
             yield Piece(number, name, "fasta", b"", 1, last=True, damage=error, refused=True)
 
@@ -221,10 +221,7 @@ def _format(data: bytes, name: str) -> Format:
     first = data[:1]
     if first in (b">", b";"):
         return "fasta"
-    if data.startswith((b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")):
-        raise InputError("this is SAM, not FASTQ", file=name, hint="convert it: samtools fastq")
     if first == b"@":
         return "fastq"
-    known = {b"BAM\1": "BAM; convert it: samtools fastq", b"PK\3\4": "a zip archive; unpack it first"}
-    kind = known.get(data[:4], "neither FASTA nor FASTQ: it does not start with '>' or '@'")
-    raise InputError(f"this is {kind}", file=name)
+    zipped, other = "a zip archive; unpack it first", "neither FASTA nor FASTQ: it does not start with '>' or '@'"
+    raise InputError(f"this is {zipped if data.startswith(b'PK') else other}", file=name)

@@ -9,13 +9,13 @@ import lzma
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, cast
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.rundir import whole_file
@@ -32,6 +32,8 @@ whole_addresses: dict[str, str] = {}  # by how they are shown
 _PIECE_BYTES: Final = 1 << 18
 _UNPACKED_BYTES: Final = 1 << 20  # at a time
 _PACKED_ZSTD_BYTES: Final = 1 << 10  # at a time, where that cannot be told: they swell to thirty thousand times as much
+_BINARY: Final = {b"BAM\1": "BAM", b"CRAM": "CRAM"}
+_SAM: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
 _UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
 
 
@@ -148,9 +150,15 @@ class Source:
         self._stream = stream
         head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
         self._size, self._sha256 = len(head), hashlib.sha256(head)
+        self.left_out = 0  # alignments that are not the primary one of their read
         packed_as, make, errors = _unpacker_for(head, name)
-        plain = chain((head,), iter(self._next_piece, b""))
-        self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
+        plain = (piece for piece in chain((head,), iter(self._next_piece, b"")))
+        if form := alignments_in(head):
+            from virnuc_core.reads.alignments import fastq  # few files are such
+
+            self._pieces = self._records(fastq(plain, form, name))
+        else:
+            self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
 
     @classmethod
     @contextmanager
@@ -163,6 +171,7 @@ class Source:
                 source = cls(name, sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb")))
             except OSError as error:
                 raise _unreadable(name, error) from error
+            opened.callback(source._pieces.close)
             yield source
 
     def read(self, size: int) -> bytes:
@@ -179,9 +188,17 @@ class Source:
             pass
         return self._size, self._sha256.hexdigest()
 
+    def _records(self, fastq: Iterator[tuple[str, int]]) -> Generator[bytes]:
+        try:
+            for text, left_out in fastq:
+                self.left_out += left_out
+                yield text.encode()
+        except InputError as error:
+            self.damage = self.damage or error
+
     def _unpacked(
         self, packed: bytes, packed_as: str, make: Callable[[], Any], errors: tuple[Any, ...]
-    ) -> Iterator[bytes]:
+    ) -> Generator[bytes]:
         unpacker = None
         step, bounds = (_PACKED_ZSTD_BYTES, ()) if packed_as == "zstd" else (_PIECE_BYTES, (_UNPACKED_BYTES,))
         while packed or (packed := self._next_piece()):
@@ -215,6 +232,23 @@ class Source:
         self._size += len(piece)
         self._sha256.update(piece)
         return piece
+
+
+def alignments_in(head: bytes) -> str:
+    """`BAM`, `CRAM` or `SAM` by the first bytes of a file; else nothing."""
+    if head.startswith(b"\x1f\x8b"):
+        with suppress(cast(type[Exception], gzip_zlib.error)):
+            head = gzip_zlib.decompressobj(wbits=31).decompress(head, 4)
+    return "SAM" if head.startswith(_SAM) else _BINARY.get(head[:4], "")
+
+
+def alignments_at(name: str) -> str:
+    """The same of an input; nothing of a pipe."""
+    with suppress(OSError):
+        if can_be_read_twice(name):
+            with Path(name).open("rb") as file:
+                return alignments_in(file.read(_PIECE_BYTES))
+    return ""
 
 
 def _unreadable(name: str, error: OSError) -> InputError:

@@ -23,7 +23,7 @@ from virnuc_core.reads.fast_parser import OnError, ParseLog, ReadBatch
 from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
 from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.seals import is_intact
-from virnuc_core.reads.sources import Inputs, can_be_read_twice, find_inputs
+from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import SEALED_AS, STORES, OrfStore, StoreCounts, StoreWriter
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
@@ -89,6 +89,7 @@ class StageSummary(Timings):
         """What people should know about their files, a sentence each."""
         told = (
             ("skipped", "broken record", "left out"),
+            ("not_primary", "secondary or supplementary alignment", "left out"),
             ("empty", "read", "without bases"),
             ("orphans", "read", "without a mate, judged alone"),
             ("duplicate_ids", "read", "with the id of an earlier read, told apart by a number added to it"),
@@ -135,7 +136,7 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
 
 def _find(spec: StageSpec) -> Inputs:
     found = find_inputs(spec.named)
-    if len(found.files) == 1 and not spec.interleaved:
+    if len(found.files) == 1 and not spec.interleaved and not alignments_at(found.files[0]):
         return found
     from virnuc_core.reads.pairs import arranged  # one file is the usual case
 
@@ -292,6 +293,7 @@ def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile,
             empty, again = (int(np.count_nonzero(own & bit)) for bit in (EMPTY, DUPLICATE_ID))
             content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if Path(name).is_file() else None
             met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
+            met["not_primary"] = log.not_primary[name]
             met["orphans"] = len(own) - mates if files[0] in paired else 0
             counted.append(InputFile(file=name, reads=len(own), content=content, **met))
     return tuple(counted)

@@ -1,4 +1,4 @@
-"""Some of the reads as they stand in the input: a sample with the same distribution of lengths, or the viral ones.
+"""Some of the reads as they stand in the input: a sample with the same distribution of lengths, or those of a verdict.
 
 For a sample the reads are gone through twice: once to count lengths, once to draw, so that every length bin gives
 exactly its share and nothing but the chosen places is held in memory, however large the input.
@@ -167,11 +167,14 @@ def readable_twice(reads: Sequence[str]) -> None:
     for name in find_inputs(tuple(reads)).files:
         if not can_be_read_twice(name):
             what = f"{'standard input' if name == STDIN else name} cannot be read twice"
-            raise InputError(what, hint="put the reads into a file to get the viral ones")
+            raise InputError(what, hint="put the reads into a file to have some written out")
 
 
-def write_viral(run: RunDir, store: OrfStore, inputs: Inputs, *, on_error: OnError = "stop") -> int:
-    """Write the reads that `reads.tsv` calls viral, as they stand in the input; their number.
+def write_reads(
+    run: RunDir, store: OrfStore, inputs: Inputs, verdicts: Sequence[str] = ("viral",), *, on_error: OnError = "stop"
+) -> int:
+    """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
+    input; their number.
 
     FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
     input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in step, reads
@@ -179,7 +182,7 @@ def write_viral(run: RunDir, store: OrfStore, inputs: Inputs, *, on_error: OnErr
     `InputError` when the input is not what was staged, or came through a pipe.
     """
     readable_twice(inputs.files)
-    kinds, kind_of, wanted = _kinds(run, store)
+    kinds, goes_to = _kinds(run, store, verdicts)
     read, log = 0, ParseLog(on_error)
     with ExitStack() as stack:
         out: dict[str, gzip.GzipFile] = {}
@@ -191,32 +194,35 @@ def write_viral(run: RunDir, store: OrfStore, inputs: Inputs, *, on_error: OnErr
                 continue  # nor was it staged
             if not same and (part is None or part.last):
                 raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
-            begun = same and part is not None and not part.last and bool(wanted[read])
-            names = [f"viral{kind}.{batch.form}.gz" for kind in kinds]
+            begun = same and part is not None and not part.last and bool(goes_to[read] >= 0)
+            names = [f"{kind}.{batch.form}.gz" for kind in kinds]
             for name in names if names[0] not in out else ():  # without name or time in it
                 raw = stack.enter_context(stack.enter_context(whole_file(run.root / name)).open("wb"))
                 packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
                 out[name] = stack.enter_context(packed)
-            for i in np.flatnonzero(wanted[read:last] & same).tolist():
-                out[names[kind_of[read + i]]].write(batch.text[i])
+            for i in np.flatnonzero((goes_to[read:last] >= 0) & same).tolist():
+                out[names[goes_to[read + i]]].write(batch.text[i])
             read = last if part is None or part.last else read
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
-        for path in run.viral:
+        for path in run.reads_of(verdicts):
             if path.name not in out:
                 path.unlink(missing_ok=True)  # of an earlier run with other reads
-    return int(wanted.sum())
+    return int((goes_to >= 0).sum())
 
 
-def _kinds(run: RunDir, store: OrfStore) -> tuple[tuple[str, ...], NDArray[Any], NDArray[np.bool_]]:
-    """Kinds of files for viral reads; the kind of each read, and whether it, or its pair, is viral: [n_reads]."""
+def _kinds(run: RunDir, store: OrfStore, verdicts: Sequence[str]) -> tuple[list[str], NDArray[Any]]:
+    """Kinds of files for reads of these verdicts, and of each read the place of its kind, -1 for none: [n_reads]."""
     second = (np.asarray(store.read_flags) & MATE) > 0
     lines, path = np.cumsum(~second), run.pairs_table if store.paired else run.reads_table
     viral = read_table(path, {"fate": "str"})["fate"].to_numpy() == "viral"
     if len(viral) != (most := lines.max(initial=0)):
         raise InputError(f"{len(viral)} lines for {most} reads", file=path)
     kind = np.where(second, 1, np.where(np.append(second[1:], False), 0, 2)) if store.paired else np.zeros_like(lines)
-    return MATES if store.paired else ("",), kind, viral[lines - 1]
+    mates = MATES if store.paired else ("",)
+    firsts = [verdicts.index(one) * len(mates) if one in verdicts else -1 for one in ("nonviral", "viral")]
+    first = np.array(firsts)[viral[lines - 1].astype(np.int64)]
+    return [f"{verdict}{mate}" for verdict in verdicts for mate in mates], np.where(first < 0, -1, first + kind)
 
 
 def read_columns(path: Path, columns: Mapping[str, str], **more: Any) -> Any:

@@ -18,7 +18,7 @@ from virnuc_core.runfiles import RunRecord, RunSummary, read
 
 from .test_runs import SMALL
 
-VIRAL = tuple(f"viral_{kind}.fastq.gz" for kind in ("R1", "R2", "orphans"))
+VIRAL = tuple(f"{kind}viral_{mate}.fastq.gz" for kind in ("", "non") for mate in ("R1", "R2", "orphans"))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     go(root, tiny_models, given)
     scores = [line.split("\t")[3] for line in (root / "pairs.tsv").read_text().splitlines()[1:]]
     median = sorted(float(score) for score in scores if score)[15]
-    low = {"write_viral": True, "threshold": median}
+    low = {"write_viral": True, "write_nonviral": True, "threshold": median}
     summary = go(root, tiny_models, given, **low)
     assert documented(root / "pairs.tsv") == 30
     assert documented(root / "reads.tsv") == 60
@@ -61,7 +61,9 @@ def test_a_run_over_pairs_is_one_set_of_files_and_no_other_run(
     heads = [gzip.decompress(before[name]).decode().splitlines()[::4] for name in VIRAL]
     assert [line.replace(" 1:", " 2:") for line in heads[0]] == heads[1]
     assert len(heads[0]) == summary.pairs["viral"]
-    assert heads[2] == []
+    assert [line.replace(" 1:", " 2:") for line in heads[3]] == heads[4]
+    assert len(heads[0]) + len(heads[3]) == 30
+    assert heads[2] == heads[5] == []
 
     (root / "pairs.tsv").write_bytes(before["pairs.tsv"][:-20])
     (root / VIRAL[1]).unlink()

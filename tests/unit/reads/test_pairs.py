@@ -24,7 +24,7 @@ from virnuc_core.reads import pairs
 from virnuc_core.reads.sources import Inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.subsets import write_viral
+from virnuc_core.reads.subsets import write_reads
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunRecord
@@ -335,7 +335,7 @@ def test_viral_pairs_are_written_in_step_and_orphans_apart(write: WriteReads, tm
     summary, store = staged(run.store, mates_1=files[:1], mates_2=files[1:], on_error="skip")
     judge(run, store, 3)
     inputs = Inputs(summary.files, (), summary.pairs)
-    written = write_viral(run, store, inputs, on_error="skip")
+    written = write_reads(run, store, inputs, on_error="skip")
     viral = [row for row in table(run.root / "pairs.tsv") if row["fate"] == "viral"]
     found = {
         kind: gzip.decompress((run.root / f"viral_{kind}.fastq.gz").read_bytes()).decode()

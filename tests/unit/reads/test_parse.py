@@ -181,7 +181,7 @@ def test_neither_fasta_nor_fastq(write: WriteReads, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [(b"@HD\tVN:1.6\n", "SAM"), (b"@SQ\tSN:x\n", "SAM"), (b"BAM\1xx", "BAM"), (b"PK\3\4xx", "zip")],
+    [(b"@HD\tVN:1.6\nr1\t4\n", "SAM"), (b"BAM\1xx", "BAM"), (b"PK\3\4xx", "zip")],
 )
 def test_relatives_are_called_by_name(write: WriteReads, content: bytes, word: str) -> None:
     assert word in str(refusal(write(content)))

@@ -1,0 +1,152 @@
+"""BAM, CRAM and SAM: the store is that of the FASTQ that samtools makes of them; pairs by flags, and what is broken."""
+
+from __future__ import annotations
+
+import io
+import random
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from virnuc_core.errors import InputError
+from virnuc_core.reads.sources import Source, find_inputs
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.reads.store import OrfStore
+
+pysam = pytest.importorskip("pysam", reason="pip install -e '.[bam]'")
+
+UNPAIRED, FIRST, SECOND, REVERSE = 4, 1 | 4 | 8 | 64, 1 | 4 | 8 | 128, 16
+Record = tuple[str, int, str]  # name, flag, bases as the file holds them
+FORMS = {"bam": "wb", "cram": "wc", "sam": "w"}
+
+
+def bases(seed: object, n: int = 90) -> str:
+    return "".join(random.Random(str(seed)).choices("ACGT", k=n))
+
+
+def written(path: Path, records: list[Record], order: str = "unsorted", contig: str = "") -> Path:
+    header = {"HD": {"VN": "1.6", "SO": order}, **({"SQ": [{"SN": "c", "LN": 500}]} if contig else {})}
+    more: Any = {"reference_filename": contig} if path.suffix == ".cram" and contig else {}
+    with pysam.AlignmentFile(path, FORMS[path.suffix[1:]], header=header, **more) as out:
+        for i, (name, flag, letters) in enumerate(records):
+            one = pysam.AlignedSegment(out.header)
+            one.query_name, one.flag, one.query_sequence = name, flag, letters
+            if i % 7:  # the others have no quality
+                one.query_qualities = pysam.qualitystring_to_array(bases(i, len(letters)))
+            if contig:
+                one.reference_id, one.reference_start, one.cigarstring = 0, 10, f"{len(letters)}M"
+            out.write(one)
+    return path
+
+
+def samtools_fastq(path: Path) -> Path:
+    made = path.with_suffix(".fq")
+    pysam.fastq("-N", "-o", str(made), "-0", str(made), str(path))
+    return made
+
+
+def staged(path: Path | str, **spec: object) -> StageSummary:
+    out = Path(path).parent / f"of-{Path(path).name}" / "orfs.h5"
+    return stage(StageSpec(reads=(str(path),), model_length=60, **spec), out)
+
+
+def fastq(path: Path) -> bytes:
+    with Source.open(str(path)) as source:
+        text = source.read(1 << 30)
+        assert source.damage is None
+    return text
+
+
+SINGLE = [(f"r{i}", (UNPAIRED, UNPAIRED | REVERSE)[i % 2], bases(i)) for i in range(40)]
+ALIGNED = [
+    *SINGLE,
+    ("r1", 260, bases(1)),
+    ("r2", 2052, bases(2, 30)),
+    ("iupac", UNPAIRED | REVERSE, "ACGTNRYKMSWBDHV" * 4),
+]
+PAIRS = [(f"p{i}", flag | REVERSE * (i % 2), bases((i, flag))) for i in range(30) for flag in (FIRST, SECOND)]
+
+
+@pytest.mark.parametrize("form", ["bam", "sam", "cram"])
+@pytest.mark.parametrize("records", [ALIGNED, PAIRS], ids=["single", "pairs"])
+def test_the_store_is_that_of_the_fastq_that_samtools_makes(tmp_path: Path, form: str, records: list[Record]) -> None:
+    path = written(tmp_path / f"a.{form}", records)
+    plain = samtools_fastq(path)
+    assert fastq(path).splitlines() == plain.read_bytes().splitlines()
+    pairs = records is PAIRS
+    summary, other = staged(path), staged(plain, interleaved=pairs)
+    assert (summary.fingerprint, summary.counts, summary.n_pairs) == (other.fingerprint, other.counts, 30 * pairs)
+    assert summary.by_file[0].content is not None
+    assert summary.by_file[0].content.size == path.stat().st_size
+    left_out = f"{path}: 2 secondary or supplementary alignments left out"
+    assert (left_out in summary.warnings()) is (not pairs)
+    assert staged(path).reused
+
+
+def test_mates_that_do_not_follow_are_judged_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    by_place = written(tmp_path / "place.bam", PAIRS, order="coordinate")
+    apart = written(tmp_path / "apart.bam", PAIRS[::2] + PAIRS[1::2])
+    for path in (by_place, apart):
+        assert staged(path).n_pairs == 0
+        assert f"{path}: mates do not follow each other" in caplog.text
+    together = written(tmp_path / "together.bam", PAIRS)
+    assert staged(together, pairs=False).n_pairs == 0
+    with pytest.raises(InputError, match=r"lost\.bam:.* read 'p3': has no mate .*--no-pairs"):
+        staged(written(tmp_path / "lost.bam", PAIRS[:7] + PAIRS[8:]))
+    summary = staged(tmp_path / "lost.bam", on_error="skip")
+    assert (summary.n_pairs, summary.by_file[0].orphans) == (29, 1)
+
+
+@pytest.mark.parametrize(
+    ("form", "kept"),
+    [("bam", -1), ("bam", -28), ("bam", -300), ("bam", 10), ("cram", -38), ("cram", -300), ("cram", 30)],
+)
+def test_what_is_cut_off_is_named_with_its_last_record(tmp_path: Path, kept: int, form: str) -> None:
+    records = [(f"r{i}", UNPAIRED, bases(i, 200)) for i in range(300)]
+    path = written(tmp_path / f"a.{form}", records)
+    path.write_bytes(path.read_bytes()[:kept])
+    with pytest.raises(
+        InputError, match=rf"a\.{form}: .*(data is damaged, or ends early|the gzip data ends early)"
+    ) as told:
+        staged(path)
+    if kept == -28 and form == "bam":
+        assert "read 'r299': the BAM data is damaged, or ends early, after record 300; copy it again" in str(told.value)
+        assert staged(path, on_error="skip").counts.n_reads == 300
+    assert not [one for one in threading.enumerate() if one is not threading.main_thread()]
+
+
+def test_a_cram_without_its_reference_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REF_PATH", str(tmp_path / "none"))
+    reference = tmp_path / "ref.fa"
+    letters = bases("ref", 500)
+    reference.write_text(f">c\n{letters}\n")
+    pysam.faidx(str(reference))
+    path = written(tmp_path / "a.cram", [(f"r{i}", 0, letters[10:100]) for i in range(9)], contig=str(reference))
+    reference.unlink()
+    with pytest.raises(InputError, match=r"a\.cram: .*is its reference at hand \(REF_PATH\)\? else use samtools fastq"):
+        staged(path)
+
+
+def test_without_pysam_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = written(tmp_path / "a.bam", SINGLE)
+    monkeypatch.setitem(sys.modules, "pysam", None)
+    for reads in (path, tmp_path):
+        with pytest.raises(
+            InputError, match=r"a\.bam: this is BAM, but the package pysam is not installed; install it"
+        ):
+            stage(StageSpec(reads=(str(reads),)), tmp_path / "out" / "orfs.h5")
+
+
+def test_bam_through_standard_input_and_among_files_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = written(tmp_path / "a.bam", SINGLE)
+    (tmp_path / "a.bam.bai").write_bytes(b"BAI\1")
+    assert find_inputs((str(tmp_path),)).files == (str(path),)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    summary = stage(StageSpec(reads=("-",), model_length=60), tmp_path / "out" / "orfs.h5")
+    assert summary.fingerprint == staged(path).fingerprint
+    assert OrfStore.open(summary.store).read_ids(0, 2) == ["r0", "r1"]
