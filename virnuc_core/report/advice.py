@@ -5,33 +5,23 @@ while its GPU is busy that is expected, and only the rest is worth a person's ti
 avoidable loss of time, by class, with what removing it would save at most.
 """
 
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Final
 
-from virnuc_core.report.model import Bottleneck, LossKind, RunMetrics
-from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, STAGES, START_UP
+from virnuc_core.report.model import Bottleneck, RunMetrics
+from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, STAGES
 
 TIME_SHARE: Final = 0.30
 BUSY_PERCENT: Final = 80.0
 GPU_STAGES: Final = ("DNABERT-S", "ESM-2")
 WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
 LONG_S: Final = 600.0
-WORK_ADVICE: Final = "the encoders are at work, and a run this short says little of the devices"
-GPU_ADVICE: Final = "the encoders are at work: more or faster GPUs, or a lower precision that validation has passed"
-BUSY_ADVICE: Final = "the GPU idles while this stage runs: look at waits, batch sizes and the host's cores"
-LOSSES: Final[dict[LossKind, tuple[tuple[str, ...], str]]] = {  # rows of the stage table, and the way out
-    "start-up": (("Preparation", *START_UP, "Shutdown"), "give one run more reads; weights on a local disk"),
-    "staging": ((*STAGES[:4], "Rest of staging"), "raise the staging workers; reads on a local disk or decompressed"),
-    "loader": (("Waiting for batches",), "raise num_workers or prefetch_factor, or give the loaders more cores"),
-    "commits": (("Commits",), "put the run directory on a faster disk, or raise shard_tokens"),
-    "results": ((*STAGES[7:], "Result files"), "result files on a local disk"),
-    "retries": (("Restarts", "Earlier attempts: lost"), "the deaths in summary.json and the workers' logs say why"),
-}
+ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
 STAGE_ADVICE: Final = {
-    **{row: advice for rows, advice in LOSSES.values() for row in rows},
-    "DNABERT-S": "raise dna_token_budget; check that it runs on every GPU",
-    "ESM-2": "raise token_budget; check precision and attention backend",
-    "Feature Merging": "merging should be fused with embedding: check the engine's version",
+    **{stage: loss["advice"] for loss in ADVICE["losses"].values() for stage in loss["stages"]},
+    **ADVICE["stages"],
 }
 
 
@@ -52,7 +42,7 @@ def findings(run: RunMetrics | None) -> tuple[str, ...]:
         idle = used is not None and used < BUSY_PERCENT
         if share > TIME_SHARE or idle:
             expected = name == "ESM-2" and not idle
-            advice = _further(run) if expected else BUSY_ADVICE if idle else STAGE_ADVICE[name]
+            advice = _further(run) if expected else ADVICE["busy"] if idle else STAGE_ADVICE[name]
             busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
             word = "expected" if expected else "actionable"
             found.append((-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."))
@@ -61,7 +51,7 @@ def findings(run: RunMetrics | None) -> tuple[str, ...]:
 
 def _further(run: RunMetrics) -> str:
     """What helps where the encoders do their work well."""
-    return GPU_ADVICE if (run.total_s or 0.0) >= LONG_S else WORK_ADVICE
+    return str(ADVICE["gpu" if (run.total_s or 0.0) >= LONG_S else "work"])
 
 
 def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
@@ -70,13 +60,13 @@ def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
         return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
     spent = {row: seconds for row, seconds in run.stages.items() if seconds}
     found = [*_computing(run, spent)]
-    for kind, (rows, advice) in LOSSES.items():
-        own = sorted(((spent[row], row) for row in rows if row in spent), reverse=True)
+    for kind, loss in ADVICE["losses"].items():
+        own = sorted(((spent[row], row) for row in loss["stages"] if row in spent), reverse=True)
         # what passed while the reads were staged saves nothing, whichever of the two is removed
         hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
         whole_s = sum(seconds for seconds, _ in own)
         detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own if seconds > WORTH * whole_s)
-        found.append((whole_s - hidden_s, kind, detail, advice, False))
+        found.append((whole_s - hidden_s, kind, detail, loss["advice"], False))
     ranked = tuple(
         Bottleneck(
             kind=kind, detail=detail, advice=advice, saves_s=saves_s, share=share, expected=good or share < WORTH
@@ -87,7 +77,7 @@ def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
     return ranked or (Bottleneck(kind="unknown", detail="no stage was measured", advice="look at the log of the run"),)
 
 
-def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[float, LossKind, str, str, bool]]:
+def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[float, str, str, str, bool]]:
     """What devices at work lose, by slots without a token and by speed below the measured ceiling, else below full
     utilisation: seconds, class, detail, the way out, and whether they do their work well."""
     still_s = spent.get("Device idle", 0.0)
@@ -103,5 +93,5 @@ def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[fl
         empty_s += spent.get(stage, 0.0) * (1.0 - packing)
         slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
     good = not idle and still_s <= slow_s / 2
-    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else BUSY_ADVICE, good
+    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else ADVICE["busy"], good
     yield empty_s, "packing", "slots without a token", "raise token_budget or shard_tokens", False

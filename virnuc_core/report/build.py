@@ -1,7 +1,6 @@
 """From a finished validate directory to the report's data. What is missing is `None` and `not run`, never a crash."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any, Final
@@ -47,7 +46,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     single = f"{RUN_PREFIX}1"
     refused = {"scaling": refusal(single, asked.many), "same_bytes": refusal(single, *measured.runs)}
     refused |= {"speedup": refusal(BASELINE, judged), "consensus": refusal(BASELINE, *measured.runs)}
-    further = [row for row in CHECKS if getattr(profile.targets, row.id) is not None]
+    further = [row for row in CHECKS if getattr(profile.targets, row.target) is not None]
     criteria, checks = (
         tuple(judge(row, asked if row is SCALING else measured, refused.get(row.id, "")) for row in rows)
         for rows in (CRITERIA, (*further, *([SAME_BYTES] if measured.many else [])))
@@ -114,8 +113,8 @@ def _scaling(cases: Sequence[Measured], asked: Measured) -> Iterator[ScalingMetr
         yield alone
     for case in cases:
         if (found := case.scaling) is not None:
-            row = SCALING if case is asked else replace(SCALING, title=f"Scaling on {found.num_gpus} devices")
-            yield found.model_copy(update={"judged": judge(row, case)})
+            update = {} if case is asked else {"title": f"Scaling on {found.num_gpus} devices"}
+            yield found.model_copy(update={"judged": judge(SCALING.model_copy(update=update), case)})
 
 
 def _scaled(cases: Sequence[Measured], profile: Profile) -> Measured:

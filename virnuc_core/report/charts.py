@@ -17,6 +17,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.profiles import Profile
+from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.model import Bar, Charts, Histogram, HistoryPoint, Line, Report, RunMetrics, ScalingMetrics
 from virnuc_core.rundir import RunDir
@@ -85,20 +86,13 @@ def _gantt(measured: Telemetry | None) -> tuple[Bar, ...]:
 
 def _column(raw: RawFolder, path: Path, column: str) -> NDArray[np.float64] | None:
     """A column of a table of the run; `None` when the table is not there or holds no number."""
-    if not path.is_file():
-        return None
-    raw.use(path)
-    try:
-        values = pd.read_csv(path, sep="\t", usecols=[column], quoting=3, na_filter=True)[column].dropna().to_numpy()
-    except (ValueError, pd.errors.ParserError) as error:
-        raw.problems[path.name] = (f"cannot be read: {error}",)
-        return None
-    return values if len(values) and np.issubdtype(values.dtype, np.number) else None
+    table = raw.attempt(path, lambda path: read_table(path, {column: "float64"}))
+    known = None if table is None else table[column].dropna().to_numpy()
+    return None if known is None or not len(known) else known
 
 
 def _histogram(values: NDArray[np.float64], edges: NDArray[Any]) -> Histogram:
-    counts, _ = np.histogram(values, edges)
-    return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(counts.tolist()))
+    return Histogram(edges=tuple(np.round(edges, 6).tolist()), counts=tuple(np.histogram(values, edges)[0].tolist()))
 
 
 def all_charts(report: Report) -> list[tuple[str, str, str]]:

@@ -4,15 +4,16 @@ A criterion passes or fails on a measured number only. A number that was not mea
 other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`.
 """
 
-from collections.abc import Callable
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, Literal
 
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report import model
-from virnuc_core.report.files import BASELINE, COMPARISON, RUN_PREFIX
+from virnuc_core.report.files import BASELINE, RUN_PREFIX
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
-from virnuc_core.validation import OVERHEAD, Comparison
+from virnuc_core.validation import Comparison
 
 CORRECTNESS: Final = "correctness"
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
@@ -73,7 +74,6 @@ def two_device_time(measured: Measured) -> Finding:
 
 def _time(measured: Measured, devices: int) -> Finding:
     run, profile = (measured.single, measured.pair)[devices - 1], measured.profile
-    target = (profile.targets.one_device_seconds, profile.targets.two_device_seconds)[devices - 1]
     if run is None:
         return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
     if len(run.devices) != devices:
@@ -81,7 +81,7 @@ def _time(measured: Measured, devices: int) -> Finding:
     if run.stopped_at_limit:
         why = f"ended at the profile's limit of {profile.time_limit_s or 0:g} s: slower than it may be"
         return Finding(run.total_s, run.n_reads, note=why, failed=True)
-    wanted, problem = None if target is None else profile.target_reads, run.untimed
+    wanted, problem = profile.target_reads, run.untimed
     if problem or not wanted or not run.n_reads or run.n_reads >= wanted or run.total_s is None:
         return Finding(run.total_s, run.n_reads, problem=problem)
     why = f"projected from {run.n_reads:,} to {wanted:,} reads: no measurement"
@@ -214,53 +214,41 @@ def same_bytes(measured: Measured) -> Finding:
     return Finding(1.0 if all(one.identical for one in found.values()) else 0.0, samples, note=said)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One criterion. `find` measures it; its name is the criterion's id, its docstring the definition that is shown."""
+class Row(model.Record):
+    """One criterion of `criteria.toml`. The function of its name finds what was measured; that one's docstring is the
+    definition that is shown."""
 
-    find: Callable[[Measured], Finding]
+    id: str
     perf_id: str
     title: str
-    unit: Literal["s", "x", "%", ""] = "%"
-    target: str = ""  # the profile's, by name, where that is not the id
-    samples_of: str = "reads"
-    run: Literal["single", "pair", "many", "judged"] = "judged"  # whose figures they are
+    unit: Literal["s", "x", "%", ""]
+    target: str  # the profile's, by name
+    samples_of: str
+    run: Literal["single", "pair", "many", "judged"]  # whose figures they are
     # what a run must be to say something of performance: large enough (reads), and on the devices meant (speed)
-    evidence: Literal["speed", "reads"] = "speed"
-    raw: tuple[str, ...] = ("telemetry",)  # files; or "summary", "single" and "telemetry" of the run
-
-    @property
-    def id(self) -> str:
-        """Name of the criterion."""
-        return self.find.__name__
+    evidence: Literal["speed", "reads"]
+    raw: tuple[str, ...]  # files; or "summary", "single" and "telemetry" of the run
 
 
-SUMMARY: Final = ("summary",)
-OF_BASELINE: Final = (f"{BASELINE}/summary.json", "summary")
-COMPARED: Final = (COMPARISON,)
-SCALING: Final = Row(scaling, "PERF-03", "Scaling", "x", run="many", raw=("single", "summary"))
-CRITERIA: Final = (
-    Row(one_device_time, "PERF-01", "Time on one device", "s", "one_device_seconds", run="single", raw=SUMMARY),
-    Row(two_device_time, "PERF-01", "Time on two devices", "s", "two_device_seconds", run="pair", raw=SUMMARY),
-    SCALING,
-    Row(speedup, "PERF-01", "Speed-up over {baseline}", "x", samples_of="reads of the baseline", raw=OF_BASELINE),
-    Row(consensus, CORRECTNESS, "Consensus label agreement", "%", "consensus_agreement", "chunks", raw=COMPARED),
-    Row(gpu_utilisation, "PERF-02", "GPU utilisation (ESM-2)", samples_of="NVML samples of that device"),
-    Row(packing, "PERF-05", "Packing efficiency", "%", "packing_efficiency", "batches", evidence="reads"),
-)
-CHECKS: Final = (
-    Row(starved_share, "PERF-05", "Starved batches", samples_of="batches"),
-    Row(checkpoint_overhead, "PERF-05", "Checkpoint overhead", samples_of="pairs of runs", raw=(OVERHEAD,)),
-    Row(device_time_spread, "PERF-03", "Spread of device times", samples_of="devices", run="many"),
-)
-EQUAL: Final = "One device and N devices agree bit for bit"
-SAME_BYTES: Final = Row(same_bytes, CORRECTNESS, EQUAL, "", "", "files and shards", "many", raw=COMPARED)
+def _rows(kind: str) -> tuple[Row, ...]:
+    told = tomllib.loads(Path(__file__).with_name("criteria.toml").read_text(encoding="utf-8"))
+    return tuple(
+        Row.model_validate(told["usual"] | {"id": name, "target": name} | row) for name, row in told[kind].items()
+    )
+
+
+SEVEN: Final = (one_device_time, two_device_time, scaling, speedup, consensus, gpu_utilisation, packing)
+FURTHER: Final = (starved_share, checkpoint_overhead, device_time_spread, same_bytes)
+FIND: Final = {find.__name__: find for find in (*SEVEN, *FURTHER)}
+CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
+SCALING: Final = next(row for row in CRITERIA if row.id == "scaling")
 
 
 def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
     """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared."""
     target, field = _target(row, case)
-    found = Finding(absent=refused) if refused and target is not None else row.find(case)
+    find = FIND[row.id]
+    found = Finding(absent=refused) if refused and target is not None else find(case)
     run: model.RunMetrics | None = getattr(case, row.run)
     value, reason = found.value, found.note
     verdict: model.Verdict = "not run"
@@ -286,17 +274,14 @@ def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
     }
     title = BASELINE_TITLES.get(case.profile.baseline.name, case.profile.baseline.name)
     return model.Criterion(
-        id=row.id,
-        perf_id=row.perf_id,
+        **row.model_dump(include={"id", "perf_id", "unit", "samples_of"}),
         title=row.title.format(baseline=title),
-        definition=" ".join((row.find.__doc__ or "").split()),
-        unit=row.unit,
+        definition=" ".join((find.__doc__ or "").split()),
         value=value,
         target=target,
         verdict=verdict,
         reason=reason,
         samples=found.samples,
-        samples_of=row.samples_of,
         device="" if run is None else run.label,
         profile_line=f"{field}: {'not set' if target is None else f'{target.op} {target.value:g}'}",
         raw=tuple(path for part in row.raw if (path := files.get(part, part))),
@@ -307,11 +292,10 @@ def _target(row: Row, case: Measured) -> tuple[Target | None, str]:
     """What is asked of a row, and where. For scaling it depends on the number of devices: a band for any number."""
     if row is SAME_BYTES:
         return Target(op=">=", value=1.0), "every profile asks"
-    name = row.target or row.id
-    asked: Target | None = getattr(case.profile.targets, name)
+    asked: Target | None = getattr(case.profile.targets, row.target)
     devices = 2 if case.many is None else len(case.many.devices)
-    if row.find is not scaling or (devices == 2 and asked is not None):
-        return asked, name
+    if row.id != SCALING.id or (devices == 2 and asked is not None):
+        return asked, row.target
     band = case.profile.scaling_bands.get(str(devices))
     return (None if band is None else Target(op=">=", value=band[0])), f"scaling_bands.{devices}"
 

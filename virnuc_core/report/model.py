@@ -160,11 +160,6 @@ class Criterion(Record):
     raw: tuple[str, ...]
 
 
-LossKind = Literal[
-    "start-up", "staging", "loader", "packing", "GPU compute", "commits", "results", "retries", "unknown"
-]
-
-
 class ScalingMetrics(Record):
     """N devices against one on the same work; and one by itself."""
 
@@ -186,7 +181,7 @@ class ScalingMetrics(Record):
 class Bottleneck(Record):
     """Time that is lost, by class."""
 
-    kind: LossKind
+    kind: str
     detail: str
     advice: str
     saves_s: float = 0.0  # what removing all of it would save, at most

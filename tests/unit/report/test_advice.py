@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.report.advice import GPU_ADVICE, WORK_ADVICE, findings, losses
+from virnuc_core.report.advice import ADVICE, findings, losses
 from virnuc_core.report.build import build_report
 
 from .validate_directory import Recipe, build, edit_json
@@ -74,7 +74,7 @@ def test_a_long_run_that_only_computes_wants_more_devices(tmp_path: Path) -> Non
         ("packing", True),
         ("staging", True),
     ]
-    assert found[0].advice == GPU_ADVICE
+    assert found[0].advice == ADVICE["gpu"]
     assert found[0].saves_s == pytest.approx(3000 * 0.96 * 0.07, rel=0.05)
 
 
@@ -93,7 +93,7 @@ def test_esm2_over_thirty_percent_is_expected_while_its_gpu_is_busy(tmp_path: Pa
     profile = build(tmp_path)
     (finding,) = build_report(tmp_path, profile).findings
     assert finding.startswith("ESM-2 takes ")
-    assert f"(expected): {WORK_ADVICE}" in finding
+    assert f"(expected): {ADVICE['work']}" in finding
 
 
 def test_a_gpu_stage_under_eighty_percent_is_actionable(tmp_path: Path) -> None:
