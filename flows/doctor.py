@@ -268,7 +268,7 @@ def file_system(folder: Path) -> Iterator[Check]:
     """Does a run directory's lock exclude, and is a file flushed and renamed like a shard, where results would go?"""
     with tempfile.TemporaryDirectory(prefix=".virnuc-doctor-", dir=nearest(folder)) as name:
         excludes, place = True, Path(name)
-        with suppress(ConfigError), run_lock(place), ExitStack() as again:
+        with run_lock(place), suppress(ConfigError), ExitStack() as again:
             Context().run(again.enter_context, run_lock(place))  # as another thread would hold it
             excludes = False
         said = "locks exclude in" if excludes else "use a local folder: locks do not exclude in"

@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("flows", "tasks", "virnuc_core", "deployments")
 LAYERS = (  # a module imports from its own layer and from those before it
-    ("config", "errors", "rundir", "runfiles", "profiles"),
+    ("config", "errors", "lease", "rundir", "runfiles", "profiles"),
     ("reads", "encoders", "telemetry"),
     ("engine",),
     ("baseline", "measure", "pipeline", "results", "validation"),

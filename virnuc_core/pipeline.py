@@ -25,6 +25,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
 from virnuc_core.engine.process import LocalWorkers
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
+from virnuc_core.lease import still_held
 from virnuc_core.reads.sources import Inputs, find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -301,6 +302,7 @@ def _write_results(
         raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")
     scores, failed = shards.read_scores(run)
     began_s = time.monotonic()
+    still_held(run.root)
     if run.summary.exists():
         run.summary.replace(run.former_summary)
     for path in {*run.reads_of()} - {*kept}:

@@ -1,22 +1,21 @@
 """Where things lie in a run directory, how a file appears there (whole or not at all), whose it is and who holds it.
 
-A directory is ours when its mark `.virnuc` says so, which is also its lock; in any other nothing is overwritten. What
-is removed is removed by the names of our own files, never by folder. Locks and the parent-death signal are the
-operating system's: freed by death, so that a killed run never blocks anybody and leaves no process behind.
+A directory is ours when its mark `.virnuc` says so; in any other nothing is overwritten. Who writes in it holds its
+lease. What is removed is removed by the names of our own files, never by folder. Locks of devices and the parent-death
+signal are the operating system's: freed by death, so that a killed run leaves no process behind.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import socket
-import stat
 import struct
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import virnuc_core
 from virnuc_core.errors import ConfigError, DeviceError, StorageError, few, size, storage_error
+from virnuc_core.lease import lease, still_held
 
 if TYPE_CHECKING:
     import h5py
@@ -61,13 +61,12 @@ OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *TRAINED, *SW
 RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*", "lengths")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
 GUARDED: Final = (*ALL_FILES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
-INBOX_LOCK: Final = "claims/inbox.tsv.lock"
-PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, OUR_FILES))
+INBOX_MARK: Final = "claims/inbox.tsv.lock"
+PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, (*OUR_FILES, MARK)))
 # of the moment, UTC, for which a run was planned: a run tried again goes on where it was
 DATED: Final = "%Y-%m-%dT%H%M"
 SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
 LATEST: Final = "latest"
-MARK_BYTES: Final = 128  # always as many: writing it anew never leaves half of one
 MOST_BYTES: Final = 1 << 24  # of a record that is asked whose it is
 DEVICE: Final = "virnuc-device-"
 _held: ContextVar[frozenset[Path]] = ContextVar("run directories this context holds", default=frozenset())
@@ -143,21 +142,26 @@ def check_room(folder: Path, nbytes: int, what: str) -> None:
 def whole_file(path: Path) -> Iterator[Path]:
     """A temporary path beside `path`, which is flushed and renamed into place, or removed when the body raises.
 
-    Errors: those of the body; `StorageError` for what the disk refuses.
+    Errors: those of the body; `StorageError` for what the disk refuses; `ConfigError` when the directory's lease is
+    lost: who takes that removes temporary files that are older, so that none is renamed later.
     """
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    aside = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part")  # machines may share the folder
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             yield aside
             with aside.open("rb+") as handle:
                 os.fsync(handle.fileno())
+            still_held(path)
             os.replace(aside, path)
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)  # so that the rename survives a power cut
             finally:
                 os.close(folder)
+        except FileNotFoundError:
+            still_held(path)
+            raise
         finally:
             aside.unlink(missing_ok=True)
 
@@ -202,7 +206,7 @@ def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 def is_ours(root: Path) -> bool:
     """Whether a directory's mark says so, or, where there is none, its record; or it lies in one that is held."""
-    marked = _json(root / MARK).get("product") == "virnuc" or (root / INBOX_LOCK).exists()
+    marked = _json(root / MARK).get("product") == "virnuc" or (root / INBOX_MARK).exists()
     if marked or "fingerprints" in _json(root / "run.json") or "candidates" in _json(root / "tune.json"):
         return True
     return any(root.resolve().is_relative_to(held) for held in _held.get())
@@ -251,56 +255,46 @@ def run_lock(root: Path) -> Iterator[None]:
         yield
         return
     check_ours(root)
-    made, fresh = not root.exists(), not (root / MARK).exists()
-    handle = _open_mark(root)
-    _held.set(_held.get() | {place})
+    made, fresh, mark = not root.exists(), True, root / MARK
     try:
-        began_s = os.fstat(handle).st_mtime
-        for path in [*_found(root, PARTS)]:
-            if path.lstat().st_mtime <= began_s:
-                path.unlink(missing_ok=True)
-        yield
-    finally:
-        _held.set(_held.get() - {place})
-        if fresh and next(_found(root, GUARDED), None) is None:
-            (root / MARK).unlink(missing_ok=True)
-            with suppress(OSError):  # something else is in it
-                if made:
-                    root.rmdir()
-        os.close(handle)
-
-
-def _open_mark(root: Path) -> int:
-    """An open handle of a directory's mark, locked, with our number in it."""
-    path = root / MARK
-    while True:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        except OSError as error:
-            why = "is a link" if error.errno == errno.ELOOP else error.strerror
-            raise ConfigError(f"{path}: cannot be written: {why}; choose another directory") from error
-        with ExitStack() as failed:
-            failed.callback(os.close, handle)
-            if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise ConfigError(f"{path} is not a file of virnuc's; choose another directory")
+        with ExitStack() as holding:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                who = f"process {pid}" if (pid := _json(path).get("pid")) else "another process"
-                raise ConfigError(f"{root}: {who} is working here; wait for it or choose another directory") from None
-            with suppress(FileNotFoundError):  # it was removed between opening and locking
-                if os.path.samestat(path.lstat(), os.fstat(handle)):
-                    told = {"product": "virnuc", "version": virnuc_core.__version__, "pid": os.getpid()}
-                    with storing(path):
-                        os.pwrite(handle, json.dumps(told).encode().ljust(MARK_BYTES - 1) + b"\n", 0)
-                        os.ftruncate(handle, MARK_BYTES)  # if something was added to it
-                    failed.pop_all()
-                    return handle
+                if other := holding.enter_context(lease(mark, root)):
+                    raise ConfigError(f"{root}: {other} is working here; wait for it or choose another directory")
+                fresh = _marked(mark)
+            except OSError as error:
+                told = None if error.errno == errno.EROFS else storage_error(error, mark)
+                why = f"{mark}: cannot be written: {error.strerror}; choose another directory"
+                raise told or ConfigError(why) from error
+            _held.set(_held.get() | {place})
+            holding.callback(lambda: _held.set(_held.get() - {place}))
+            for path in [*_found(root, PARTS)]:
+                path.unlink(missing_ok=True)
+            try:
+                yield
+            finally:
+                if fresh and next(_found(root, GUARDED), None) is None:
+                    still_held(mark)
+                    mark.unlink(missing_ok=True)
+    finally:
+        if (made or not fresh) and not mark.exists():
+            with suppress(OSError):  # something else is in it
+                root.rmdir()
+
+
+def _marked(mark: Path) -> bool:
+    """Whether a directory's mark was made just now; a damaged one is made whole. Errors: `ConfigError` for no file."""
+    fresh = not os.path.lexists(mark)
+    if not fresh and (mark.is_symlink() or not mark.is_file()):
+        raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
+    if _json(mark).get("product") != "virnuc":
+        write_text_whole(mark, json.dumps({"product": "virnuc", "version": virnuc_core.__version__}) + "\n")
+    return fresh
 
 
 def discard(root: Path, *patterns: str) -> None:
     """Remove files of ours by name, and the folders that are empty then; what else lies in those is left, and named."""
+    still_held(root)
     for path in [*_found(root, patterns)]:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
@@ -332,7 +326,7 @@ def keep_newest(night: Path, keep: int) -> None:
     for old in set(dated[:-keep]) - {night}:
         try:
             with run_lock(old):
-                discard(old, *ALL_FILES, MARK, *(f"{run}/{MARK}" for run in RUNS_WITHIN))
+                discard(old, *ALL_FILES, MARK, *(f"{run}/{MARK}*" for run in RUNS_WITHIN))
         except ConfigError as error:
             log.warning("%s; it is kept", error)
 

@@ -206,7 +206,8 @@ def test_a_full_disk_and_a_folder_nobody_may_write_in_fail(monkeypatch: pytest.M
 
 
 def test_locks_that_do_not_exclude_fail(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("virnuc_core.lease.Lease.take", lambda *_, **__: "")
+    monkeypatch.setattr("virnuc_core.lease.Lease.held", lambda _: True)
     locks, commits = command.file_system(tmp_path)
     assert (locks.verdict, commits.verdict) == ("fail", "ok")
 

@@ -47,8 +47,7 @@ def test_a_held_directory_is_marked_and_its_holder_is_named_to_other_threads_and
             said.append("held twice")
 
     with run_lock(root):
-        told = json.loads((root / MARK).read_bytes())
-        assert (told["product"], told["pid"]) == ("virnuc", os.getpid())
+        assert json.loads((root / MARK).read_bytes())["product"] == "virnuc"
         with run_lock(root), run_lock(root / "." / "x" / ".."):  # the same context, whatever it calls the place
             pass
         thread = threading.Thread(target=intrude)

@@ -22,6 +22,7 @@ from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardPlan, ShardTask
 from virnuc_core.errors import DeviceError, NotFiniteError, ShardError, StorageError, WorkerError, named, size
+from virnuc_core.lease import still_held
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, ModelFlops
@@ -280,6 +281,7 @@ class Embedding:
         ):
 
             def note(noted: ShardDone | str) -> None:
+                still_held(root, look=False)
                 keep(noted)
                 if isinstance(noted, ShardDone):
                     left.discard(noted.shard)

@@ -188,8 +188,24 @@ def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     return ShardResult(*_read(run, plan, shard, ("embeddings", "scores"), whole=True))
 
 
+def look_anew(folder: Path) -> None:
+    """Let what other machines did in a folder be seen here: a network file system shows what it knew before, for a
+    minute or so, until this machine changes something there itself."""
+    with suppress(OSError):  # where nothing may be written nothing is being written
+        (folder / ".look").touch()
+        (folder / ".look").unlink()
+
+
 def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool = False) -> list[Any]:
     """Some datasets of a shard, float32, each proven by its own checksum, or the `whole` file proven."""
+    try:
+        return _read_once(run, plan, shard, names, whole)
+    except ShardError:  # what was seen may be of before
+        look_anew(run.shards)
+        return _read_once(run, plan, shard, names, whole)
+
+
+def _read_once(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool) -> list[Any]:
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
     try:
@@ -211,6 +227,7 @@ def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole:
 def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     """Shards that are proven committed, and a word on each damaged file, which has been moved to `shards/damaged/`."""
     good, moved = [], []
+    look_anew(run.shards)
     for shard in range(len(plan)):
         if not shard_path(run, shard).exists():
             continue

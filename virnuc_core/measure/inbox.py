@@ -1,7 +1,7 @@
 """The ledger of an inbox folder: which content has met which fate, in plain files.
 
     OUT/fates/<sha256>.json   the fate of a content, or how often it was tried without one; written whole
-    OUT/claims/<sha256>.lock  held by the run that works on it; freed by death
+    OUT/claims/<sha256>.N     the lease of the run that works on it
     OUT/runs/<sha256:16>/     the run directory of that content
     OUT/inbox.tsv             one row for each file seen, made anew from the above
 
@@ -13,13 +13,12 @@ a file that had all its attempts is failed, with the reason of the last.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import stat
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -27,7 +26,8 @@ import pandas as pd
 from pydantic import model_validator
 
 from virnuc_core import errors
-from virnuc_core.rundir import INBOX_LOCK, write_text_whole
+from virnuc_core.lease import lease
+from virnuc_core.rundir import INBOX_MARK, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, sha256_of, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
@@ -148,8 +148,8 @@ class Ledger:
         attempt: `MACHINE`, and what `predict` raises."""
         with suppress(OSError):  # which `predict` will meet; what a table said of another time proves nothing
             row = row.but(sha256=sha256_of(self.inbox / row.file))
-        with self.claim(row.sha256) as mine:
-            if not mine:
+        with self.claim(row.sha256) as other:
+            if other:
                 return row.but(fate="busy", note="another run predicts it")
             _sweep(self._fate_file(row.sha256))
             known = self.fate(row.sha256)
@@ -197,9 +197,9 @@ class Ledger:
     def _fate_file(self, sha256: str) -> Path:
         return self.out / "fates" / f"{sha256}.json"
 
-    def claim(self, sha256: str) -> AbstractContextManager[bool]:
-        """Hold a content while working on it; yields False when another run holds it."""
-        return _locked(self.out / "claims" / f"{sha256}.lock", wait=False)
+    def claim(self, sha256: str) -> AbstractContextManager[str]:
+        """Hold a content while working on it; yields who else holds it, or "" when nobody does."""
+        return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 
     def read_table(self) -> list[Row]:
         """The rows written last; none when there is no table, another version wrote it or it cannot be read."""
@@ -215,7 +215,9 @@ class Ledger:
 
     def write_table(self, rows: Sequence[Row]) -> None:
         """Write the table whole: `rows`, and after them the files that were seen before and are gone."""
-        with _locked(self.out / INBOX_LOCK, wait=True):
+        mark = self.out / INBOX_MARK
+        with lease(mark, self.table, wait=True):
+            mark.touch()
             _sweep(self.table)
             here = {row.file for row in rows}
             gone = [row.but(fate="gone") for row in self.read_table() if row.file not in here]
@@ -240,15 +242,3 @@ def _sweep(path: Path) -> None:
     """Remove what killed writers of a file left beside it; whoever else writes it is kept out by a lock."""
     for left in path.parent.glob(f".{path.name}.*.part"):
         left.unlink(missing_ok=True)
-
-
-@contextmanager
-def _locked(path: Path, *, wait: bool) -> Iterator[bool]:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as handle:
-        held = True
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held = False
-        yield held

@@ -7,7 +7,6 @@ reads or weights, the earlier figures are stale and say nothing.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -17,6 +16,7 @@ from typing import Final
 
 from pydantic import ValidationError
 
+from virnuc_core.lease import lease
 from virnuc_core.report.formatting import told_rows
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
 from virnuc_core.rundir import storing, whole_file
@@ -106,14 +106,10 @@ def _lines(path: Path, fate: str) -> tuple[dict[bytes, HistoryEntry], list[bytes
 
 
 def append_history(path: Path, entry: HistoryEntry) -> bool:
-    """Whether an entry was added, under a file lock: one made at the same moment is not added again. Lines that are no
+    """Whether an entry was added, under a lease: one made at the same moment is not added again. Lines that are no
     entries go to `….damaged` first, with a warning."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("ab") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        if not os.path.samestat(os.fstat(handle.fileno()), path.stat()):
-            return append_history(path, entry)  # it was written anew meanwhile
-        aside = path.with_name(f"{path.name}.damaged")
+    path, aside = path.resolve(), path.with_name(f"{path.name}.damaged")
+    with lease(path.with_name(f".{path.name}.lease"), path, wait=True):
         found, broken = _lines(path, f"kept in {aside.name}")
         if any(old.created == entry.created and old.same(entry, LIKE) for old in found.values()):
             return False
@@ -122,11 +118,8 @@ def append_history(path: Path, entry: HistoryEntry) -> bool:
             with storing(aside), aside.open("ab") as kept:
                 kept.writelines(bad + b"\n" for bad in broken)
                 os.fsync(kept.fileno())
-            with whole_file(path.resolve()) as anew:
-                anew.write_bytes(b"\n".join([*found, line]))
-        else:
-            cut = path.read_bytes()[-1:] not in (b"", b"\n")  # the last line has no end
-            handle.write(b"\n" * cut + line)
+        with whole_file(path) as anew:
+            anew.write_bytes(b"\n".join([*found, line]))
     return True
 
 

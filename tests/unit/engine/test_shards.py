@@ -106,6 +106,32 @@ def test_damage_is_seen_and_the_file_moved_aside(run: RunDir, damage: str) -> No
     assert len(list((run.shards / "damaged").iterdir())) == 1
 
 
+def test_what_other_machines_committed_is_seen_though_the_file_system_is_late(
+    run: RunDir, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder is shown as it was until this machine changes something in it, as NFS does while attributes are kept."""
+    plan, shown, late = ShardPlan(bounds=(0, 3, 5), fingerprint="f"), shards.shard_path, [True]
+    before = RunDir(tmp_path_factory.mktemp("as-it-was"))
+    shards.commit(before, ShardPlan(bounds=(0, 3, 5), fingerprint="of before"), 0, result(3))
+    for shard, rows in enumerate((3, 2)):
+        shards.commit(run, plan, shard, result(rows, seed=shard))
+    touch = Path.touch
+
+    def changed(path: Path) -> None:
+        touch(path)
+        late[0] = False
+
+    monkeypatch.setattr(Path, "touch", changed)
+    monkeypatch.setattr(shards, "shard_path", lambda of, shard: shown(before if late[0] else of, shard))
+    for look in (
+        lambda: shards.committed(run, plan) == ([0, 1], []),
+        lambda: np.array_equal(shards.read_shard(run, plan, 0).scores, result(3).scores),  # another file before
+        lambda: np.array_equal(shards.read_shard(run, plan, 1).scores, result(2, seed=1).scores),  # none before
+    ):
+        late[0] = True
+        assert look()
+
+
 def test_scores_come_back_in_order_and_nan_means_failed(run: RunDir) -> None:
     plan = ShardPlan(bounds=(0, 3, 5), fingerprint="f")
     shards.write_plan(run, plan)

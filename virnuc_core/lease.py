@@ -1,0 +1,188 @@
+"""Who may write in a place: a lease, which holds across machines that share a file system.
+
+It is a file `NAME.N`, taken by creating it, which every file system grants to one alone, and written anew by its holder
+every few seconds. Who finds it there asks the system whether the holder lives, on the same machine; else it watches, by
+its own clock, whether the file still changes. It takes over by creating `NAME.N+1`, and withdraws unless all else is
+still as it was judged; then what is older goes. So no two take over, no machine's clock is held against another's, and
+nothing relies on flock, which network file systems keep to one machine. A holder that was stopped for long looks before
+it writes, and finds that it is one no more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from virnuc_core.errors import ConfigError
+
+BEAT_S: Final = 5.0
+EXPIRY_S: Final = 90.0  # longer than a network file system shows what it knew before: up to 60 s, as commonly mounted
+POLL_S: Final = 0.1
+_leases: dict[Path, Lease] = {}  # that this process holds, by what each covers
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
+    """Hold the lease of this name while the `with` block lasts, for writing in or at `covers`.
+
+    Yields "", or who holds it, in words, when it is another's. `wait`: until it is free. Errors: `OSError`.
+    """
+    mine, place = Lease(name), covers.resolve()
+    if other := mine.take(wait=wait):
+        yield other
+        return
+    _leases[place] = mine
+    beating = threading.Thread(target=mine.beat, daemon=True, name=f"lease of {name.name}")
+    beating.start()
+    try:
+        yield ""
+    finally:
+        mine.ended.set()
+        beating.join(BEAT_S)  # for no longer: a file system that is away may hold it
+        _leases.pop(place, None)
+        mine.release()
+
+
+def still_held(path: Path, *, look: bool = True) -> None:
+    """`ConfigError` when `path` is covered by a lease of this process that another has taken over. Without `look` as
+    far as that is known."""
+    for covers, mine in [*_leases.items()]:
+        if (path.parent.resolve() / path.name).is_relative_to(covers) and not (mine.held() if look else mine.ours):
+            who = f"{mine.other} is working here now" if mine.other else "its lease was removed"
+            raise ConfigError(
+                f"{covers}: {who}; this run was held up for over {EXPIRY_S:.0f} s and writes no more here"
+            )
+
+
+def _lives(pid: int, started: str) -> bool | None:
+    """Whether a process of this machine, which started then, lives; None where that cannot be seen."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0] not in "ZX" and fields[19] == started
+    except OSError:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return False
+        except PermissionError:  # another user's, which /proc may hide
+            pass
+        return None
+
+
+class Lease:
+    """The lease of a name, for one who wants it or has it."""
+
+    def __init__(self, name: Path) -> None:
+        self._name, self._number, self._beats, self.ended = name, 0, 0, threading.Event()
+        self.ours, self.other = True, ""  # as far as is known; who has it if not
+        kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        own = {"pid": os.getpid(), "started": started, "kernel": kernel, "host": socket.gethostname()}
+        self._me: dict[str, Any] = own | {"token": secrets.token_hex(8)}
+
+    def _path(self, number: int) -> Path:
+        return self._name.with_name(f"{self._name.name}.{number}")
+
+    def _lying(self) -> dict[int, bytes]:
+        """The leases that lie there, by number, as their holders left them. A file is opened anew each time: a network
+        file system then asks its server."""
+        found = {}
+        for path in self._name.parent.iterdir():
+            of, _, number = path.name.rpartition(".")
+            if of == self._name.name and number.isdecimal():
+                with suppress(FileNotFoundError):
+                    found[int(number)] = path.read_bytes()
+        return found
+
+    def _who(self, body: bytes) -> tuple[str, dict[str, Any], bool | None]:
+        """Who wrote a lease: in words, what stays the same of it, and whether it lives; None for: that only shows."""
+        try:
+            told = {name: value for name, value in json.loads(body).items() if name in self._me}
+            words = f"process {told['pid']}"
+            if told["kernel"] == self._me["kernel"]:
+                return words, told, _lives(told["pid"], told["started"])
+            return f"{words} on {told['host']}", told, None
+        except (ValueError, KeyError, AttributeError):  # half written
+            return "another process", {}, None
+
+    def take(self, *, wait: bool = False) -> str:
+        """Take the lease; "" when it is ours, else who has it, in words. A holder on another machine is watched until
+        its lease changes, or has not for `EXPIRY_S`; with `wait` any holder until it is gone."""
+        seen, since_s, before, said = dict[int, bytes](), 0.0, dict[str, Any](), False
+        while True:
+            self._name.parent.mkdir(parents=True, exist_ok=True)
+            found, now_s = self._lying(), time.monotonic()
+            top = max(found, default=0)
+            other, told, lives = self._who(found[top]) if found else ("", {}, False)
+            if lives is None and found == seen:
+                lives = False if now_s - since_s > EXPIRY_S else None
+            elif lives is None and told and told == before:
+                lives = True
+            if found != seen:
+                seen, since_s, before = found, now_s, told
+            if lives and not wait:
+                return other
+            if lives is False and self._create(top + 1, found):
+                return ""
+            if lives is None and not said and now_s - since_s > POLL_S:
+                said = True
+                log.warning("%s: %s worked here; up to %.0f s to see if it still does", self._name, other, EXPIRY_S)
+            time.sleep(POLL_S)
+
+    def _create(self, number: int, judged: dict[int, bytes]) -> bool:
+        """Whether we are the one who has created the lease of this number, while nothing else has changed."""
+        try:
+            os.close(os.open(self._path(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+        except (FileExistsError, FileNotFoundError):  # another was faster, or has removed the folder
+            return False
+        self._number = number
+        try:
+            self._path(number).write_bytes(self._body())
+            alone = {at: body for at, body in self._lying().items() if at != number} == judged
+        except BaseException:
+            self._path(number).unlink(missing_ok=True)
+            raise
+        for left in sorted(judged) if alone else [number]:
+            self._path(left).unlink(missing_ok=True)
+        return alone
+
+    def _body(self) -> bytes:
+        self._beats += 1
+        return json.dumps(self._me | {"beat": self._beats}).encode()
+
+    def held(self) -> bool:
+        """Whether the lease is ours: it lies there, and none of a higher number. Errors: `OSError`."""
+        try:
+            found = self._lying()
+        except FileNotFoundError:  # with its folder
+            found = {}
+        top = max(found, default=0)
+        if self.ours and (top != self._number or self._me["token"].encode() not in found.get(top, b"")):
+            self.ours, self.other = False, self._who(found[top])[0] if found else ""
+        return self.ours
+
+    def beat(self) -> None:
+        """Write the lease anew until it is given back or lost."""
+        while not self.ended.wait(BEAT_S) and self.ours:
+            with suppress(OSError):  # the file system is away: whoever sees it may take over
+                with suppress(FileNotFoundError), self._path(self._number).open("r+b") as file:
+                    if self._me["token"].encode() in file.read():
+                        file.seek(0)
+                        file.write(self._body())
+                self.held()  # asked afterwards, as who takes over writes first and then looks whether we wrote
+
+    def release(self) -> None:
+        """Give the lease back, if it still is ours."""
+        with suppress(OSError):
+            if self.held():
+                self._path(self._number).unlink()
