@@ -170,7 +170,7 @@ class TrainSpec(Spec):
 
     truth: Path = Field(description="table of read id, label (virus or others) and genome")
     groups: Path | None = Field(None, description="table of genome and group: genomes of a group are never parted")
-    genomes: Path | None = Field(None, description="FASTA of the genomes: tested ones are cut to 150, 300, 500 bases")
+    genomes: Path | None = Field(None, description="FASTA of the genomes: for kin, and tests at 150, 300 and 500 bases")
     coding_only: Path | None = Field(None, description="GFF of the genomes: only frames in coding regions are used")
     epochs: int = Field(200, ge=1, description="passes over the training rows at most")
     patience: int = Field(5, ge=1, description="epochs without a lower validation loss before stopping")

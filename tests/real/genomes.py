@@ -21,7 +21,6 @@ from xopen import xopen
 COMPLEMENT = bytes.maketrans(b"ACGT", b"TGCA")
 OTHER_LETTERS = re.compile(rb"[^ACGT]")
 WINDOW = 20_000  # bases of chromosome 22 that count as one genome
-NEIGHBOURS = 10  # windows side by side that are of one group
 
 
 class Genome(NamedTuple):
@@ -29,7 +28,7 @@ class Genome(NamedTuple):
 
     name: str
     label: str
-    group: str  # family of the virus; neighbourhood of the host
+    group: str  # family of the virus; a window is its own
     letters: bytes
 
 
@@ -75,9 +74,7 @@ def hosts(wheels: Path, count: int | None = None) -> Iterator[Genome]:
     starts = [at for at in range(0, len(letters) - WINDOW, WINDOW) if b"N" not in letters[at : at + WINDOW]]
     for place in np.linspace(0, len(starts) - 1, min(len(starts), count or len(starts))).astype(int):
         at = starts[place]
-        yield Genome(
-            f"chr22_{at}", "others", f"chr22_neighbourhood_{at // (NEIGHBOURS * WINDOW)}", letters[at : at + WINDOW]
-        )
+        yield Genome(f"chr22_{at}", "others", f"chr22_{at}", letters[at : at + WINDOW])
 
 
 def cut(genomes: list[Genome], length: int, count: int, seed: int = 0) -> Iterator[tuple[Genome, int, bytes]]:

@@ -27,6 +27,7 @@ SIDES: Final = ("train", "validation", "test")
 TRUTH_COLUMNS: Final = ("read", "label", "genome")
 K: Final = 21  # bases of a k-mer; a shorter sequence tells nothing of where it comes from and is left out
 BLOCK: Final = 1 << 14  # uniques looked at together
+BASES: Final = 1 << 18  # whose k-mers are looked at together
 KEPT_HASHES: Final = 1 << 22  # of all k-mers, about so many are compared
 _COMPLEMENT: Final = bytes.maketrans(b"ACGT", b"TGCA")
 _CODES: Final = np.full(256, 4, np.uint64)
@@ -123,7 +124,7 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     rows, left[f"frames of fewer than {K} bases"] = rows[long], int((~long).sum())
     _one_label(rows, store)
     enough(rows.groupby("label")["genome"].nunique(), what=" have open frames")
-    cluster = clusters(rows, store, names, spec.similarity, spec.groups)
+    cluster = clusters(rows, store, names, spec)
     rows = rows.assign(cluster=cluster[rows["genome"]])
     if spec.coding_only is not None and spec.genomes is not None:
         within = in_coding_regions(rows, store, names, spec.coding_only, spec.genomes)
@@ -171,16 +172,24 @@ def same_dna(store: OrfStore) -> NDArray[np.int64]:
     return pd.factorize(np.concatenate([np.zeros(0, np.uint64), *found]))[0]
 
 
-def clusters(
-    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", similarity: float, groups: Path | None
-) -> NDArray[np.int64]:
-    """The cluster of each genome: two are kin that share a sequence, a group, or `similarity` of the fewer k-mers."""
-    sketch = rows[["unique", "genome"]].drop_duplicates().merge(_sketch(store), on="unique")
-    edges = [_kin(rows["genome"], rows["sequence"], 0.0), _kin(sketch["genome"], sketch["hash"], similarity)]
-    if groups is not None:
-        group = _table(groups, ("genome", "group")).set_index("genome")["group"]
+def clusters(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", spec: TrainSpec) -> NDArray[np.int64]:
+    """The cluster of each genome: two are kin that share a sequence, a group, or `similarity` of the fewer k-mers.
+
+    K-mers are those of the genome's sequence, where it is given, and of its frames: those of few reads meet no others
+    of their genome, or are so few that one repeat in common is a large share.
+    """
+    known = {} if spec.genomes is None else read_genomes(spec.genomes)
+    texts = [known.get(name, "").encode() for name in names]
+    whole = pd.DataFrame({"unique": store.n_uniques + np.arange(len(names)), "genome": np.arange(len(names))})
+    owners = pd.concat([rows[["unique", "genome"]].drop_duplicates(), whole])
+    offsets = np.append(store.dna_offsets, store.dna_offsets[-1] + np.cumsum([len(one) for one in texts]))
+    letters = np.concatenate([store.dna_bytes[:], np.frombuffer(b"".join(texts), np.uint8)])
+    sketch = owners.merge(_sketch(letters, offsets), on="unique")
+    edges = [_kin(rows["genome"], rows["sequence"], 0.0), _kin(sketch["genome"], sketch["hash"], spec.similarity)]
+    if spec.groups is not None:
+        group = _table(spec.groups, ("genome", "group")).set_index("genome")["group"]
         if len(absent := names.difference(group.index)):
-            raise InputError(f"no line for genome {few(absent)}", file=groups)
+            raise InputError(f"no line for genome {few(absent)}", file=spec.groups)
         edges.append(_kin(np.arange(len(names)), group[names], 0.0))
     a, b = map(np.concatenate, zip(*edges, strict=True))
     graph = coo_array((np.ones(len(a)), (a, b)), shape=(len(names), len(names)))
@@ -198,34 +207,38 @@ def _kin(genome: Any, item: Any, share: float) -> tuple[NDArray[np.int64], NDArr
     return a[kin], b[kin]
 
 
-def _sketch(store: OrfStore) -> pd.DataFrame:
-    """`unique` and `hash` of the k-mers of all uniques' DNA, the lesser of both strands each; of very many the same
-    sample of every genome (minhash)."""
-    most = ~np.uint64(0) // np.uint64(1 + int(store.dna_offsets[-1]) // KEPT_HASHES)
+def _sketch(letters: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pd.DataFrame:
+    """`unique` and `hash` of the k-mers of sequences end to end, the lesser of both strands each; of very many the same
+    sample of every sequence (minhash)."""
+    most = ~np.uint64(0) // np.uint64(1 + len(letters) // KEPT_HASHES)
     found, powers = list[pd.DataFrame](), np.uint64(4) ** np.arange(K, dtype=np.uint64)
-    for low in range(0, store.n_uniques, BLOCK):
-        at = np.asarray(store.dna_offsets[low : low + BLOCK + 1])
-        owner = np.repeat(np.arange(low, low + len(at) - 1), np.diff(at))
-        if len(owner) < K:
-            break
-        words = sliding_window_view(_CODES[store.dna_bytes[at[0] : at[-1]]], K)
+    for low in range(0, len(letters) - K + 1, BASES):
+        words = sliding_window_view(_CODES[letters[low : low + BASES + K - 1]], K)
         hashed = np.minimum(words @ powers, (np.uint64(3) - words[:, ::-1]) @ powers) * _MIX
         hashed ^= hashed >> np.uint64(32)
-        kept = (owner[: len(words)] == owner[K - 1 :]) & (words < 4).all(axis=1) & (hashed * _MIX <= most)
-        found.append(pd.DataFrame({"unique": owner[: len(words)][kept], "hash": hashed[kept]}))
-    return pd.concat(found).drop_duplicates()
+        at = np.flatnonzero((words < 4).all(axis=1) & (hashed * _MIX <= most))
+        first, last = (np.searchsorted(offsets, low + at + more, "right") - 1 for more in (0, K - 1))
+        same = first == last
+        found.append(pd.DataFrame({"unique": first[same], "hash": hashed[at[same]]}))
+    return pd.concat(found or [pd.DataFrame(columns=["unique", "hash"])]).drop_duplicates()
 
 
 def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
-    """The fold of each row, [rows]: all have about this share of each class's rows, and no cluster is in two."""
+    """The fold of each row, [rows]: all have about this share of each class's rows, and no cluster is in two.
+
+    The first one, which is what is held back, is the one with most clusters of the class that has fewer in it: a
+    cluster that holds much of a class would be alone in its fold.
+    """
     fewest = int(rows.groupby("label")["cluster"].nunique().min())
     folds = StratifiedGroupKFold(max(2, min(round(1 / share), fewest)), shuffle=True, random_state=seed)
     found = np.empty(len(rows), np.int64)
     for number, (_, held) in enumerate(folds.split(rows, rows["label"], rows["cluster"])):
         found[held] = number
-    if rows.assign(fold=found).groupby(["fold", "label"]).ngroups < 2 * folds.n_splits:
+    counts = rows.assign(fold=found).groupby(["fold", "label"])["cluster"].nunique()
+    if len(counts) < 2 * folds.n_splits:
         raise InputError("genomes are kin across both classes, and cannot be dealt to sides; see --similarity")
-    return found
+    order = np.argsort(-counts.groupby("fold").min().to_numpy(), kind="stable")
+    return np.argsort(order)[found]
 
 
 def in_coding_regions(

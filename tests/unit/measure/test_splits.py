@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -82,6 +83,32 @@ def test_other_reads_of_the_same_genome_are_kin_by_their_k_mers(world: World, tm
     assert len(set(sides_of(found).values())) == 10
 
 
+def test_genomes_tell_kin_from_one_repeat_in_common_however_thin_the_reads(world: World, tmp_path: Path) -> None:
+    text = gzip.decompress(world.genomes.read_bytes()).decode().split()
+    genome = dict(zip((name[1:] for name in text[::2]), text[1::2], strict=True))
+    genome["virus_twin"] = genome["virus_0001"]
+    genome["others_0001"] += (element := genome["others_0002"][600:700])  # 3 % of the genome, a fifth of its reads
+    places = dict.fromkeys(genome, (300, 1500)) | {"virus_twin": (900, 2_000), "others_0002": (300, 600)}
+    places["others_0001"] = (300, len(genome["others_0001"]) - 150)
+    assert genome["others_0001"].endswith(element)
+    world.reads = {
+        f"{name}_{at + turn}": genome[name][at + turn : at + 150]
+        for name, both in places.items()
+        for at in both
+        for turn in range(3)  # a frame of each read is open, if any is
+    }
+    world.truth = {read: (read.split("_")[0], read.rsplit("_", 1)[0]) for read in world.reads}
+    (tmp_path / "g.fasta").write_text("".join(f">{name}\n{bases}\n" for name, bases in genome.items()))
+    by_reads, by_genomes = (
+        sides_of(world.choose(tmp_path)),
+        sides_of(world.choose(tmp_path, genomes=tmp_path / "g.fasta")),
+    )
+    assert by_reads["virus_0001"] != by_reads["virus_twin"]
+    assert by_reads["others_0001"] == by_reads["others_0002"]
+    assert by_genomes["virus_0001"] == by_genomes["virus_twin"]
+    assert len(set(by_genomes.values())) == 10
+
+
 def test_groups_are_never_parted(world: World, tmp_path: Path) -> None:
     table = tmp_path / "groups.tsv"
     names = sorted({genome for _, genome in world.truth.values()})
@@ -143,8 +170,6 @@ def test_what_is_left_out_is_counted(world: World, tmp_path: Path) -> None:
 
 
 def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_path: Path) -> None:
-    import gzip
-
     text = gzip.decompress(world.genomes.read_bytes()).decode().split()
     genome = dict(zip((name[1:] for name in text[::2]), text[1::2], strict=True))
     lines, low, high = ["##gff-version 3"], 600, 2_100  # 0-based, a frame's bounds
@@ -241,3 +266,11 @@ def test_no_cluster_is_in_two_folds_and_each_has_both_classes(
     rows["fold"] = deal(rows, share, seed)
     assert (rows.groupby("cluster")["fold"].nunique() == 1).all()
     assert (rows.groupby("fold")["label"].nunique() == 2).all()
+
+
+def test_a_cluster_that_holds_half_of_a_class_is_not_the_test() -> None:
+    cluster = np.concatenate([np.zeros(500, int), np.repeat(np.arange(1, 51), 10), np.repeat(np.arange(51, 151), 10)])
+    rows = pd.DataFrame({"cluster": cluster, "label": (cluster > 50).astype(int)})
+    held = rows[deal(rows, 0.2, 0) == 0]
+    assert held.groupby("label")["cluster"].nunique().min() >= 10
+    assert held["label"].value_counts(normalize=True).min() > 0.05
