@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, get_args, get_origin, get_type_hints
+from typing import Any, Final
 
 import h5py
 import numpy as np
@@ -157,9 +158,9 @@ def _mapped(path: Path, dataset: h5py.Dataset) -> NDArray[np.generic]:
 
 
 COLUMNS: Final[dict[str, type[np.generic]]] = {  # of the file, in this order, by the hints of `OrfStore`
-    name: get_args(get_args(hint)[1])[0]
-    for name, hint in get_type_hints(OrfStore).items()
-    if get_origin(hint) is np.ndarray
+    name: getattr(np, kind[1])
+    for name, hint in OrfStore.__annotations__.items()
+    if (kind := re.fullmatch(r"NDArray\[np\.(\w+)\]", hint))  # the text: what it stands for differs between numpys
 }
 _AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a column has an entry for
     "read_id_bytes": "id",
