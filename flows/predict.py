@@ -16,8 +16,8 @@ from tasks.server import announce, device_slots
 from tasks.step import done, emit, publish_table
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, VerdictSpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.process import LocalWorkers
-from virnuc_core.pipeline import prewarm, read_summary
+from virnuc_core.engine.pool import Pool
+from virnuc_core.pipeline import read_summary, workers_for
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
@@ -33,12 +33,14 @@ class StagedRun:
     staging: StageSummary
     label: str  # of the sample, for names in the UI
     spec: ClassifySpec
-    prewarmed: LocalWorkers | None  # have the weights by now; None where devices were busy or nothing is left to do
+    pool: Pool | None  # has the weights by now; None where devices were busy or nothing is left to do
+    workers: ExitStack  # that ends them
 
     def embed(self, **verdict: Any) -> State[RunSummary]:
         """Result files of the staged reads, by a `verdict` of one's own. Errors: those of the embed task."""
         spec = self.spec.model_copy(update=verdict)
-        return embed(self.run, self.staging, spec, label=self.label, prewarmed=self.prewarmed)
+        with self.workers:
+            return embed(self.run, self.staging, spec, label=self.label, pool=self.pool)
 
 
 @contextmanager
@@ -49,13 +51,14 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     label, run = sample_of(settings.named), RunDir(settings.out)
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
-    with ExitStack() as held:
-        prewarmed: LocalWorkers | None = None
+    with ExitStack() as held, ExitStack() as workers:
+        pool: Pool | None = None
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve(spec.devices), wait_s=FREE_NOW_S))
-                prewarmed = held.enter_context(prewarm(spec.models, spec.devices, spec.engine))
-        yield StagedRun(run, stage_input(settings, label), label, spec, prewarmed)
+                pool = workers.enter_context(workers_for(spec.models, spec.devices, spec.engine))
+                pool.warm()
+        yield StagedRun(run, stage_input(settings, label), label, spec, pool, workers)
 
 
 @flow(name="predict", flow_run_name=named("reads", "devices"))

@@ -31,7 +31,7 @@ from tasks.tools import ceiling, overhead, precision
 from tasks.validate import TIMED_OUT, Approval, approval_form, baseline, compare, emit_outcome, publish, report
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.pool import Watch
+from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile

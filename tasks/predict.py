@@ -1,7 +1,6 @@
 """The steps from reads to verdicts: stage and embed."""
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -12,8 +11,8 @@ from tasks.server import device_slots
 from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
 from virnuc_core.config import INPUTS, ClassifySpec
 from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.pool import Watch
-from virnuc_core.engine.process import LocalWorkers
+from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import classify, read_summary, stage_reads
 from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
@@ -60,7 +59,7 @@ def embed(
     label: str,
     watch: Watch | None = None,
     time_limit_s: float | None = None,
-    prewarmed: LocalWorkers | None = None,
+    pool: Pool | None = None,
     flops: ModelFlops | None = None,
 ) -> State[RunSummary]:
     """Result files in `run`. Shards committed before are kept; `force` drops them, once. Errors: `TimeLimitError` after
@@ -81,10 +80,10 @@ def embed(
         write(run.summary, stopped)
 
     before = read_summary(run)
-    with device_slots(resolve(devices)), progress as show, prewarmed or nullcontext():
+    with device_slots(resolve(devices)), progress as show:
         watch = replace(watch or Watch(), on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
-            summary = classify(run, staging, spec, watch=watch, prewarmed=prewarmed, flops=flops)
+            summary = classify(run, staging, spec, watch=watch, pool=pool, flops=flops)
         show(1.0)
     publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
     if before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry):

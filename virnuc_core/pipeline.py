@@ -22,8 +22,9 @@ from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.pool import WORKER, Embedding, Job, Watch, worker_specs
-from virnuc_core.engine.process import LocalWorkers
+from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch
+from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.process import LocalWorkers, worker_specs
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.lease import still_held
 from virnuc_core.reads.sources import Inputs, find_inputs
@@ -65,11 +66,12 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     reads = StageSpec(model_length=model_length(spec.models), **named)
     with ExitStack() as held:
         held.enter_context(run_lock(run.root))
-        prewarmed = None
+        pool = None
         if read_summary(run) is None:
-            prewarmed = held.enter_context(prewarm(spec.models, spec.devices, spec.engine))
+            pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine))
+            pool.warm()
         staging = stage_reads(reads, run.store, force=spec.force)
-        return classify(run, staging, spec, watch=watch, prewarmed=prewarmed)
+        return classify(run, staging, spec, watch=watch, pool=pool)
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
@@ -92,10 +94,10 @@ def _recorded(run: RunDir) -> runfiles.RunRecord | None:
     return record
 
 
-def prewarm(models: Path, devices: Devices, engine: EngineSpec) -> LocalWorkers:
-    """Workers for a run that is not staged yet, to be closed after `classify`. Errors: `DeviceError`, `ConfigError`."""
+def workers_for(models: Path, devices: Devices, engine: EngineSpec, *, keep: bool = False) -> Pool:
+    """Workers for runs that are not staged yet; `keep`: for several of them. Errors: `DeviceError`, `ConfigError`."""
     found = resolve(devices)
-    return LocalWorkers(WORKER, prewarm=worker_specs(models, found, resolve_engine(engine, found[0].kind)))
+    return Pool(worker_specs(models, found, resolve_engine(engine, found[0].kind)), LocalWorkers(WORKER), keep=keep)
 
 
 def model_length(models: Path) -> int:
@@ -115,15 +117,15 @@ def classify(
     spec: ClassifySpec,
     *,
     watch: Watch | None = None,
-    prewarmed: LocalWorkers | None = None,
+    pool: Pool | None = None,
     flops: ModelFlops | None = None,
 ) -> RunSummary:
     """One run over a staged store: embed what is not committed, write the result files, telemetry and summary.json.
 
     A run that is complete is not computed again: its summary comes back. Its result files are written again from the
-    shards when the threshold is another, or one of them is not as the summary lists it. `prewarmed` workers are used
-    where they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError`
-    also when reads are to be written and the input is not what was staged. Whatever was committed stays.
+    shards when the threshold is another, or one of them is not as the summary lists it. Workers of `pool` are used if
+    they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError` also
+    when reads are to be written and the input is not what was staged. Whatever was committed stays.
     """
     with run_lock(run.root):
         started_s = time.monotonic()
@@ -139,7 +141,7 @@ def classify(
         if before is None or job.todo:
             run.summary.unlink(missing_ok=True)
             run.former_summary.unlink(missing_ok=True)
-            return _compute(job, staging, watch or Watch(), started_s, prewarmed)
+            return _compute(job, staging, watch or Watch(), started_s, pool)
         log.info("%s is complete: %d shards committed, nothing to compute", run.root, len(job.plan))
         sound, as_asked = _sound_files(job, before)
         if not as_asked:
@@ -220,9 +222,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
     return job
 
 
-def _compute(
-    job: Job, staging: StageSummary, watch: Watch, started_s: float, prewarmed: LocalWorkers | None
-) -> RunSummary:
+def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, pool: Pool | None) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
     clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
     clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s, span)
@@ -232,8 +232,8 @@ def _compute(
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
     embedding = Embedding(job, watch, started_s)
-    pool = embedding.run(prewarmed)
-    embedding.tell(clock, pool)
+    computed = embedding.run(pool)
+    embedding.tell(clock, computed)
     errors, orfs, said = _log_errors(job.run), job.store, "lines of the workers' logs tell of errors; the first"
     verdicts = _write_results(job, staging, clock, since_s=embedding.ended_s)
     own_s, record = time.monotonic() - started_s, runfiles.read_record(job.run)
@@ -242,7 +242,7 @@ def _compute(
         clock.add("Earlier attempts: committed", attempt.worked_s)
         clock.add("Earlier attempts: lost", (attempt.wall_s or 0.0) - attempt.worked_s)
     wall_s = own_s + sum(attempt.wall_s or 0.0 for attempt in earlier)
-    deaths = (*(line for attempt in earlier for line in attempt.deaths), *pool.deaths)
+    deaths = (*(line for attempt in earlier for line in attempt.deaths), *computed.deaths)
     summary = RunSummary(
         wall_s=wall_s,
         staging_s=staging.total_s,
@@ -255,7 +255,7 @@ def _compute(
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
         **verdicts,
         devices=job.devices,
-        workers=tuple(pool.records.values()),
+        workers=tuple(computed.records.values()),
         resumed=len(job.todo) < len(job.plan),
         shards=len(job.plan),
         shards_computed=len(job.todo),
@@ -266,11 +266,11 @@ def _compute(
         damaged=job.damaged,
         log_errors=len(errors),
         warnings=(*job.remarks, *(f"{len(errors)} {said}: {error}" for error in errors[:1])),
-        reduced_budgets={str(shard): divisor for shard, divisor in pool.reduced.items()},
+        reduced_budgets={str(shard): divisor for shard, divisor in computed.reduced.items()},
         flops=job.flops,
     )
     written = embedding.write(clock.times(), own_s, summary.sequences_per_hour) if job.todo else None
-    own = ended(record.attempts[-1], embedding.measured, own_s, pool.deaths, written)
+    own = ended(record.attempts[-1], embedding.measured, own_s, computed.deaths, written)
     write(job.run.record, record.model_copy(update={"attempts": (*record.attempts[:-1], own)}))
     newest = own.telemetry or summary.telemetry
     summary = summary.model_copy(update={"telemetry": newest, "attempts": (*earlier, own)})

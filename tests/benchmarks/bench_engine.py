@@ -31,9 +31,8 @@ from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import PackedBatch
 from virnuc_core.engine.devices import resolve, resolve_engine
+from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.loader import Batch, Loader
-from virnuc_core.engine.pool import Embedding, Job, Watch
-from virnuc_core.engine.shards import ShardTask
 from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
@@ -93,9 +92,8 @@ def spin(encoder: Any, batches: list[PackedBatch], seconds: float) -> float:
 
 def batches_of(job: Job, encoder: str, device: torch.device) -> list[PackedBatch]:
     """The first shard's batches of one encoder, on the device."""
-    loader = Loader((job.store.path, job.store.fingerprint, job.spec.models), job.engine, pin=False)
-    lo, hi = job.plan.range(0)
-    items = loader.load(ShardTask(shard=0, lo=lo, hi=hi))
+    loader = Loader(job.spec.models, job.engine, pin=False)
+    items = loader.load(*job.tasks([0]))
     return [item.packed.to(device) for item in items if isinstance(item, Batch) and item.encoder == encoder]
 
 

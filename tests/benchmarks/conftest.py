@@ -21,7 +21,7 @@ import torch
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
-from virnuc_core.engine.pool import Job
+from virnuc_core.engine.embedding import Job
 from virnuc_core.pipeline import model_length, prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage

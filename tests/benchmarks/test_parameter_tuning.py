@@ -8,7 +8,7 @@ from typing import Any
 
 from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.pool import Job
+from virnuc_core.engine.embedding import Job
 from virnuc_core.measure.bench import Bench, median
 from virnuc_core.measure.tune import Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile

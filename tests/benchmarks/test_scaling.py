@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from virnuc_core.config import Devices
-from virnuc_core.engine.pool import Job
+from virnuc_core.engine.embedding import Job
 from virnuc_core.measure.bench import Bench, measure_overhead
 from virnuc_core.profiles import load_profile
 

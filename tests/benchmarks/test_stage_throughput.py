@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from virnuc_core.encoders.checkpoint import load_encoder, load_head
-from virnuc_core.engine.pool import Job
+from virnuc_core.engine.embedding import Job
 from virnuc_core.engine.shards import ShardResult, commit
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.results import write_results

@@ -10,9 +10,8 @@ import torch
 from torch.utils.benchmark import Timer
 
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
+from virnuc_core.engine.embedding import Job
 from virnuc_core.engine.loader import Batch, Loader
-from virnuc_core.engine.pool import Job
-from virnuc_core.engine.shards import ShardTask
 
 from .bench_encoders import batch_of, build
 from .conftest import BUDGET, GPUS, KIND, SCALES
@@ -46,13 +45,10 @@ def test_encoder_throughput(benchmark: Any, name: Any, precision: Any, slots: in
 @pytest.mark.parametrize("scale", SCALES)
 def test_loader_throughput(benchmark: Any, job: Callable[[str], Job], scale: str) -> None:
     made = job(scale)
-    loader = Loader((made.store.path, made.store.fingerprint, made.spec.models), made.engine, pin=False)
+    loader = Loader(made.spec.models, made.engine, pin=False)
 
     def load() -> int:
-        tasks = (
-            ShardTask(shard=shard, lo=lo, hi=hi)
-            for shard, (lo, hi) in enumerate(map(made.plan.range, range(len(made.plan))))
-        )
+        tasks = made.tasks(range(len(made.plan)))
         return sum(item.packed.real_tokens for task in tasks for item in loader.load(task) if isinstance(item, Batch))
 
     benchmark.group = "tokens/s of the loader"

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
-from virnuc_core.engine.pool import Watch
+from virnuc_core.engine.embedding import Watch
 from virnuc_core.errors import VirnucError
 from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage

@@ -19,8 +19,7 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
-from virnuc_core.engine.pool import worker_specs
-from virnuc_core.engine.process import LocalWorkers, Ready
+from virnuc_core.engine.process import LocalWorkers, Ready, worker_specs
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore

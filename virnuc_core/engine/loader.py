@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -26,12 +26,13 @@ from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.tokenize import ESM2_PAD, DnabertTokenizer, Esm2Tokenizer, PackedBatch
-from virnuc_core.engine.shards import ShardTask
+from virnuc_core.engine.shards import JobSpec, ShardTask
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
 from virnuc_core.telemetry.tables import ENCODERS, Encoder
 
+JOBS_OPEN = 8  # runs whose stores a process keeps open
 SLICE_ROWS = 1024  # uniques tokenised in one call
 SMALLEST_GROUP = 64
 NEARLY = 16  # a shape is worth launching when less than one part in this many stays empty
@@ -56,7 +57,7 @@ Slice = tuple[int, int]
 Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, row offsets
 
 
-@cache  # once a process
+@lru_cache(maxsize=JOBS_OPEN)
 def opened(path: Path, fingerprint: str, models: Path) -> tuple[OrfStore, DnabertTokenizer]:
     """The store a plan was made for, and DNA's tokenizer; `ConfigError` when another store lies there now."""
     store = OrfStore.open(path, check=False)  # whoever planned the run has checked it
@@ -178,22 +179,26 @@ def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, P
 class Loader:
     """Turns shard ranges into packed batches, through `num_workers` processes that stay up between shards."""
 
-    def __init__(self, source: Source, engine: EngineSpec, *, pin: bool) -> None:
-        self.engine, self.pin, self._source = engine, pin, source
-        self.store, self._dnas = opened(*source)
+    def __init__(self, models: Path, engine: EngineSpec, *, pin: bool) -> None:
+        self.engine, self.pin, self._models = engine, pin, models
         self._processes: ProcessPoolExecutor | None = None
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
 
+    def opened(self, job: JobSpec) -> tuple[OrfStore, DnabertTokenizer]:
+        """A job's store, and DNA's tokenizer. Errors: `ConfigError` when another store lies there now."""
+        return opened(Path(job.store), job.reads, self._models)
+
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and the task again."""
         yield task
+        source, dnas = (Path(task.job.store), task.job.reads, self._models), self.opened(task.job)[1]
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         each = map if self._processes is None else self._processes.map
-        parts = list(each(partial(tokenise, self._source), slices(kept)))
+        parts = list(each(partial(tokenise, source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
-        budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (self._dnas.pad_id, ESM2_PAD)
+        budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (dnas.pad_id, ESM2_PAD)
         for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):
             for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad)):
                 ready = batch.pin() if self.pin else batch

@@ -94,6 +94,14 @@ class Closed(Message):
     """No more will come: no shards for a worker, or, said for it when its output has ended, no messages of it."""
 
 
+def worker_specs(
+    models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
+) -> tuple[WorkerSpec, ...]:
+    """One worker a device."""
+    root = str(models.resolve())
+    return tuple(WorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices)
+
+
 _children: set[Child] = set()
 _children_lock = threading.Lock()
 _token = threading.Event()  # set when all children are ended; then another takes its place
@@ -102,7 +110,7 @@ _token = threading.Event()  # set when all children are ended; then another take
 class Child:
     """A running worker process: its messages go to the inbox, the last is `Closed`; heartbeats move `progress_s`."""
 
-    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message]]) -> None:
+    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None]) -> None:
         self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
         self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
         self.last_words = "nothing"  # its last line on standard error
@@ -216,53 +224,42 @@ def end_all_children(grace_s: float = GRACE_S) -> int:
 class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
-    Those of `prewarm` are started at once, before there is a job, and write to no file: the run's directory may come to
-    nothing. The thread that starts them must live as long as they do: its end is the parent's death to the kernel.
+    The thread that starts them must live as long as they do: its end is the parent's death to the kernel.
     """
 
-    def __init__(self, module: str, prewarm: Sequence[WorkerSpec] = ()) -> None:
+    def __init__(self, module: str) -> None:
         self._module, self._token = module, _token
-        self._inbox: queue.Queue[tuple[Child, Message]] = queue.Queue()
+        self._inbox: queue.Queue[tuple[Child, Message] | None] = queue.Queue()
         self._started: list[Child] = []
-        try:
-            self._waiting = [self._start(spec) for spec in prewarm]
-        except BaseException:
-            self.__exit__()
-            raise
 
     @property
     def cancelled(self) -> bool:
         """Whether `end_all_children` has been called since these were made."""
         return self._token.is_set()
 
-    def start(self, spec: WorkerSpec, log: Path) -> Child:
-        """A worker with its standard error in `log`: one that waits with this spec, or a new one; or `WorkerError`."""
-        for child in [child for child in self._waiting if child.spec == spec]:
-            self._waiting.remove(child)
-            if child.process.poll() is None and not child.silent:
-                break
-            child.end(0)  # it may hold the device
-        else:
-            child = self._start(spec)
-        child.log = log
-        return child
-
-    def _start(self, spec: WorkerSpec) -> Child:
+    def start(self, spec: WorkerSpec, log: Path | None = None) -> Child:
+        """A new worker, with its standard error in `log`; without one it is kept until there is. Errors: `WorkerError`
+        after `end_all_children`."""
         with _children_lock:
             if self.cancelled:
                 raise WorkerError(INTERRUPTED)
             child = Child(self._module, spec, self._inbox)
             _children.add(child)
+        child.log = log
         self._started.append(child)
         child.send(spec)
         return child
 
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
-        """The next message of any worker; None when none comes in time."""
+        """The next message of any worker; None when none comes in time, or when woken."""
         try:
             return self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
+
+    def wake(self) -> None:
+        """Let whoever waits in `receive` have a look round."""
+        self._inbox.put(None)
 
     def expect(self, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
         """The next message of workers none of which may fail.

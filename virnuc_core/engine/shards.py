@@ -63,8 +63,8 @@ class ShardPlan(Spec):
         return self.bounds[shard], self.bounds[shard + 1]
 
 
-class JobSpec(Message):
-    """What a worker is told of the shards to come."""
+class JobSpec(Spec):
+    """What a worker is told of the run that a shard is of."""
 
     run: str
     store: str
@@ -75,6 +75,7 @@ class JobSpec(Message):
 class ShardTask(Message):
     """A shard for a worker to compute, or, looking for a row that ends workers, a part of one."""
 
+    job: JobSpec
     shard: int
     lo: int  # first unique, and one past the last
     hi: int

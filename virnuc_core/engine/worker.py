@@ -1,7 +1,7 @@
 """The engine's worker process: one device, pinned; shard tasks in, committed shards out.
 
-Messages in: a WorkerSpec, a JobSpec (which may come much later: the weights are loaded meanwhile), any number of
-ShardTasks, then Closed. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
+Messages in: a WorkerSpec, any number of ShardTasks of any runs (which may come much later: the weights are loaded
+meanwhile), then Closed. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
 """
 
 import os
@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import Head
 from virnuc_core.engine.loader import Batch, Loader, Take, packed
-from virnuc_core.engine.process import Message, Parent, Ready, WorkerSpec
-from virnuc_core.engine.shards import Computed, JobSpec, ShardResult, ShardTask, commit, read_plan
+from virnuc_core.engine.process import Parent, Ready, WorkerSpec
+from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
@@ -37,7 +36,6 @@ POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 
 Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
 Span = tuple[Mark, Mark]
-M = TypeVar("M", bound=Message)
 
 
 def milliseconds(span: Span) -> float:
@@ -189,14 +187,13 @@ class Worker:
             return time.monotonic()
         return max(self._heard_s, self.runner.progress_s)
 
-    def _receive(self, kind: type[M], *, once: bool = False) -> M | None:
-        """The next message, if it is of this kind and, for `once`, there already; None also when told to stop."""
+    def _receive(self, *, once: bool = False) -> ShardTask | None:
+        """The next task, for `once` if it is there already; None also when told to stop."""
         while not self.stopping.is_set():
             message = self.parent.receive(POLL_S)
-            if isinstance(message, kind):
+            if isinstance(message, ShardTask):
                 self._heard_s = time.monotonic()
-                if isinstance(message, ShardTask):
-                    self._held.append(message.shard)
+                self._held.append(message.shard)
                 return message
             if message is not None:
                 self.stopping.set()
@@ -205,37 +202,37 @@ class Worker:
         return None
 
     def run(self) -> None:
-        """Load, then compute shards until told to stop. With a job at hand its first batches are packed meanwhile."""
-        job, runner, waited_s = self._receive(JobSpec, once=True), None, 0.0
-        if job is None and not self.stopping.is_set():
+        """Load, then compute shards until told to stop. With a task at hand its first batches are packed meanwhile."""
+        first, runner, waited_s = self._receive(once=True), None, 0.0
+        if first is None and not self.stopping.is_set():
             runner = self._load()
             # until the reads are known: rows of full chunks
             self._warm_up(runner, open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2)
             loaded_s = time.monotonic()
-            job = self._receive(JobSpec)
+            first = self._receive()
             waited_s = time.monotonic() - loaded_s
-        if job is not None:
-            self._work(job, runner, waited_s)
+        if first is not None:
+            self._work(first, runner, waited_s)
 
-    def _work(self, job: JobSpec, runner: Runner | None, waited_s: float) -> None:
-        spec, engine = self.spec, self.spec.engine
-        self.run_dir = RunDir(Path(job.run))
-        self.plan, self._most_lost = read_plan(self.run_dir), job.most_lost
+    def _work(self, first: ShardTask, runner: Runner | None, waited_s: float) -> None:
+        spec, engine, given = self.spec, self.spec.engine, [first]
         pin = engine.pin_memory and spec.device.kind == "cuda"
-        loader = Loader((Path(job.store), job.reads, Path(spec.models)), engine, pin=pin)
-        self.store = loader.store
+        self.loader = Loader(Path(spec.models), engine, pin=pin)
+        store, _ = self.loader.opened(first.job)
         depth = engine.prefetch_factor * max(1, engine.num_workers)
-        taking = loader.feed(lambda: self._receive(ShardTask), depth)
+        taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
         self.runner = runner or self._load()
-        self._warm_up(self.runner, int(np.median(np.diff(self.store.protein_offsets[:SAMPLED_ROWS]))) + 2)
+        self._warm_up(self.runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
         writer.start()
-        with self._recording(taking) as take:
-            self.runner.run(take, self._writes.put)
-        self._writes.put(None)
-        writer.join()
+        try:
+            with self._recording(taking) as take:
+                self.runner.run(take, self._writes.put)
+        finally:  # what was computed before an error is told before it: the error is of the first task not answered
+            self._writes.put(None)
+            writer.join()
 
     def _load(self) -> Runner:
         """Both encoders and the head on the device."""
@@ -283,10 +280,12 @@ class Worker:
         if len(lost) > len(task.skip):
             from virnuc_core.engine.poison_rows import judge_not_finite  # few runs need it
 
-            judge_not_finite(result, task, self.store, Path(self.spec.models), self._most_lost)
+            store, _ = self.loader.opened(task.job)
+            judge_not_finite(result, task, store, Path(self.spec.models), task.job.most_lost)
             result.embeddings[lost] = result.scores[lost] = np.nan
         if self.spec.engine.commit:
-            commit(self.run_dir, self.plan, task.shard, result)
+            run = RunDir(Path(task.job.run))
+            commit(run, read_plan(run), task.shard, result)
         commit_s = time.monotonic() - finished_s
         batches = tuple(replace(record, device_ms=milliseconds(span)) for record, span in pending.launched)
         done = ShardDone(

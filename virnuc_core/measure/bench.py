@@ -23,8 +23,8 @@ from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Switch
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, product, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.pool import Embedding, Job, Watch, worker_specs
-from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec
+from virnuc_core.engine.embedding import Embedding, Job, Watch
+from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
 from virnuc_core.engine.shards import read_shard
 from virnuc_core.engine.worker import Runner
 from virnuc_core.errors import ConfigError, VirnucError

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from virnuc_core.config import Devices, RunSpec
-from virnuc_core.engine.process import LocalWorkers
+from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import InputError
-from virnuc_core.pipeline import predict, prewarm
+from virnuc_core.pipeline import predict, workers_for
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.telemetry.tables import OVERLAPPED
 
@@ -24,19 +24,22 @@ ONE = Devices.parse("cpu:1")
 
 
 @pytest.fixture
-def prewarmed(tiny_models: Path) -> Iterator[LocalWorkers]:
-    with prewarm(tiny_models, ONE, SMALL) as made:
+def prewarmed(tiny_models: Path) -> Iterator[Pool]:
+    with workers_for(tiny_models, ONE, SMALL) as made:
+        made.warm()
         yield made
     assert no_children()
 
 
 def only_child() -> int:
-    (child,) = workers_alive()
+    while not (found := workers_alive()):
+        time.sleep(0.01)
+    (child,) = found
     return child.pid
 
 
 def test_the_worker_that_waited_does_the_job(
-    prewarmed: LocalWorkers,
+    prewarmed: Pool,
     tmp_path: Path,
     staged: tuple[Path, StageSummary],
     tiny_models: Path,
@@ -49,7 +52,7 @@ def test_the_worker_that_waited_does_the_job(
         if worker.memory_info().rss > 250 << 20 and used_s - before_s < 0.05:
             break
         time.sleep(2)
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, prewarmed=prewarmed)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
     assert [worker["pid"] for worker in summary.workers] == [pid]
     assert summary.workers[0]["waited_s"] > 0
     spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
@@ -61,23 +64,23 @@ def test_the_worker_that_waited_does_the_job(
 
 @pytest.mark.slow
 def test_a_worker_that_died_while_it_waited_is_replaced(
-    prewarmed: LocalWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: Pool, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     os.kill(pid, signal.SIGKILL)
     psutil.Process(pid).wait(120)
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, prewarmed=prewarmed)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, pool=prewarmed)
     assert summary.workers[0]["pid"] != pid
     assert summary.restarts == 0  # no work was lost
 
 
 @pytest.mark.slow
 def test_a_worker_started_with_other_settings_is_not_used(
-    prewarmed: LocalWorkers, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
+    prewarmed: Pool, tmp_path: Path, staged: tuple[Path, StageSummary], tiny_models: Path
 ) -> None:
     pid = only_child()
     other = SMALL.model_copy(update={"token_budget": 2048})
-    summary = go(tmp_path / "run", staged, tiny_models, ONE, engine=other, prewarmed=prewarmed)
+    summary = go(tmp_path / "run", staged, tiny_models, ONE, engine=other, pool=prewarmed)
     assert summary.workers[0]["pid"] != pid
 
 

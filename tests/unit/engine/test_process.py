@@ -137,22 +137,6 @@ def test_a_stopped_worker_is_an_error_however_long_it_may_load(workers: process.
         workers.expect({child}, 1800)
 
 
-def test_a_prewarmed_worker_that_is_stopped_is_ended_and_replaced(
-    workers: process.LocalWorkers, tmp_path: Path
-) -> None:
-    spec = WorkerSpec(models="", device=CORE, engine=EngineSpec(heartbeat_s=0.1, silence_s=0.6))
-    with process.LocalWorkers("echo_worker", prewarm=[spec]) as made:
-        heard(made)
-        (waiting,) = made._started
-        os.kill(waiting.pid, signal.SIGSTOP)
-        deadline = time.monotonic() + 60
-        while not waiting.silent and time.monotonic() < deadline:
-            time.sleep(0.05)
-        child = made.start(spec, tmp_path / "log")
-        assert child.pid != waiting.pid
-        assert gone(waiting.pid, 1), "it may hold the device that the other needs"
-
-
 @pytest.mark.parametrize("models", ["", "stubborn"])
 def test_ending_a_worker_takes_its_children_along(workers: process.LocalWorkers, tmp_path: Path, models: str) -> None:
     child, kid = start(workers, tmp_path, models)

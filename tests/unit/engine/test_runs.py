@@ -20,7 +20,7 @@ import pytest
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine import process, shards
-from virnuc_core.engine.pool import Watch
+from virnuc_core.engine.embedding import Watch
 from virnuc_core.errors import ConfigError, RunMismatchError, WorkerError
 from virnuc_core.pipeline import classify, prepare, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
@@ -38,7 +38,7 @@ RESULTS = ("prediction_results.txt", "prediction_results_highestscore.csv", "rea
 
 
 def go(root: Path, staged: tuple[Path, StageSummary], models: Path, devices: Devices, **more: object):
-    observed = {name: more.pop(name) for name in ("watch", "prewarmed") if name in more}
+    observed = {name: more.pop(name) for name in ("watch", "pool") if name in more}
     spec = ClassifySpec(models=models, devices=devices, **{"engine": SMALL, **more})
     return classify(RunDir(root), staged[1], spec, **observed)
 

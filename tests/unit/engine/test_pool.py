@@ -1,0 +1,135 @@
+"""A pool that serves several runs: they share its workers and nothing else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.process import LocalWorkers, end_all_children, worker_specs
+from virnuc_core.errors import ConfigError, WorkerError
+from virnuc_core.pipeline import workers_for
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary
+
+from .test_runs import MOST, SMALL, go, no_children, result_bytes, workers_alive
+
+Staged = tuple[Path, StageSummary]
+DEVICES = Devices.parse(MOST)
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Staged:
+    """Other reads, a few shards of them."""
+    reads = simulate(SimulateSpec(reads=120, seed=8), tmp_path / "other.fastq").reads_file
+    store = tmp_path / "other" / "orfs.h5"
+    return store, stage(StageSpec(reads=(str(reads),), model_length=300), store)
+
+
+@pytest.fixture
+def kept(tiny_models: Path) -> Iterator[Pool]:
+    with workers_for(tiny_models, DEVICES, SMALL, keep=True) as pool:
+        yield pool
+    assert no_children()
+    assert "pool" not in [thread.name for thread in threading.enumerate()]
+
+
+def pids(*summaries: RunSummary) -> set[int]:
+    return {worker["pid"] for summary in summaries for worker in summary.workers}
+
+
+def test_runs_at_once_have_the_bytes_of_each_alone_by_the_same_workers(
+    kept: Pool, tmp_path: Path, staged: Staged, other: Staged, tiny_models: Path, reference: Path
+) -> None:
+    roots = [tmp_path / name for name in ("first", "second", "alone")]
+    with ThreadPoolExecutor() as threads:
+        both = [
+            threads.submit(go, root, one, tiny_models, DEVICES, pool=kept)
+            for root, one in zip(roots, (staged, other), strict=False)
+        ]
+        done = [one.result() for one in both]
+    at_work = {child.pid for child in workers_alive()}
+    alone = go(roots[2], other, tiny_models, DEVICES, pool=kept)
+    assert result_bytes(roots[0]) == result_bytes(reference)
+    assert result_bytes(roots[1]) == result_bytes(roots[2])
+    assert {child.pid for child in workers_alive()} == at_work
+    assert len(at_work) == len(DEVICES.ids)
+    assert pids(*done, alone) <= at_work
+    assert alone.stages["Start-up: weights"] == alone.stages["Overlapped"] == 0, "they were there before"
+    for summary in (*done, alone):
+        assert (summary.restarts, summary.shards_computed) == (0, summary.shards)
+        spent = {name: seconds for name, seconds in summary.stages.items() if seconds is not None}
+        assert sum(spent.values()) - 2 * spent["Overlapped"] == pytest.approx(summary.total_s, rel=0.02)
+
+
+@pytest.mark.slow
+def test_what_lies_with_one_run_fails_it_alone_and_a_dead_worker_is_replaced(
+    kept: Pool, tmp_path: Path, staged: Staged, other: Staged, tiny_models: Path, reference: Path
+) -> None:
+    """A store that is gone when a worker opens it, between two good runs; then a kill while nothing is to be done."""
+
+    first = go(tmp_path / "first", other, tiny_models, DEVICES, pool=kept)
+    with ThreadPoolExecutor() as threads:
+        good = threads.submit(go, tmp_path / "good", staged, tiny_models, DEVICES, pool=kept)
+        bad = threads.submit(go_without_a_plan, tmp_path / "bad", other, tiny_models, kept)
+        with pytest.raises(ConfigError, match="no longer the store"):
+            bad.result()
+        good.result()
+    assert result_bytes(tmp_path / "good") == result_bytes(reference)
+    for child in workers_alive():
+        child.kill()
+        child.wait(60)
+    again = go(tmp_path / "again", other, tiny_models, DEVICES, pool=kept)
+    assert result_bytes(tmp_path / "again") == result_bytes(tmp_path / "first")
+    assert again.restarts == first.restarts == 0, "nothing was lost by it"
+    assert pids(first).isdisjoint(pids(again))
+
+
+def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> None:
+    """What `go` does, of a store that was replaced after the plan was made."""
+    from virnuc_core.config import ClassifySpec
+    from virnuc_core.pipeline import prepare
+
+    job = prepare(RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL))
+    tasks = [
+        task.model_copy(update={"job": task.job.model_copy(update={"reads": "of others"})})
+        for task in job.tasks(job.todo)
+    ]
+    pool.compute(tasks, root / "logs", lambda _: None)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
+    tmp_path: Path, other: Staged, tiny_models: Path
+) -> None:
+    engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
+    with workers_for(tiny_models, Devices.parse("cpu:1"), engine, keep=True) as pool:
+        first = go(tmp_path / "first", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool)
+        (pid,) = pids(first)
+        os.kill(pid, signal.SIGSTOP)
+        psutil.Process(pid).wait(60)
+        assert go(tmp_path / "next", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool).restarts == 0
+
+
+def test_a_pool_that_is_interrupted_or_closed_computes_nothing(tmp_path: Path, tiny_models: Path) -> None:
+    from virnuc_core.engine.devices import resolve
+    from virnuc_core.engine.shards import JobSpec, ShardTask
+
+    tasks = [ShardTask(job=JobSpec(run="run", store="", reads=""), shard=0, lo=0, hi=1)]
+    specs = worker_specs(tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(precision="fp32"))
+    with Pool(specs, LocalWorkers("virnuc_core.engine.worker"), keep=True) as pool:
+        end_all_children()
+        with pytest.raises(WorkerError, match="interrupted"):
+            pool.compute(tasks, tmp_path, lambda _: None)
+    with pytest.raises(Exception, match="interrupted"):
+        pool.compute(tasks, tmp_path, lambda _: None)
