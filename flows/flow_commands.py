@@ -33,6 +33,8 @@ class InboxSettings(VerdictSpec, FlowSettings):
 
     inbox: Path = Field(description="folder that is watched; files are told apart by their content")
     out: Path = Field(description="results: one run directory per content, and inbox.tsv with each file's fate")
+    interleaved: bool = Field(False, description="mates follow each other in every file")
+    pairs: bool = Field(True, description="mates that follow each other in a BAM file are pairs")
     settle_s: float = Field(60.0, ge=0, description="a file changed within this many seconds may still be arriving")
     max_files: int = Field(100, ge=1, description="files predicted by one run at most; the next run goes on")
     retry_failed: bool = Field(False, description="predict again what failed before")

@@ -24,16 +24,16 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
 from flows.ending import ended_in_time
-from flows.parameters import MOST_STAGING_PROCESSES, WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
+from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, beside, core_logs
-from virnuc_core.config import INPUTS, ReadsSpec
+from virnuc_core.config import INPUTS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
-from virnuc_core.pipeline import model_length
+from virnuc_core.pipeline import stage_spec
 from virnuc_core.reads.sources import hidden, is_address
-from virnuc_core.reads.stage import StageSpec, StageSummary
+from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry import live
 
@@ -142,14 +142,8 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
 
 def stage_input(settings: RunSettings, label: str) -> StageSummary:
     """The flow's reads in the store of its directory. Errors: those of the stage task."""
-    spec = StageSpec(
-        **{name: getattr(settings, name) for name in ReadsSpec.model_fields},
-        model_length=model_length(settings.models),
-        workers=settings.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0))),
-        on_error=settings.on_error,
-        strict=settings.strict,
-    )
-    return stage(spec, RunDir(settings.out).store, label=label, email=settings.email, force=settings.force).result()
+    spec, store = stage_spec(settings, settings.models), RunDir(settings.out).store
+    return stage(spec, store, label=label, email=settings.email, force=settings.force).result()
 
 
 def run_flow(

@@ -19,7 +19,17 @@ from cyclopts import Parameter
 from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadsSpec, Spec, VerdictSpec, explain, read_settings
+from virnuc_core.config import (
+    ClassifySpec,
+    Devices,
+    EngineSpec,
+    InputSpec,
+    ReadingSpec,
+    Spec,
+    VerdictSpec,
+    explain,
+    read_settings,
+)
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -31,7 +41,6 @@ Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
 PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
-MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 SHORT_OPTIONS = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 WITHOUT = "virnuc predict --no-prefect, which needs no server"
 ROOTS = "VIRNUC_ROOTS"  # folders, as PATH has them, in one of which every path of a flow must lie
@@ -185,18 +194,7 @@ class ComputeSettings(Spec):
         return build(EngineSpec, base.model_dump() | from_file | given, quoted=not from_file)
 
 
-class ReadingSettings(Spec):
-    """How input is read."""
-
-    stage_workers: int = Field(
-        0, ge=0, le=256, description=f"processes that stage reads; 0: one a core, up to {MOST_STAGING_PROCESSES}"
-    )
-    on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
-    strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
-    email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
-
-
-class FlowSettings(ComputeSettings, ReadingSettings):
+class FlowSettings(ComputeSettings, ReadingSpec):
     """What every flow takes."""
 
     out: Path = Field(description="run directory; a run that stopped goes on where it was")
@@ -228,7 +226,7 @@ class FlowSettings(ComputeSettings, ReadingSettings):
         yield
 
 
-class RunSettings(ReadsSpec, FlowSettings):
+class RunSettings(InputSpec, FlowSettings):
     """What every flow over one directory takes."""
 
     reads: tuple[str, ...] = Field(
@@ -238,10 +236,9 @@ class RunSettings(ReadsSpec, FlowSettings):
 
     def inputs(self) -> tuple[str, ...]:
         """The files of local reads. Errors: `InputError`."""
-        from virnuc_core.reads.sources import find_inputs, is_remote
+        from virnuc_core.reads.sources import local_files
 
-        local = tuple(name for name in self.named if not is_remote(name))
-        return find_inputs(local).files if local else ()
+        return local_files(self.named)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

@@ -9,11 +9,11 @@ from prefect.client.schemas.objects import State
 from flows import start
 from flows.flow_commands import InboxSettings
 from flows.flow_run import named, untold, with_parameters
-from flows.parameters import ComputeSettings, ReadingSettings
+from flows.parameters import ComputeSettings
 from flows.predict import predict
 from tasks.server import ServerLostError, announce
 from tasks.step import done, emit, key, publish_table
-from virnuc_core.config import EngineSpec, VerdictSpec
+from virnuc_core.config import EngineSpec, ReadingSpec, VerdictSpec
 from virnuc_core.measure.inbox import Ledger, Row, RowFate
 from virnuc_core.runfiles import RunSummary
 
@@ -24,8 +24,8 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
     start.check(settings, EngineSpec())
     announce("inbox", settings.inbox.name)
-    shared = {name for part in (ComputeSettings, ReadingSettings, VerdictSpec) for name in part.model_fields}
-    common = settings.model_dump(include={"models", *shared})
+    shared = {name for part in (ComputeSettings, ReadingSpec, VerdictSpec) for name in part.model_fields}
+    common = settings.model_dump(include={"models", "interleaved", "pairs", *shared})
 
     def predicted(row: Row, out: Path) -> RunSummary | Exception:
         given = {"reads": (str(settings.inbox / row.file),), "out": out, **common}

@@ -9,12 +9,11 @@ from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
 from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
-from virnuc_core.config import INPUTS, ClassifySpec
+from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import classify, read_summary, stage_reads
-from virnuc_core.reads.sources import is_remote
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import ModelFlops, RunSummary, write
@@ -27,15 +26,9 @@ REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 def stage(
     spec: StageSpec, store: Path, *, label: str, email: str | None = None, force: bool = False
 ) -> State[StageSummary]:
-    """The store at `store` holds the reads of `spec`; one that already does is used as it is. Remote reads are fetched
-    into `downloads` beside it; `email` is what NCBI is told."""
-    if any(map(is_remote, spec.named)):
-        from virnuc_core.reads.remote import fetch_all  # few runs need it
-
-        named = {name: getattr(spec, name) for name in INPUTS}
-        local = {name: fetch_all(some, store.parent / "downloads", email=email) for name, some in named.items()}
-        spec = spec.model_copy(update=local)
-    summary = stage_reads(spec, store, force=force)
+    """The store at `store` holds the reads of `spec`; one that already does is used as it is. Errors: those of
+    `stage_reads`."""
+    summary = stage_reads(spec, store, force=force, email=email)
     how = "reused, content unchanged" if summary.reused else "staged"
     counts = summary.counts
     odd = (

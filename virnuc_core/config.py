@@ -25,6 +25,7 @@ SWITCHES: tuple[Switch, ...] = get_args(Switch)
 DEFAULT_MODEL_LENGTH = 500
 SETTINGS_BYTES = 1 << 16  # a file of settings at most
 INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
+MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
 # settings once, with what they said of what is always done now; the first is what fingerprints hold
@@ -134,6 +135,21 @@ class ReadsSpec(Spec):
         return self
 
 
+class ReadingSpec(Spec):
+    """How input is read."""
+
+    stage_workers: int = Field(
+        0, ge=0, le=256, description=f"processes that stage reads; 0: one a core, up to {MOST_STAGING_PROCESSES}"
+    )
+    on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
+    strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
+    email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
+
+
+class InputSpec(ReadsSpec, ReadingSpec):
+    """Which reads come in, and how they are read."""
+
+
 class VerdictSpec(Spec):
     """What is called viral, and which reads are written out."""
 
@@ -159,9 +175,10 @@ class ClassifySpec(VerdictSpec):
     parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
 
 
-class RunSpec(ReadsSpec, ClassifySpec):
+class RunSpec(InputSpec, ClassifySpec):
     """One predict run: reads in, result files out."""
 
+    stage_workers: int = Field(1, ge=0, le=256, description="processes that stage reads; others import the main script")
     out: Path = Field(description="run directory")
 
 

@@ -17,7 +17,16 @@ from typing import Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, ReadsSpec, RunSpec
+from virnuc_core.config import (
+    INPUTS,
+    MOST_STAGING_PROCESSES,
+    ClassifySpec,
+    Devices,
+    EngineSpec,
+    InputSpec,
+    ReadsSpec,
+    RunSpec,
+)
 from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
@@ -27,7 +36,7 @@ from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import LocalWorkers, worker_specs
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.lease import still_held
-from virnuc_core.reads.sources import Inputs, find_inputs
+from virnuc_core.reads.sources import Inputs, hidden, is_remote, local_files
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
@@ -60,27 +69,39 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     hears of progress. Raises `InputError` for reads, `WeightsError`, `DeviceError`, `ConfigError` for settings and
     output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do.
     """
-    run, inputs = RunDir(spec.out), find_inputs(spec.named).files
-    check_output(spec.out, models=spec.models, reads=inputs, force=spec.force)
-    named = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
-    reads = StageSpec(model_length=model_length(spec.models), **named)
+    run, spec = RunDir(spec.out), spec.model_copy(update={n: tuple(map(hidden, getattr(spec, n))) for n in INPUTS})
+    check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
     with ExitStack() as held:
         held.enter_context(run_lock(run.root))
         pool = None
         if read_summary(run) is None:
             pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine))
             pool.warm()
-        staging = stage_reads(reads, run.store, force=spec.force)
+        staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force, email=spec.email)
         return classify(run, staging, spec, watch=watch, pool=pool)
 
 
-def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
+def stage_spec(spec: InputSpec, models: Path) -> StageSpec:
+    """What is staged of these inputs for the head of a models directory."""
+    named = {name: getattr(spec, name) for name in (*ReadsSpec.model_fields, "on_error", "strict")}
+    workers = spec.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
+    return StageSpec(model_length=model_length(models), workers=workers, **named)
+
+
+def stage_reads(spec: StageSpec, out: Path, *, force: bool = False, email: str | None = None) -> StageSummary:
     """Reads to the ORF store at `out`; reused, unless by `force`, when it already holds the same content, undamaged.
+    Remote reads are fetched into `downloads` beside it; `email` is what NCBI is told.
 
     Errors: those of `stage`; `ConfigError` when a run is at work beside the store, `RunMismatchError` when a run of
     other reads was recorded there: its shards refer to its store.
     """
     beside = RunDir(out.parent)
+    if any(map(is_remote, spec.named)):
+        from virnuc_core.reads.remote import fetch_all  # few runs need it
+
+        named = {name: getattr(spec, name) for name in INPUTS}
+        local = {name: fetch_all(some, beside.root / "downloads", email=email) for name, some in named.items()}
+        spec = spec.model_copy(update=local)
     with run_lock(beside.root):
         return stage(spec, out, anew=force, expected=None if force else _recorded(beside))
 

@@ -1,6 +1,7 @@
 """The Prefect UI in a real browser: a form started, a verdict read, a run approved, a run cancelled.
 
-Screenshots are kept in `screenshots/`; look at them when something about the UI was changed.
+Screenshots are kept in `screenshots/`; look at them when something about the UI was changed. With
+VIRNUC_PICTURES=docs/pictures those of the documentation are drawn anew.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from PIL import Image
 
 from tasks.step import on_host
 from virnuc_core.encoders.convert import init_random
@@ -30,6 +32,7 @@ playwright = pytest.importorskip("playwright.sync_api", reason="pip install -e '
 ROOT = Path(__file__).resolve().parents[2]
 PREFECT = (sys.executable, "-m", "prefect", "--no-prompt")
 SHOTS = ROOT / "screenshots"
+PICTURES = {"1-form-refused": "form", "3-approval-form": "approval", "4-completed": "run", "6-criteria": "criteria"}
 BLOCK = (
     "from prefect.blocks.notifications import CustomWebhookNotificationBlock as Block; "
     "Block(name='oncall', url='http://127.0.0.1:9/nobody').save('oncall')"
@@ -160,6 +163,10 @@ def fill(page: Any, name: str, text: str) -> None:
 def shot(page: Any, name: str) -> None:
     page.wait_for_timeout(1500)
     page.screenshot(path=SHOTS / f"{name}.png", full_page=True)
+    if name in PICTURES and (folder := os.environ.get("VIRNUC_PICTURES")):
+        page.screenshot(path=SHOTS / "whole.png")
+        small = Image.open(SHOTS / "whole.png").convert("RGB").quantize(64)
+        small.save(Path(folder) / f"ui-{PICTURES[name]}.png", optimize=True)
 
 
 def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, page: Any) -> None:

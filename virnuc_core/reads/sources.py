@@ -130,6 +130,12 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
     return Inputs(tuple(files), tuple(ignored))
 
 
+def local_files(reads: tuple[str, ...]) -> tuple[str, ...]:
+    """The files of those inputs that are not fetched. Errors: those of `find_inputs`."""
+    local = tuple(name for name in reads if not is_remote(name))
+    return find_inputs(local).files if local else ()
+
+
 def _holds_reads(path: Path) -> bool:
     """Whether the file begins like FASTA or FASTQ; one that cannot be unpacked counts, to be named later."""
     try:

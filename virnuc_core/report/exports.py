@@ -75,10 +75,11 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
             length, counts = (np.asarray(column[reads], np.int64) for column in (store.read_length, store.read_chunks))
             cut = chunk(length, store.model_length)
             ends = np.where(np.diff(cut.read, append=-1) == 0, np.roll(cut.start, -1), cut.end)
-            best["bases"] = (ends - cut.start)[(np.cumsum(counts) - counts)[best.read] + best.chunk]
+            best["scored"] = best.virus.notna().astype(np.int64)  # a chunk of which every row failed is not
+            best["bases"] = (ends - cut.start)[(np.cumsum(counts) - counts)[best.read] + best.chunk] * best.scored
             best["viral"] = (best.virus >= best.others).astype(np.int64)  # a tie is a virus
             best["viral_bases"], best["margin"] = best.bases * best.viral, best.bases * (best.virus - best.others)
-            sums = best.assign(scored=1).groupby("read").sum().reindex(range(len(length)), fill_value=0)[counts > 1]
+            sums = best.groupby("read").sum().reindex(range(len(length)), fill_value=0)[counts > 1]
             voted = (sums.scored > 0) & (sums.lost == 0)
             score = (0.5 + sums.margin / sums.bases / 2).astype(np.float32).where(voted)
             label = np.where(voted, np.where(score >= threshold, "virus", "others"), "")

@@ -4,6 +4,7 @@ Devices are read by NVML (nvitop), by UUID. Without it only the host is read, an
 """
 
 import functools
+import importlib
 import itertools
 import logging
 import threading
@@ -17,7 +18,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
-from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageTime
+from virnuc_core.telemetry.tables import OVERLAPPED, STAGES, DeviceSample, HostSample, ShardDone, StageTime
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ WIDE: Final = 100  # columns of a terminal that has room for the packing, too
 GPU_UUIDS: Final = ("GPU-", "MIG-")
 TITLE: Final = "Embedding"
 RULE: Final = "=" * 80
+LEAST_SHOWN_S: Final = 0.05  # of what is no stage
 
 Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped with a time; may raise
 
@@ -143,9 +145,9 @@ def shared_console() -> Console:
 class InferenceProgressReporter:
     """Shows the progress of a run while the `with` block lasts.
 
-    On a terminal: bars; elsewhere: a line in the log every `PLAIN_EVERY_S`. `on_progress` hears the share that is done
-    at most every `CALLBACK_EVERY_S` and once at the end. `already_done`: by an earlier run, so that it says nothing of
-    this one's speed.
+    On a terminal and in a notebook: bars; elsewhere: a line in the log every `PLAIN_EVERY_S`. `on_progress` hears the
+    share that is done at most every `CALLBACK_EVERY_S` and once at the end. `already_done`: by an earlier run, so that
+    it says nothing of this one's speed.
     """
 
     def __init__(
@@ -164,9 +166,10 @@ class InferenceProgressReporter:
         self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
         self._bars: Progress | None = None
         self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
+        self._cell: Any = None  # of a notebook, that shows the bars
 
     def __enter__(self) -> Self:
-        if self._console.is_interactive:
+        if self._console.is_interactive or self._console.is_jupyter:
             devices = self._monitor.devices
             on_gpu = any(device.startswith(GPU_UUIDS) for device in devices)
             words = ["count", "tokens", *["gpu"] * on_gpu, *["pack"] * (self._console.width >= WIDE), "eta"]
@@ -178,12 +181,15 @@ class InferenceProgressReporter:
             for device in devices if len(devices) > 1 else ():
                 self._tasks[self._bars.add_task(device[:12], total=None, **self.progress(device))] = (device,)
             self._tasks[self._bars.add_task(TITLE, total=self._total, **self.progress())] = ()
-            self._bars.start()
+            if self._console.is_jupyter:  # without widgets, which rich would ask for
+                self._cell = importlib.import_module("IPython.display").display(self._bars, display_id=True)
+            else:
+                self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._show()
-        if self._bars is not None:
+        if self._bars is not None and self._cell is None:
             self._bars.stop()
         self._on_progress(self.share)
 
@@ -233,6 +239,8 @@ class InferenceProgressReporter:
         if self._bars is not None:
             for task, devices in self._tasks.items():
                 self._bars.update(task, **self.progress(*devices))
+            if self._cell is not None:
+                self._cell.update(self._bars)
             return
         words = self.progress()
         log.info(
@@ -254,7 +262,7 @@ def clock_text(seconds: float) -> str:
 
 
 def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
-    """The block `PIPELINE SUMMARY` for the log."""
+    """The block `PIPELINE SUMMARY` for the log: the stages, and what else took time, which together is the whole."""
     texts = dict.fromkeys(STAGES, "not measured")
     for one in stages:
         if one.seconds is None:
@@ -264,4 +272,7 @@ def pipeline_summary(stages: Sequence[StageTime], total_s: float) -> str:
             texts[one.name] = f"{one.seconds:.1f} s{share}"
     told = (f"Stage {n}: {name} ".ljust(34, ".") + f"  {texts[name]}" for n, name in enumerate(STAGES, start=1))
     total = f"Total wall time: {clock_text(total_s)} ({total_s:.1f} s)"
-    return "\n".join([RULE, "PIPELINE SUMMARY", RULE, *told, total, RULE])
+    others = [one for one in stages if one.name not in STAGES and one.seconds and one.seconds >= LEAST_SHOWN_S]
+    shown = (f"{one.name} {'-' * (one.name == OVERLAPPED)}{one.seconds:.1f} s" for one in others)
+    rest = ["The rest: " + ", ".join(shown)] if others else []
+    return "\n".join([RULE, "PIPELINE SUMMARY", RULE, *told, total, *rest, RULE])

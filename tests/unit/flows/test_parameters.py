@@ -23,7 +23,7 @@ from flows.parameters import (
     fields_of,
     flow_parameters,
 )
-from virnuc_core.config import Attention, Devices, EngineSpec, Precision, Spec
+from virnuc_core.config import Attention, Devices, EngineSpec, Precision, RunSpec, Spec
 from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile
@@ -334,3 +334,7 @@ def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(tmp_path: Pa
     assert len(said) < 400
     assert "\n" not in said
     assert said.count("secret") < 20
+
+
+def test_a_script_can_say_all_that_the_command_takes() -> None:
+    assert {*PredictSettings.model_fields} - {"settings"} <= {*RunSpec.model_fields, *EngineSpec.model_fields}

@@ -108,11 +108,15 @@ def test_contigs_vote_as_a_plain_count_says(run: Path, tmp_path: Path, monkeypat
 
 def test_a_contig_with_a_failed_row_has_no_vote(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scores, failed = shards.read_scores(RunDir(run))
-    failed[:5], scores[:5] = True, np.nan
+    failed[::3], scores[::3] = True, np.nan
     monkeypatch.setattr("virnuc_core.report.exports.read_scores", lambda _: (scores, failed))
     before = {row["id"]: row for row in table(export(RunDir(run), tmp_path, "x")[0])}
     assert any(row["label"] == "" and row["scored_chunks"] != "0" for row in before.values())
     assert any(row["label"] for row in before.values())
+    failed[:], scores[:] = True, np.nan
+    counted = ("scored_chunks", "viral_chunks", "scored_bases", "viral_bases", "viral_score", "label")
+    told = {tuple(row[name] for name in counted) for row in table(export(RunDir(run), tmp_path, "x")[0])}
+    assert told == {("0", "0", "0", "0", "", "")}
 
 
 def test_kraken_and_multiqc_tell_what_reads_tsv_tells(run: Path, tmp_path: Path) -> None:

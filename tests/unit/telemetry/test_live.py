@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -127,6 +128,31 @@ def test_on_a_terminal_there_is_a_bar_for_each_device_and_one_for_all(
     assert ("90.0 % pack" in total) is pack
 
 
+def test_in_a_notebook_the_bars_stand_in_a_cell(
+    sampler: Sampler, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells: list[str] = []
+
+    class Notebook:
+        """What IPython shows in a cell, and brings up to date."""
+
+        def display(self, bars: Any, display_id: bool) -> Notebook:
+            assert display_id
+            self.update(bars)
+            return self
+
+        def update(self, bars: Any) -> None:
+            cells.append(bars._repr_mimebundle_((), ())["text/html"])
+
+    monkeypatch.setitem(sys.modules, "IPython.display", Notebook())  # type: ignore[arg-type]
+    console = Console(file=io.StringIO(), force_jupyter=True, width=120)
+    with reporter(100, sampler, clock, console=console) as progress:
+        progress.update(done(40))
+    assert "0/100" in cells[0]
+    assert "40/100" in cells[1]
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
+
+
 def test_cores_have_no_gpu_column(clock: Clock) -> None:
     text, cores = io.StringIO(), Sampler(("cpu-core-0", "cpu-core-1"))
     console = Console(file=text, force_terminal=True, width=80, legacy_windows=False)
@@ -207,6 +233,11 @@ def test_the_summary_block_is_found_by_the_usual_greps() -> None:
     assert any(re.fullmatch(r"Stage 6: ESM-2 \.+  1383\.2 s \(68\.3 %\)", line) for line in after)
     assert any("0.0 s (fused into ESM-2)" in line for line in after)
     assert sum("not measured" in line for line in after) == 6
+    assert not any(line.startswith("The rest") for line in after)
+    for name, seconds in (("Start-up: weights", 12.34), ("Result files", 0.01), ("Overlapped", 3.0)):
+        clock.add(name, seconds)
+    lines = pipeline_summary(clock.times(), 2025.0).splitlines()
+    assert lines[-2] == "The rest: Start-up: weights 12.3 s, Overlapped -3.0 s"
 
 
 def test_no_total_divides_by_nothing() -> None:
