@@ -20,12 +20,11 @@ from virnuc_core.errors import InputError
 Format = Literal["fasta", "fastq"]
 OnError = Literal["stop", "skip"]
 
-LETTERS: Final = "ACGTUNRYSWKMBDHVX-."  # nucleotides, IUPAC codes, X for masked bases, gaps
-_LEGAL: Final = f"{LETTERS}{LETTERS.lower()}".encode()
+LEGAL: Final = b"ACGTUNRYSWKMBDHVX-.acgtunryswkmbdhvx"  # nucleotides, IUPAC codes, X for masked bases, gaps
 LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
 _LONGEST_SHOWN: Final = 200
 NEWLINE, _RETURN = 10, 13
-_HEADER_FASTA, _COMMENT, _HEADER_FASTQ, _PLUS = b">;@+"
+_HEADER_FASTA, _HEADER_FASTQ, _PLUS = b">@+"
 BLANKS: Final = b"\t\n\v\f\r\x1c\x1d\x1e\x1f "  # what str.split() takes for such
 _SPLITS: Final = np.isin(np.arange(33), list(BLANKS))
 
@@ -63,6 +62,12 @@ class Strings:
             return self
         texts = (one.decode("utf-8", "backslashreplace") for one in self)
         return Strings.of([_printable("".join(text.split(None, 1)[:1])).encode() for text in texts])
+
+    def named(self, before: int) -> Strings:
+        """Ids with a name for each that is empty, by the number of reads `before`."""
+        if self.lengths.all():
+            return self
+        return Strings.of([name or f"unnamed_{before + i}".encode() for i, name in enumerate(self, 1)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +126,12 @@ class ReadBatch:
     def without_illegal(self, name: str) -> tuple[ReadBatch, list[InputError]]:
         """The batch without reads that hold other letters than nucleotides, and what is to be said of those."""
         bases = self.bases
-        if not bases.data.translate(None, _LEGAL):
+        if not bases.data.translate(None, LEGAL):
             return self, []
         hint = "expected A C G T U N, IUPAC codes or gaps; is this a protein file?"
         before, kept, errors = self.part.before + 1 if self.part else 1, list[int](), list[InputError]()
         for i, letters in enumerate(bases):
-            if odd := letters.translate(None, _LEGAL)[:1]:
+            if odd := letters.translate(None, LEGAL)[:1]:
                 what = f"{odd.decode('latin-1')!r} at base {letters.index(odd) + before} is no nucleotide letter"
                 read_id = shortened(self.id(i))
                 errors.append(InputError(what, file=name, line=int(self.lines[i]), read_id=read_id, hint=hint))
@@ -199,6 +204,11 @@ def shortened(text: str) -> str:
     return _printable(text[:_LONGEST_SHOWN]) + "…" * (len(text) > _LONGEST_SHOWN)
 
 
+def first_word(text: bytes) -> bytes:
+    """Of a header, the id; possibly empty."""
+    return b"".join(text.split(None, 1)[:1])
+
+
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
@@ -233,12 +243,14 @@ class _Lines:
             table = table[within(longest, ends - starts)]
         return Strings(table.tobytes(), offsets)
 
-    def id_ends(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where the first word after `starts` ends."""
+    def ids(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
+        """The first word of each of these stretches, possibly empty."""
         blanks = self.low[_SPLITS[self.letters[self.low]]]
         following = np.append(blanks, len(self.data))[np.searchsorted(blanks, starts)]
-        firsts: NDArray[np.int64] = np.minimum(following, ends)
-        return firsts
+        if (following > starts).all():
+            return self.pick(starts, np.minimum(following, ends))
+        spans = zip(starts.tolist(), ends.tolist(), strict=True)
+        return Strings.of([first_word(self.data[a:b]) for a, b in spans])
 
 
 def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
@@ -250,14 +262,12 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     if n == 0:
         return None, len(data) if data.strip() else 0
     starts, ends = lines.starts[: 4 * n].reshape(n, 4), lines.ends[: 4 * n].reshape(n, 4)
-    lengths, id_starts = ends - starts, starts[:, 0] + 1
-    id_ends = lines.id_ends(id_starts, ends[:, 0])
+    lengths = ends - starts
     fits: NDArray[np.bool_] = (  # plain records, by the rules of Biopython's parser
         (lines.letters[starts[:, 0]] == _HEADER_FASTQ)
         & (lines.letters[starts[:, 2]] == _PLUS)
         & (lengths[:, 1] == lengths[:, 3])
         & (lengths[:, 2] >= 1)
-        & (id_ends > id_starts)
     )
     for i in np.flatnonzero(fits & (lengths[:, 2] > 1)).tolist():  # "+" may repeat the header, and nothing else
         header = lines.data[starts[i, 0] + 1 : ends[i, 0]].rstrip()
@@ -272,7 +282,7 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     batch = ReadBatch(
         file=piece.file,
         form="fastq",
-        ids=lines.pick(id_starts[:whole], id_ends[:whole]),
+        ids=lines.ids(starts[:whole, 0] + 1, ends[:whole, 0]),
         bases=lines.pick(starts[:whole, 1], ends[:whole, 1]),
         lines=piece.line + 4 * np.arange(whole, dtype=np.int64),
         text=Strings(lines.data[: lines.nexts[4 * whole - 1]], np.append(0, lines.nexts[3 : 4 * whole : 4])),
@@ -280,31 +290,30 @@ def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:
     return batch, len(rest) if rest.strip() else 0
 
 
-def cut_fasta(piece: Piece) -> tuple[ReadBatch | None, int]:
-    """The same for FASTA: all records of a piece, or none. No comments."""
+def cut_fasta(piece: Piece) -> ReadBatch:
+    """All records of a piece of FASTA, in which blank lines stand for comments."""
     header = b">%b\n" % piece.part.id if piece.part and not piece.part.first else b""
     lines = _Lines(header + piece.data + b"\n" * (not piece.data.endswith(b"\n")))
-    first = lines.letters[lines.starts]
-    is_header = first == _HEADER_FASTA
+    is_header = lines.letters[lines.starts] == _HEADER_FASTA
+    if piece.part:
+        is_header[1:] = False  # it begins within a line, perhaps with a letter that is none
     is_sequence = ~is_header & (lines.ends > lines.starts)
     record_of = np.cumsum(is_header) - 1
-    line_of = np.searchsorted(lines.nexts, lines.low, side="right")
     id_starts = lines.starts[is_header] + 1
-    id_ends = lines.id_ends(id_starts, lines.ends[is_header])
-    within_line = piece.part is not None and len(id_starts) > 1  # such a part begins with a > that is no header's
-    if within_line or (first == _COMMENT).any() or is_sequence[line_of].any() or (id_ends <= id_starts).any():
-        return None, len(piece.data)
     starts, ends, owners = lines.starts[is_sequence], lines.ends[is_sequence], record_of[is_sequence]
     base_lengths = np.bincount(owners, weights=ends - starts, minlength=len(id_starts)).astype(np.int64)
+    bases = Strings(lines.pick(starts, ends).data, offsets_of(base_lengths))
+    if is_sequence[np.searchsorted(lines.nexts, lines.low, side="right")].any():
+        bases = Strings.of([one.translate(None, BLANKS) for one in bases])
     batch = ReadBatch(
         file=piece.file,
         form="fasta",
-        ids=lines.pick(id_starts, id_ends),
-        bases=Strings(lines.pick(starts, ends).data, offsets_of(base_lengths)),
+        ids=lines.ids(id_starts, lines.ends[is_header]),
+        bases=bases,
         lines=piece.line + np.flatnonzero(is_header),
         text=Strings(lines.data, np.append(id_starts - 1, len(lines.data))),
         part=piece.part,
     )
     if piece.part is not None:
         batch = replace(batch, lines=np.array([piece.part.line]), text=Strings.of([piece.data]))
-    return batch, 0
+    return batch

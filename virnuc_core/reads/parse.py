@@ -1,9 +1,9 @@
 """FASTA and FASTQ to columnar batches of reads; whatever is broken is named by file, line and read id.
 
 Files are cut into pieces where records end, as far as line ends tell: that costs a fraction of reading, and pieces can
-be read apart from each other. `fast_parser` reads what is regular (four-line FASTQ, FASTA of any wrapping). From the
-first thing that is not, the rest of that file goes through Biopython, which also reads wrapped FASTQ, here and one
-record after the other; both give the same reads. A FASTA record that is longer than a block comes in parts.
+be read apart from each other. `fast_parser` reads FASTA and four-line FASTQ. From the first record of FASTQ that is not
+of four lines, or broken, `slow_parser` reads the rest of that file, here and line after line; both give the same reads.
+A FASTA record that is longer than a block comes in parts.
 """
 
 import re
@@ -19,6 +19,7 @@ import numpy as np
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import (
+    BLANKS,
     LONGEST_LINE,
     NEWLINE,
     Format,
@@ -36,6 +37,7 @@ O = TypeVar("O")  # noqa: E741  # what comes of a batch
 
 _BLANK: Final = b" \t\r\n\v\f"
 _LONE_RETURN: Final = re.compile(rb"\r(?!\n|\Z)")  # a line's end on old Macs
+_COMMENT: Final = re.compile(rb"(?<![^\r\n]);[^\r\n]*")
 BLOCK_BYTES: Final = 4_000_000  # of one piece: a tenth less processor time than a million takes
 
 
@@ -46,7 +48,8 @@ class _Made(Generic[O]):
     value: O | None  # none where there are no reads
     reads: int = 0
     illegal: tuple[InputError, ...] = ()  # one for each read left out
-    irregular: int = 0  # bytes at the end of the piece that are left for Biopython
+    irregular: int = 0  # bytes at the end of the piece that are left for the slow parser
+    nameless: bool = False  # names of reads without an id need the number of reads before
     parse_s: float = 0.0
 
 
@@ -96,11 +99,13 @@ def parse_by(
         given = deque[Piece | ReadBatch]()
         items = noted(chain(irregular, pieces()), given)
         irregular = None
-        for made in workers.map(partial(_work_on, work), items, _nbytes):
-            item, value = given.popleft(), made.value
+        for done in workers.map(partial(_work_on, work), items, _nbytes):
+            item = given.popleft()
+            made = _work_on(work, item, log.reads + log.left_out) if done.nameless else done
+            value = made.value
             if isinstance(item, Piece):
                 log.parse_s += made.parse_s
-                part = None if made.irregular else item.part
+                part = item.part
                 if not log.take(item.name, part, made.reads, made.illegal) and part is not None:
                     value = work(item.dropped(part)) if part.last else None
             if value is not None:
@@ -111,7 +116,7 @@ def parse_by(
                 again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
                 read = item.data[: -made.irregular].count(b"\n")
                 rest = replace(item, data=item.data[-made.irregular :], line=item.line + read)
-                from virnuc_core.reads.biopython_parser import read_irregular  # few runs need it
+                from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
 
                 irregular = read_irregular(rest, pieces(), log, block_bytes)
                 break
@@ -125,22 +130,23 @@ def _nbytes(item: Piece | ReadBatch) -> int:
     return len(item.data if isinstance(item, Piece) else item.bases.data)
 
 
-def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch) -> _Made[O]:
-    """What a worker does with a piece: read it up to the first irregular record, without illegal letters."""
+def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: int | None = None) -> _Made[O]:
+    """What a worker does with a piece: read it up to the first irregular record, without illegal letters. The number of
+    reads `before` is needed where one has no id."""
     if isinstance(item, ReadBatch):
         return _Made(work(item))
     if item.damage is not None or not (item.data or item.part):
         return _Made(None)
     started = time.perf_counter()
-    read, irregular = (cut_fastq if item.form == "fastq" else cut_fasta)(item)
+    read, irregular = cut_fastq(item) if item.form == "fastq" else (cut_fasta(item), 0)
     if read is None:
         return _Made(None, irregular=irregular)
     ids = read.ids.printable()
-    if not ids.lengths.all():  # their names need the number of reads before, which is not known here
-        return _Made(None, irregular=len(item.data))
-    batch, illegal = replace(read, ids=ids).without_illegal(item.name)
+    if before is None and not ids.lengths.all():
+        return _Made(None, nameless=True)
+    batch, illegal = replace(read, ids=ids.named(before or 0)).without_illegal(item.name)
     parse_s = time.perf_counter() - started
-    return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s)
+    return _Made(work(batch) if len(batch) else None, len(batch), tuple(illegal), irregular, parse_s=parse_s)
 
 
 def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Iterator[Piece]:
@@ -155,19 +161,12 @@ def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Itera
 
 
 def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Piece]:
-    text = source.read(block_bytes).removeprefix(b"\xef\xbb\xbf")
-    line, ended = 1, False
-    while not (kept := text.lstrip(_BLANK)) and not ended:
-        line += text.count(b"\n")
-        text = source.read(block_bytes)
-        ended = not text
-    line += text[: len(text) - len(kept)].count(b"\n")
-    text, wanted = kept, block_bytes
-    form = _format(text, source.name) if text else "fasta"
+    opened = _Text(source, block_bytes)
+    text, line, form, ended, wanted = opened.begin, opened.line, opened.form, False, block_bytes
     part: Part | None = None
     while text or not ended:
         while len(text) < wanted and not ended:
-            more = source.read(wanted - len(text))
+            more = opened.read(wanted - len(text))
             text, ended = text + more, not more
         if b"\r" in text:
             text = _LONE_RETURN.sub(b"\n", text + b"\n" * (ended and text.endswith(b"\r")))
@@ -186,7 +185,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
         if end:
             yield Piece(number, source.name, form, text[:end], line, part=part)
             if after is not None:
-                bases = text[text.index(b"\n") if after.first else 0 : end].translate(None, b"\r\n")
+                bases = text[text.index(b"\n") if after.first else 0 : end].translate(None, BLANKS)
                 after = replace(after, first=False, before=after.before + len(bases))
             part, text, line, wanted = after, text[end:], line + _newlines(text[:end]), block_bytes
         elif ended:
@@ -201,6 +200,39 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             wanted = min(2 * len(text), last_line + LONGEST_LINE + 1)
     part = replace(part, last=True, dropped=source.damage is not None) if part else None
     yield Piece(number, source.name, form, text, line, True, source.damage, part=part)
+
+
+class _Text:
+    """A file's text from its first record on; in FASTA blanks stand for comments. Errors: `InputError` for another."""
+
+    def __init__(self, source: Source, block_bytes: int) -> None:
+        self._source, self._begun = source, b""  # the first letter of the line that the next text goes on with
+        self.form: Format = "fastq"  # until it is known nothing is a comment
+        self.line = 1
+        self.begin = self._from_first_letter(self.read(block_bytes).removeprefix(b"\xef\xbb\xbf"), block_bytes)
+        if self.begin and (form := _format(self.begin, source.name)) == "fasta":
+            self.form = form
+            self.begin = self._from_first_letter(self._without_comments(self.begin), block_bytes)
+            if self.begin and not self.begin.startswith(b">"):
+                problem, hint = "text stands before the first header", "expected a line that starts with '>'"
+                raise InputError(problem, file=source.name, line=self.line, hint=hint)
+
+    def _from_first_letter(self, text: bytes, block_bytes: int) -> bytes:
+        while True:
+            kept = text.lstrip(_BLANK)
+            self.line += text[: len(text) - len(kept)].count(b"\n")
+            if kept or not (text := self.read(block_bytes)):
+                return kept
+
+    def read(self, size: int) -> bytes:
+        """At least `size` bytes, fewer only before the end; `b""` at the end."""
+        text = self._source.read(size)
+        return self._without_comments(text) if self.form == "fasta" else text
+
+    def _without_comments(self, text: bytes) -> bytes:
+        begun, text = self._begun, self._begun + text
+        self._begun = text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :][:1]
+        return _COMMENT.sub(b" ", text).removeprefix(begun)
 
 
 def _whole_records(text: bytes, form: Format) -> int:
