@@ -1,14 +1,15 @@
 """Whether a models directory is what it should be: complete, finite, and with the public weights equal to VirNucPro."""
 
+import tomllib
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
-from Bio.Seq import Seq
 from torch import Tensor
 
-from virnuc_core.config import EngineSpec
+from virnuc_core.config import EngineSpec, Spec
 from virnuc_core.encoders import model_config
 from virnuc_core.encoders.checkpoint import check_finite, fingerprint, load_all, open_part
 from virnuc_core.encoders.layers import Encoder
@@ -32,38 +33,23 @@ class Check:
     detail: str
 
 
-class Anchor(NamedTuple):
+class Anchor(Spec):
     """One row of VirNucPro's public test reads, and what it gives for it in float32 with its 500 head."""
 
     name: str
-    dna: bytes
+    dna: str
+    protein: str
     virus: float  # score
     dna_norm: float
-    dna_first: float
+    dna_first: float  # entry
     protein_norm: float
     protein_first: float
 
-    @property
-    def protein(self) -> bytes:
-        """The row's translation, by another translator than the reads'."""
-        return bytes(Seq(self.dna[: len(self.dna) // 3 * 3]).translate())  # type: ignore[no-untyped-call]
 
-
-# two made-up reads' reverse strands: virnucpro-broad, tests/data/test_with_orfs.fa (MIT)
-_SEQ1: Final = (
-    b"TTATTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATCGCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATC"
-    b"GCTTCTGCCAGTTCTGCACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTGCTAGCCAT"
-)
-_SEQ2: Final = (
-    b"TCAACGTTTTTCAATCGCTTCTTTCAGTTCTGCAATACGTTTACCTTTCGCCGCTTCTTTCGCCGCTTTCAGTTCCGCAATCGCTTCTTTCGCCGCTTCAATC"
-    b"GCTTTACCTTTCGCCGCCATCGCTTCCGCCGCTTTTTTAATCGCTTCTGCCAGTTCTGCACGTTTCAT"
-)
-ANCHORS: Final = (  # their open frames
-    Anchor("seq1 R1", _SEQ1, 0.8789939, 3.660475, -0.070582, 14.341653, 0.069515),
-    Anchor("seq1 R2", _SEQ1[1:-1], 0.9988405, 3.740260, -0.006739, 13.663273, 0.011022),
-    Anchor("seq2 R1", _SEQ2, 0.4498659, 3.904326, 0.071082, 14.291137, 0.084354),
-    Anchor("seq2 R2", _SEQ2[1:-1], 0.93954605, 4.107737, 0.062328, 13.813206, 0.008760),
-)
+def anchors() -> tuple[Anchor, ...]:
+    """The published rows."""
+    body = tomllib.loads((resources.files(__package__) / "anchors.toml").read_text(encoding="utf-8"))
+    return tuple(map(Anchor.model_validate, body["anchors"]))
 
 
 def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
@@ -102,10 +88,11 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     if reason is not None:
         return [Check("anchors", "not run", reason)]
     esm2, dnabert_s, head = load_all(models, device, EngineSpec(precision="fp32"))
-    protein = embed(esm2, Esm2Tokenizer(), [anchor.protein for anchor in ANCHORS], device)
-    dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna for anchor in ANCHORS], device)
+    known = anchors()
+    protein = embed(esm2, Esm2Tokenizer(), [anchor.protein.encode() for anchor in known], device)
+    dna = embed(dnabert_s, DnabertTokenizer(models), [anchor.dna.encode() for anchor in known], device)
     scores = head.scores(torch.cat((dna, protein), dim=1))
-    return [judge(anchor, *row) for anchor, row in zip(ANCHORS, zip(dna, protein, scores, strict=True), strict=True)]
+    return [*map(judge, known, dna, protein, scores)]
 
 
 def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
@@ -117,10 +104,11 @@ def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: tor
 
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
-    here = list(map(float, (scores[1], dna.norm(), dna[0], protein.norm(), protein[0])))
-    virus, dna_norm, _, protein_norm, _ = here
-    allowed = (TOLERANCE, anchor.dna_norm * NORM_TOLERANCE, TOLERANCE, anchor.protein_norm * NORM_TOLERANCE, TOLERANCE)
-    fine = all(abs(a - b) <= most for a, b, most in zip(here, anchor[2:], allowed, strict=True))
+    virus, dna_norm, protein_norm = float(scores[1]), float(dna.norm()), float(protein.norm())
+    close = (virus, anchor.virus), (float(dna[0]), anchor.dna_first), (float(protein[0]), anchor.protein_first)
+    norms = (dna_norm, anchor.dna_norm), (protein_norm, anchor.protein_norm)
+    fine = all(abs(here - there) <= TOLERANCE for here, there in close)
+    fine &= all(abs(here - there) <= there * NORM_TOLERANCE for here, there in norms)
     detail = f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm})"
     detail += f", ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
     return Check(f"anchor {anchor.name}", "ok" if fine else "fail", detail)

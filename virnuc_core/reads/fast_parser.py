@@ -1,6 +1,6 @@
 """Regular FASTQ and FASTA cut into columnar batches of reads on whole blocks of bytes, without a step per line.
 
-A cutter takes what it is sure of from the front of a block; from anything unusual on the text is left to Biopython.
+A cutter takes what it is sure of from the front of a block; FASTQ from anything unusual on is left to `slow_parser`.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class ParseLog:
     first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
     contents: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and SHA-256 of what was read to its end
     not_primary: Counter[str] = field(default_factory=Counter)  # alignments left out, for their reads are there
-    cut_s: float = 0.0  # unpacking, cutting, and reading through Biopython
+    cut_s: float = 0.0  # unpacking, cutting, and reading line by line
     parse_s: float = 0.0  # reading pieces, of all workers
     _good: bool = True  # the long record that is being read
 

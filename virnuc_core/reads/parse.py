@@ -227,7 +227,7 @@ class _Text:
     def read(self, size: int) -> bytes:
         """At least `size` bytes, fewer only before the end; `b""` at the end."""
         text = self._source.read(size)
-        return self._without_comments(text) if self.form == "fasta" else text
+        return self._without_comments(text) if text and self.form == "fasta" else text
 
     def _without_comments(self, text: bytes) -> bytes:
         begun, text = self._begun, self._begun + text

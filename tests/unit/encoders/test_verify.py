@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from Bio.Seq import Seq
 from safetensors.torch import load_file, save_file
 
 from virnuc_core.encoders import convert as converting
@@ -16,7 +17,7 @@ from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
-from virnuc_core.encoders.verify import ANCHORS, judge, verify
+from virnuc_core.encoders.verify import anchors, judge, verify
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -71,13 +72,13 @@ def test_anchors_run_where_the_sizes_fit_and_fail_for_other_numbers(
         path.write_text(json.dumps(json.loads(path.read_text()) | {"origin": "elsewhere"}))
     monkeypatch.setattr(model_config, "ESM2_SIZES", {"t36_3B": ESM2_SIZES["tiny"]})
     monkeypatch.setattr(model_config, "DNABERT_SIZES", {"base": DNABERT_SIZES["tiny"]})
-    anchors = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
-    assert [check.name for check in anchors] == [f"anchor {anchor.name}" for anchor in ANCHORS]
-    assert {check.verdict for check in anchors} == {"fail"}
+    found = [check for check in verify(copied, CPU) if check.name.startswith("anchor")]
+    assert [check.name for check in found] == [f"anchor {anchor.name}" for anchor in anchors()]
+    assert {check.verdict for check in found} == {"fail"}
 
 
 def test_an_anchor_passes_for_its_own_numbers_only() -> None:
-    anchor = ANCHORS[0]
+    anchor = anchors()[0]
 
     def embedding(norm: float, first: float) -> torch.Tensor:
         return torch.tensor([first, (norm**2 - first**2) ** 0.5])
@@ -94,9 +95,10 @@ def test_an_anchor_passes_for_its_own_numbers_only() -> None:
 
 
 def test_anchors_are_frames_without_a_stop() -> None:
-    assert ANCHORS[0].protein == b"LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH"
-    for anchor in ANCHORS:
-        tokens, _ = Esm2Tokenizer().encode([anchor.protein])
+    assert anchors()[0].protein == "LFRRFFRRFQFRNRFFRRFNRFTFRRHRFRRFFNRFCQFCTFFNRFFQFCNTFTFASH"
+    for anchor in anchors():
+        assert anchor.protein == str(Seq(anchor.dna[: len(anchor.dna) // 3 * 3]).translate())  # type: ignore[no-untyped-call]
+        tokens, _ = Esm2Tokenizer().encode([anchor.protein.encode()])
         assert (tokens[1:-1] >= 4).all()
 
 
