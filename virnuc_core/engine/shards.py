@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from virnuc_core.config import FORMER, RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
-from virnuc_core.reads.seals import SEAL_BYTES, sealed
-from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
 from virnuc_core.rundir import RunDir, whole_hdf5, write_text_whole
 from virnuc_core.runfiles import RunRecord
 from virnuc_core.telemetry.tables import ShardDone

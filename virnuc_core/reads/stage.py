@@ -22,9 +22,8 @@ from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentI
 from virnuc_core.reads.fast_parser import OnError, ParseLog, ReadBatch
 from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
 from virnuc_core.reads.parse import parse_by
-from virnuc_core.reads.seals import is_intact
 from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, find_inputs
-from virnuc_core.reads.store import SEALED_AS, STORES, OrfStore, StoreCounts, StoreWriter
+from virnuc_core.reads.store import STORES, OrfStore, StoreCounts, StoreWriter, is_intact
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
@@ -236,7 +235,7 @@ def _is_current(
     """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
         return False
-    if not (intact := is_intact(out, SEALED_AS)):
+    if not (intact := is_intact(out)):
         why = "not what was staged (checksum)" if intact is False else "of an earlier version, without a checksum"
         _log.warning("%s: %s; the reads are staged again", out, why)
         return False

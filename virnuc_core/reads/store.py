@@ -1,7 +1,10 @@
 """The ORF store: one HDF5 file of plain columns, written once, then mapped into memory.
 
 Every dataset is contiguous and uncompressed, so that a process reads only the stretches it needs. The same reads and
-settings give the same bytes, under a seal. `StoreWriter` makes one of segments, `OrfStore` is one.
+settings give the same bytes. `StoreWriter` makes one of segments, `OrfStore` is one.
+
+HDF5 looks at a fraction of a file, and may crash on a changed bit of that. A seal is therefore checked before: a digest
+of all bytes of the file, in HDF5's user block in front of them; here it is the digest of its blocks' digests.
 """
 
 from __future__ import annotations
@@ -10,8 +13,10 @@ import itertools
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +28,6 @@ from numpy.typing import NDArray
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_of
 from virnuc_core.reads.fingerprint import Bucket, Column, Repeated, Repeats, digests, repeats_in, share_a_digest
-from virnuc_core.reads.seals import SEAL_BYTES, is_intact, seal
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import check_room, whole_file
@@ -32,10 +36,44 @@ FORMAT: Final = "virnuc-orfs"
 SCHEMA_VERSION: Final = 2
 STORES: Final = f"{FORMAT} {SCHEMA_VERSION}"  # every fingerprint begins with it, and with the model's length
 SEALED_AS: Final = f"ORF store {SCHEMA_VERSION}"
+SEAL_BYTES: Final = 512  # HDF5's smallest user block
+_BLOCK_BYTES: Final = 1 << 20
 HEADERS_BYTES: Final = 1 << 14  # of the store's file, and what aligning takes
 _ALIGNMENT: Final = 64  # bytes; mapped columns start where any processor can read them
 
 _Place = tuple[int, np.dtype[Any]]  # byte at which a column begins, and what it is of
+
+
+def sealed(what: str, body: Iterable[bytes | memoryview]) -> bytes:
+    """What stands before the bytes of a file: what they are, and a digest of them, so that any changed bit is seen."""
+    digest = blake2b(digest_size=32)
+    for piece in body:
+        digest.update(piece)
+    return f"virnuc {what}\n{digest.hexdigest()}\n".encode().ljust(SEAL_BYTES, b"\0")
+
+
+def _seal_of(path: Path) -> bytes:
+    """The seal of a file: over the digests of its blocks, which several threads make."""
+    with ThreadPoolExecutor() as threads, path.open("rb") as file:
+
+        def digest(at: int) -> bytes:
+            return blake2b(os.pread(file.fileno(), _BLOCK_BYTES, at), digest_size=32).digest()
+
+        return sealed(SEALED_AS, threads.map(digest, range(SEAL_BYTES, path.stat().st_size, _BLOCK_BYTES)))
+
+
+def seal(path: Path) -> None:
+    """Write the seal of a file that has room for one before its bytes."""
+    made = _seal_of(path)
+    with path.open("rb+") as file:
+        file.write(made)
+
+
+def is_intact(path: Path) -> bool | None:
+    """Whether all bytes of a file are those that were sealed; None for an HDF5 file without a seal."""
+    with path.open("rb") as file:
+        kept = file.read(SEAL_BYTES)
+    return None if kept.startswith(b"\x89HDF") else kept == _seal_of(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +130,7 @@ class OrfStore:
         store = cls()
         store.path = path
         try:
-            if check and is_intact(path, SEALED_AS) is False:
+            if check and is_intact(path) is False:
                 raise InputError("not what was staged (checksum)", file=path, hint="stage the reads again")
             with h5py.File(path, "r", locking=False) as file:
                 if file.attrs.get("format") != FORMAT or file.attrs.get("schema_version") != SCHEMA_VERSION:
@@ -224,7 +262,7 @@ class StoreWriter:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
             for _ in workers.map(_write_part, self._parts(aside, starts, repeated, uniques), may_start=False):
                 pass
-            seal(aside, SEALED_AS)
+            seal(aside)
 
     def _free_mark(self, workers: Workers) -> str:
         """What stands between an id and its number: a dot, or as many as it takes that no such name is an id yet."""

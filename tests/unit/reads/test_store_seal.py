@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.errors import InputError, RunMismatchError
-from virnuc_core.reads.seals import SEAL_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
-from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.store import SEAL_BYTES, OrfStore
 from virnuc_core.runfiles import RunRecord
 
 from .conftest import WriteReads

@@ -9,10 +9,9 @@ import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
-from virnuc_core.reads.seals import seal
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
-from virnuc_core.reads.store import SEALED_AS, OrfStore
+from virnuc_core.reads.store import OrfStore, seal
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_runs import Verification, baseline_tokens, count_store, verify_store
@@ -127,7 +126,7 @@ def test_the_store_is_made_again_from_the_reads(copied: tuple[Path, Profile], st
         file.seek(place)
         file.write(b"T" if mapped.dna_bytes[0] != ord("T") else b"A")
     assert said_of_the_store(copied[0])[0] == [f"{store}: not what was staged (checksum); stage the reads again"]
-    seal(store, SEALED_AS)  # by somebody who knows how
+    seal(store)  # by somebody who knows how
     (said,), remarks = said_of_the_store(copied[0])
     assert said.startswith("orfs.h5: columns that its reads do not give: says")
     assert "dna_bytes" in said
