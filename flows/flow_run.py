@@ -143,7 +143,7 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
 def stage_input(settings: RunSettings, label: str) -> StageSummary:
     """The flow's reads in the store of its directory. Errors: those of the stage task."""
     spec, store = stage_spec(settings, settings.models), RunDir(settings.out).store
-    return stage(spec, store, label=label, email=settings.email, force=settings.force).result()
+    return stage(spec, store, label=label, force=settings.force).result()
 
 
 def run_flow(

@@ -23,12 +23,10 @@ REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
 
 
 @step("stage", "stage {label}")
-def stage(
-    spec: StageSpec, store: Path, *, label: str, email: str | None = None, force: bool = False
-) -> State[StageSummary]:
+def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> State[StageSummary]:
     """The store at `store` holds the reads of `spec`; one that already does is used as it is. Errors: those of
     `stage_reads`."""
-    summary = stage_reads(spec, store, force=force, email=email)
+    summary = stage_reads(spec, store, force=force)
     how = "reused, content unchanged" if summary.reused else "staged"
     counts = summary.counts
     odd = (

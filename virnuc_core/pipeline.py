@@ -17,16 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import (
-    INPUTS,
-    MOST_STAGING_PROCESSES,
-    ClassifySpec,
-    Devices,
-    EngineSpec,
-    InputSpec,
-    ReadsSpec,
-    RunSpec,
-)
+from virnuc_core.config import INPUTS, ClassifySpec, Devices, EngineSpec, InputSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
@@ -77,20 +68,20 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         if read_summary(run) is None:
             pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine))
             pool.warm()
-        staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force, email=spec.email)
+        staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force)
         return classify(run, staging, spec, watch=watch, pool=pool)
 
 
 def stage_spec(spec: InputSpec, models: Path) -> StageSpec:
     """What is staged of these inputs for the head of a models directory."""
-    named = {name: getattr(spec, name) for name in (*ReadsSpec.model_fields, "on_error", "strict")}
-    workers = spec.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
-    return StageSpec(model_length=model_length(models), workers=workers, **named)
+    return StageSpec(
+        model_length=model_length(models), **{name: getattr(spec, name) for name in InputSpec.model_fields}
+    )
 
 
-def stage_reads(spec: StageSpec, out: Path, *, force: bool = False, email: str | None = None) -> StageSummary:
+def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
     """Reads to the ORF store at `out`; reused, unless by `force`, when it already holds the same content, undamaged.
-    Remote reads are fetched into `downloads` beside it; `email` is what NCBI is told.
+    Remote reads are fetched into `downloads` beside it.
 
     Errors: those of `stage`; `ConfigError` when a run is at work beside the store, `RunMismatchError` when a run of
     other reads was recorded there: its shards refer to its store.
@@ -100,7 +91,7 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False, email: str |
         from virnuc_core.reads.remote import fetch_all  # few runs need it
 
         named = {name: getattr(spec, name) for name in INPUTS}
-        local = {name: fetch_all(some, beside.root / "downloads", email=email) for name, some in named.items()}
+        local = {name: fetch_all(some, beside.root / "downloads", email=spec.email) for name, some in named.items()}
         spec = spec.model_copy(update=local)
     with run_lock(beside.root):
         return stage(spec, out, anew=force, expected=None if force else _recorded(beside))

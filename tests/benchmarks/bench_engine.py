@@ -246,7 +246,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> tuple[list[Row], Bare
     if not reads.exists():
         simulate(SimulateSpec(reads=options.reads, read_length=options.read_length, duplicate_share=0.0), reads)
     staging = stage(
-        StageSpec(reads=(str(reads),), model_length=options.read_length, workers=options.stage_workers), store
+        StageSpec(reads=(str(reads),), model_length=options.read_length, stage_workers=options.stage_workers), store
     )
     print(f"models {made_s:.1f} s, staging {staging.total_s:.1f} s, {staging.counts.n_reads} reads", flush=True)
     spec = EngineSpec.model_validate_json(options.engine)

@@ -83,7 +83,7 @@ def one(reads: Path, workers: int, cores: list[int]) -> Numbers:
     os.sched_setaffinity(0, cores)
     with tempfile.TemporaryDirectory(dir=reads.parent) as folder, peak_of_all() as peak:
         before = cpu_s()
-        summary = stage(StageSpec(reads=(str(reads),), workers=workers), Path(folder) / "orfs.h5")
+        summary = stage(StageSpec(reads=(str(reads),), stage_workers=workers), Path(folder) / "orfs.h5")
         used = cpu_s() - before
     return {
         "reads": summary.counts.n_reads,

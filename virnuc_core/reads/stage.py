@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from pydantic import Field
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, ReadsSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, MOST_STAGING_PROCESSES, InputSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
 from virnuc_core.reads.fast_parser import OnError, ParseLog, ReadBatch
 from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
@@ -34,13 +34,16 @@ SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
 
 
-class StageSpec(ReadsSpec):
-    """What is staged, and how strictly."""
+class StageSpec(InputSpec):
+    """What is staged, and how."""
 
     model_length: int = Field(DEFAULT_MODEL_LENGTH, ge=1, description="the head's model length: chunk size in bases")
-    workers: int = Field(1, ge=1, le=256, description="processes that stage; results do not depend on it")
-    on_error: OnError = Field("stop", description="skip: leave broken records out, count and list them")
-    strict: bool = Field(False, description="refuse reads that share an id")
+    stage_workers: int = Field(1, ge=0, le=256, description="processes; results do not depend on it; 0: one a core")
+
+    @property
+    def workers(self) -> int:
+        """How many processes stage."""
+        return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
 class Timings(RunFile):

@@ -262,14 +262,16 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
         found.remarks.append(f"orfs.h5 was not made again from its reads: {gone[0]} is not there")
         return
     two = [pair for pair in record.pairs or () if pair[0] != pair[1]]
+    reads = tuple(name for name in files if not any(name in pair for pair in two))
     spec = StageSpec(
-        reads=tuple(name for name in files if not any(name in pair for pair in two)),
+        reads=reads,
         mates_1=tuple(first for first, _ in two),
         mates_2=tuple(second for _, second in two),
-        interleaved=len(two) < len(record.pairs or ()),
+        interleaved=len(two) + len(reads) == len(record.pairs or ()),  # else flags tell it again
+        pairs=bool(record.pairs),
         model_length=store.model_length,
         on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
-        workers=len(os.sched_getaffinity(0)),
+        stage_workers=len(os.sched_getaffinity(0)),
     )
     with found.scratch("orfs.h5 was not made again from its reads") as folder:
         again = OrfStore.open(stage(spec, folder / "orfs.h5").store, check=False)

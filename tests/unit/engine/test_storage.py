@@ -94,7 +94,7 @@ def test_a_run_the_disk_cannot_hold_is_refused_before_it_computes(
 @pytest.mark.parametrize("limit", [3_000, 60_000])
 def test_staging_the_disk_refuses_says_so(tmp_path: Path, reads_file: Path, workers: int, limit: int) -> None:
     (tmp_path / "again.fasta").write_bytes(reads_file.read_bytes())
-    spec = StageSpec(reads=(str(reads_file), str(tmp_path / "again.fasta")), model_length=300, workers=workers)
+    spec = StageSpec(reads=(str(reads_file), str(tmp_path / "again.fasta")), model_length=300, stage_workers=workers)
     with largest_file(limit), pytest.raises(StorageError, match="File too large"):
         stage(spec, tmp_path / "run" / "orfs.h5")
     assert list((tmp_path / "run").iterdir()) == []

@@ -82,7 +82,7 @@ def test_mates_follow_each_other_whatever_their_names(
     assert (summary.n_pairs, summary.tally["duplicate_ids"], summary.warnings()) == (5, 0, [])
     assert [(one.reads, one.orphans) for one in summary.by_file] == [(5, 0), (5, 0)]
     mixed = write(form([h for both in zip(*headers, strict=True) for h in both]), "mixed.fq")  # type: ignore[operator]
-    staged(tmp_path / "again.h5", reads=(mixed,), interleaved=True, workers=2)
+    staged(tmp_path / "again.h5", reads=(mixed,), interleaved=True, stage_workers=2)
     assert digest(tmp_path / "again.h5") == digest(tmp_path / "orfs.h5"), "one file or two are the same pairs"
 
 
@@ -382,7 +382,7 @@ def mates(folder: Path, name: str) -> tuple[Path, Path]:
 )
 def test_real_pairs_are_pairs(tmp_path: Path, real_data: Path, name: str, count: int) -> None:
     first, second = map(str, mates(real_data, name))
-    summary, store = staged(tmp_path / "orfs.h5", mates_1=(first,), mates_2=(second,), workers=2)
+    summary, store = staged(tmp_path / "orfs.h5", mates_1=(first,), mates_2=(second,), stage_workers=2)
     assert (summary.n_pairs, store.n_reads, store.counts.n_duplicate_ids) == (count, 2 * count, 0)
     other = str(mates(real_data, "illumina_hiv1_SRR9588828")[0])
     with pytest.raises(InputError, match=r"(is mate 2, mate 1|has no mate|do not follow)"):

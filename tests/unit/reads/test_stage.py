@@ -188,7 +188,7 @@ def test_reused_when_reads_and_settings_are_the_same(write: WriteReads, tmp_path
     out = tmp_path / "orfs.h5"
     first = stage(StageSpec(reads=(write(fasta(made_up_reads(50))),), model_length=100), out)
     before = out.stat()
-    again = stage(StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100, workers=2), out)
+    again = stage(StageSpec(reads=(write(fastq(made_up_reads(50)), "b.fq"),), model_length=100, stage_workers=2), out)
     assert (first.reused, again.reused) == (False, True)
     assert (out.stat().st_ino, out.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     assert (again.counts, again.fingerprint) == (first.counts, first.fingerprint)
@@ -409,7 +409,7 @@ def test_stretches_of_the_store_agree_with_the_whole(write: WriteReads, tmp_path
 
 def test_settings_are_checked() -> None:
     assert issubclass(StageSpec, Spec)
-    for bad in ({"reads": ("a",), "model_length": 0}, {"reads": ("a",), "workers": 0}):
+    for bad in ({"reads": ("a",), "model_length": 0}, {"reads": ("a",), "stage_workers": -1}):
         with pytest.raises(ValueError, match="greater"):
             StageSpec.model_validate(bad)
     with pytest.raises(ConfigError, match="none are named"):

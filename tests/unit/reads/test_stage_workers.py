@@ -56,7 +56,7 @@ def test_workers_give_the_same_bytes_and_leave_nobody_behind(
     made = set()
     for workers in (1, 2, 3):
         out = tmp_path / str(workers) / "orfs.h5"
-        spec = StageSpec(reads=files, model_length=100, workers=workers, on_error="skip")
+        spec = StageSpec(reads=files, model_length=100, stage_workers=workers, on_error="skip")
         summary = stage(spec, out)
         assert min(summary.parse_s, summary.chunk_s, summary.translate_s, summary.store_s) > 0
         assert workers_of(os.getpid()) == []
@@ -75,7 +75,7 @@ def test_workers_stop_at_the_same_record(write: WriteReads, tmp_path: Path, at: 
     said = set()
     for workers in (1, 3):
         with pytest.raises(InputError) as caught:
-            stage(StageSpec(reads=files[at:], workers=workers), tmp_path / "orfs.h5")
+            stage(StageSpec(reads=files[at:], stage_workers=workers), tmp_path / "orfs.h5")
         said.add(str(caught.value))
     assert len(said) == 1
     assert ("broken.fq:401: read 'b'" if at < 5 else "cut_off.fq.gz: the gzip data ends early") in said.pop()
@@ -95,7 +95,7 @@ def stop(*_, **__):
 if sys.argv[3] != "none":
     setattr(store.StoreWriter, sys.argv[3], stop)
 try:
-    stage(StageSpec(reads=(sys.argv[1],), workers=3), Path(sys.argv[2]))
+    stage(StageSpec(reads=(sys.argv[1],), stage_workers=3), Path(sys.argv[2]))
 except KeyboardInterrupt:
     sys.exit(130)
 """
@@ -171,7 +171,7 @@ def test_a_worker_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monke
 
     monkeypatch.setattr(Workers, "_submit", submit_and_kill)
     with pytest.raises(WorkerError, match=r"worker process ended \(exit code -9\)"):
-        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), workers=2), tmp_path / "orfs.h5")
+        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=2), tmp_path / "orfs.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]
     assert workers_of(os.getpid()) == []
 
@@ -195,7 +195,7 @@ def test_a_worker_that_is_stopped_is_an_error(
     monkeypatch.setattr(Workers, "_submit", submit_and_stop)
     monkeypatch.setattr("virnuc_core.reads.workers.SILENCE_S", 0.5)
     with pytest.raises(WorkerError, match=r"staging worker process has not moved for 0\.5 s"):
-        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), workers=3), tmp_path / "orfs.h5")
+        stage(StageSpec(reads=(two_files(write, ">a\nACGT\n"),), stage_workers=3), tmp_path / "orfs.h5")
     assert [path.name for path in tmp_path.iterdir()] == ["reads"]
     assert workers_of(os.getpid()) == []
 
@@ -219,7 +219,7 @@ def test_a_worker_that_dies_spends_what_came_through_a_pipe(tmp_path: Path) -> N
     try:
         said = r"worker process (ended|could not be started).* what came from .*reads.fq is gone"
         with pytest.raises(SpentInputError, match=said):
-            stage(StageSpec(reads=(str(fifo),), workers=2), tmp_path / "orfs.h5")
+            stage(StageSpec(reads=(str(fifo),), stage_workers=2), tmp_path / "orfs.h5")
     finally:
         killer.join()
         feeder.kill()
@@ -252,7 +252,7 @@ def test_workers_import_nothing_from_the_folder_people_stand_in(write: WriteRead
     script = write(
         "import sys, pathlib\n"
         "from virnuc_core.reads.stage import StageSpec, stage\n"
-        "made = stage(StageSpec(reads=(sys.argv[1],), workers=2), pathlib.Path(sys.argv[2]))\n"
+        "made = stage(StageSpec(reads=(sys.argv[1],), stage_workers=2), pathlib.Path(sys.argv[2]))\n"
         "print(made.counts.n_reads)\n",
         "script/mine.py",
     )
@@ -325,7 +325,7 @@ def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path,
     text = f"@first\n{'ACGT' * 30}\n+\n{'I' * 120}\n@bad\n{'ACGT' * 1_000_000}\n+\n{'I' * 10}\n{whole}@cut\nACGT"
     cut = gzip.compress(text.encode(), 1)[:-8]  # without its checksum and length
     (tmp_path / "cut.fq.gz").write_bytes(cut)
-    spec = StageSpec(reads=(str(tmp_path / "cut.fq.gz"),), model_length=300, workers=workers, on_error="skip")
+    spec = StageSpec(reads=(str(tmp_path / "cut.fq.gz"),), model_length=300, stage_workers=workers, on_error="skip")
     made = stage(spec, tmp_path / "orfs.h5")
     assert made.counts.n_reads == 5001
     listed = (tmp_path / "skipped.tsv").read_text()

@@ -93,7 +93,7 @@ def test_leaving_out_broken_records_never_leaves_out_a_whole_file(
 ) -> None:
     good, empty = write(">a\nACGT\n", "a.fa"), write("", "b.fa")
     lost = write(">p\nMKVLEEE\n>q\nEEFPQ\n", "c.fa")
-    spec = StageSpec(reads=(good, empty, lost), on_error="skip", workers=workers)
+    spec = StageSpec(reads=(good, empty, lost), on_error="skip", stage_workers=workers)
     with pytest.raises(
         InputError, match=r"c\.fa: none of its records can be read.*2 broken, the first is .*c\.fa:1:"
     ) as caught:
