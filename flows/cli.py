@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib.metadata import version
 from typing import Any, Final
 
-from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError, ValidationError
 
 from flows.ending import ended_in_time
 from virnuc_core.errors import ConfigError, VirnucError, printable
@@ -110,7 +110,7 @@ def _run(words: list[str], debug: bool) -> int:
         close = "".join(f", did you mean {name!r}?" for name in get_close_matches(words[0], COMMANDS, n=1))
         raise ConfigError(f"{words[0]!r} is not a command{close}; see virnuc --help")
     try:
-        given = [NUMBERS.get(word, word) for word in words]
+        given = [NUMBERS.get(word, word) if words[0] != "models" else word for word in words]
         called, bound, not_parsed = app.parse_args(given, exit_on_error=False, print_error=False)
     except CycloptsError as error:
         asked = " ".join(["virnuc", *(word for word in words[:1] if word in COMMANDS)])
@@ -129,6 +129,8 @@ def _misuse(error: CycloptsError) -> str:
             return f"{'/'.join(missing.names)} is required"
         case UnusedCliTokensError(unused_tokens=[*words]):
             return f"unexpected arguments: {' '.join(words).replace(STDIN, '-')}"
+        case ValidationError(argument=Argument(names=[name, *_])) if " [type=" in (said := str(error.__cause__)):
+            return f"{name}: {said.partition(' [type=')[0].splitlines()[-1].strip()}"
     return str(error).replace(STDIN, "-").removesuffix(".")
 
 

@@ -4,17 +4,21 @@ No head is lost: what stands in `head/` is kept before another takes its place. 
 `config.json` last: a folder without one is half a copy, which the next call completes.
 """
 
+import ctypes
+import logging
+import os
 import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from virnuc_core.encoders.checkpoint import check_widths, open_folder, part_digest
+from virnuc_core.encoders.checkpoint import check_widths, open_folder, part_digest, tensor_files
 from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import run_lock, whole_file
 
 CHANCE: Final = 0.5  # the AUROC of guessing
 CONFIG: Final = "config.json"
+log = logging.getLogger(__name__)
 
 
 class KeptHead(NamedTuple):
@@ -28,12 +32,18 @@ class KeptHead(NamedTuple):
 
 
 def kept_heads(models: Path) -> list[KeptHead]:
-    """The heads of a models directory by number. Errors: `WeightsError` for one that cannot be read."""
-    folders = [(number, path) for number, path in [(0, models / "head"), *_kept(models)] if (path / CONFIG).is_file()]
-    found = {part_digest(path): (number, path) for number, path in folders}  # of equal ones, the kept one
-    now = part_digest(models / "head") if folders and not folders[0][0] else ""
-    opened = (KeptHead(*one, key, key == now, read_shape(one[1] / CONFIG, HeadShape)) for key, one in found.items())
-    return sorted(opened)
+    """The heads of a models directory by number; one that cannot be read is left out with a warning."""
+    found, now = dict[str, KeptHead](), ""
+    for number, path in [(0, models / "head"), *_kept(models)]:
+        if (path / CONFIG).is_file():
+            try:
+                digest, shape = part_digest(path), read_shape(path / CONFIG, HeadShape)
+            except WeightsError as error:
+                log.warning("%s", error)
+                continue
+            now = now if number else digest
+            found[digest] = KeptHead(number, path, digest, digest == now, shape)  # of equal ones, the kept one
+    return sorted(found.values())
 
 
 def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
@@ -42,7 +52,7 @@ def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
     Errors: those of `_put`; `WeightsError` unless `anyway` when it may be chance, or is worse on the same test.
     """
     card, current = read_shape(new / CONFIG, HeadShape).card, models / "head" / CONFIG
-    before = read_shape(current, HeadShape).card if current.is_file() else None
+    before = next((head.shape.card for head in kept_heads(models) if head.installed), None)
     problem, both = "", ""
     if card is None:
         problem = "it has no card that tells how well it does"
@@ -82,7 +92,7 @@ def _put(head: Path, models: Path) -> Path:
     current, aside, former = models / "head", models / ".head.new", models / ".head.old"
     with run_lock(models / "heads"):
         for one in (models / "head.before", current, head):  # the first is of an older version
-            if (one / CONFIG).is_file():
+            if (one / CONFIG).is_file() and tensor_files(one):
                 digest, others = part_digest(one), _kept(models)
                 new = models / "heads" / f"{others[-1][0] + 1 if others else 1:03d}-{digest[:8]}"
                 kept = next((path for _, path in others if path.name.endswith(f"-{digest[:8]}")), new)
@@ -91,10 +101,13 @@ def _put(head: Path, models: Path) -> Path:
         for left in (aside, former):  # by a killed process
             shutil.rmtree(left, ignore_errors=True)
         _copy(kept, aside)
-        if current.exists():
-            current.rename(former)
-        aside.rename(current)
-        shutil.rmtree(former, ignore_errors=True)
+        there, here = map(os.fsencode, (aside, current))  # exchanged (flag 2): there is no moment without a head
+        if not current.exists() or ctypes.CDLL(None).renameat2(-100, there, -100, here, 2):
+            if current.exists():  # a network file system cannot; after a kill use-head puts one back
+                current.rename(former)
+            aside.rename(current)
+        for left in (aside, former):
+            shutil.rmtree(left, ignore_errors=True)
     return kept
 
 

@@ -169,7 +169,8 @@ def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, fl
         threshold = card.thresholds[asked.fdr]
     if asked.abstain and card.uncertain is None:
         raise ConfigError("abstain: the head's card names no uncertain scores")
-    return threshold, card.uncertain if asked.abstain else None
+    band = card.uncertain if asked.abstain else None  # where fewer viral reads are awaited, it reaches to the threshold
+    return threshold, band if band is None or asked.fdr is None else (band[0], max(band[1], threshold))
 
 
 def remarks(head: HeadShape, lengths: NDArray[np.integer]) -> tuple[str, ...]:
@@ -180,8 +181,9 @@ def remarks(head: HeadShape, lengths: NDArray[np.integer]) -> tuple[str, ...]:
     outside = float(np.mean((lengths < shortest) | (lengths > longest)))
     if outside <= MOST_OUTSIDE and usual / FAR <= median <= usual * FAR:
         return ()
-    trained = f"the head was trained on reads of {shortest} to {longest} bases, half of them below {usual}"
-    here = f"here half are below {median:.0f}, and {100 * outside:.0f} % outside that range"
+    alike = f"{usual} bases" if shortest == longest else f"{shortest} to {longest} bases, half of them up to {usual}"
+    trained = f"the head was trained on reads of {alike}"
+    here = f"here half are up to {median:.0f}, and {100 * outside:.0f} % outside that range"
     return (f"{trained}; {here}: do not rely on their scores",)
 
 

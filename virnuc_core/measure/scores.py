@@ -89,18 +89,26 @@ def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, 
         for value in of.unique():
             members = of.index[of == value]
             times[1:, members] = rng.multinomial(len(members), [1 / len(members)] * len(members), SAMPLES)
-        for share in (own, prevalence):
+        for share in (None, prevalence):
             found: dict[str, list[Floats]] = {name: [] for name in METRICS}
             for table in tables:
-                factor = np.where(table["label"] == 1, share / own, (1 - share) / (1 - own))
                 parts = np.array_split(times, 1 + len(times) * len(table) // AT_ONCE)
-                pieces = [measure(table, part[:, table["cluster"]] * factor) for part in parts]
+                pieces = [measure(table, _weights(table, part, share)) for part in parts]
                 for name, of_tables in found.items():
                     of_tables.append(np.concatenate([one[name] for one in pieces]))
             metrics = {name: _interval(np.mean(of_tables, axis=0), of) for name, of_tables in found.items()}
-            told = {"rows": len(tables[0]), "clusters": len(of), "natural": share == own, "metrics": metrics}
-            lines.append(Figures(method=method, asked=asked, level=level, prevalence=share, **told))
+            told = {"rows": len(tables[0]), "clusters": len(of), "natural": share is None, "metrics": metrics}
+            lines.append(Figures(method=method, asked=asked, level=level, prevalence=share or own, **told))
     return lines
+
+
+def _weights(table: pd.DataFrame, times: Floats, share: float | None) -> Floats:
+    """Of each row, as often as its cluster was drawn; with a share of viral rows that each sample is brought to."""
+    weights, virus = times[:, table["cluster"]], table["label"].to_numpy() == 1
+    if share is not None:
+        own = (weights @ virus / weights.sum(axis=1))[:, None]
+        weights *= np.where(virus, share / own, (1 - share) / (1 - own))
+    return weights
 
 
 def _interval(found: Floats, of: "pd.Series[float]") -> Estimate | None:
@@ -121,6 +129,13 @@ def thresholds(table: pd.DataFrame, shares: Sequence[float], prevalence: float) 
     precision, _, at = precision_recall_curve(label, score, sample_weight=weights)
     held = {share: at[precision[:-1] >= 1 - share] for share in shares}
     return {share: float(scores[0]) for share, scores in held.items() if len(scores)}
+
+
+def false_share(table: pd.DataFrame, threshold: float, prevalence: float) -> float | None:
+    """The share that is not viral of what a threshold calls viral; None where it calls nothing so."""
+    weights = _weights(table, np.ones((1, int(table["cluster"].max()) + 1)), prevalence)[0]
+    called, virus = table["score"] >= threshold, table["label"] == 1
+    return float(weights[called & ~virus].sum() / weights[called].sum()) if called.any() else None
 
 
 def curves(table: pd.DataFrame) -> dict[str, Points]:

@@ -51,6 +51,8 @@ def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> 
     """
     with reading(path, "table with columns between TABs", InputError):
         table = pd.read_csv(path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False)
+    if not isinstance(table.index, pd.RangeIndex):  # pandas takes what stands before the first column for names of rows
+        raise InputError("more fields than the header names", file=path, line=2, hint=f"wanted {', '.join(wanted)}")
     if missing := [name for name in wanted if name not in table]:
         raise InputError(f"no column {', '.join(missing)}", file=path, line=1)
     if unknown := [name for name in table if name not in (*wanted, *known)]:

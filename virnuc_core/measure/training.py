@@ -33,7 +33,8 @@ from virnuc_core.encoders.convert import random_tensor, write_part, write_tensor
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, Esm2Shape, HeadCard, HeadShape, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure.scores import Figures, Floats, Points, Scored, by_level, curves, histogram, judge, thresholds
+from virnuc_core.measure import scores as scoring
+from virnuc_core.measure.scores import Figures, Floats, Points, Scored, by_level, judge, thresholds
 from virnuc_core.measure.splits import SIDES, Examples, deal, draw, read_genomes
 from virnuc_core.reads.simulate import LABELS as CLASSES
 from virnuc_core.reads.store import OrfStore
@@ -66,6 +67,7 @@ class TrainFile(RunFile):
     model_length: int
     encoders: str  # where they come from; of random ones no figure means anything
     digests: dict[str, str]  # of the encoders and of the head
+    realised: dict[float, float | None]  # by rate of the card's thresholds: that of the final head's test reads
     card: HeadCard  # as the head has it; from the cross-validation, or from the test where there was none
     clusters: dict[str, dict[str, int]]  # of genomes, by side and class
     shared_sequences: int  # between sides, on either strand
@@ -188,13 +190,14 @@ def train_head(
         model_length=store.model_length,
         encoders=read_shape(encoders / "esm2" / "config.json", Esm2Shape).origin,
         digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
+        realised={rate: scoring.false_share(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,
         **_dealt(examples),
         left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
         **told,
         figures=tuple(figures),
-        curves=curves(reads[best]),
-        histograms={name: histogram(table) for name, table in reads.items()},
+        curves=scoring.curves(reads[best]),
+        histograms={name: scoring.histogram(table) for name, table in reads.items()},
         not_run={f"{length} bases": why for length in LENGTHS if f"{length} bases" not in reads}
         | ({} if spec.repeats else {CROSS: "no repeats were asked for"}),
     )

@@ -31,6 +31,7 @@ HEAD = BARE.model_copy(update={"card": CARD})
         ({"fdr": 0.01}, (0.93, None)),
         ({"abstain": True}, (0.5, (0.4, 0.6))),
         ({"fdr": 0.1, "abstain": True}, (0.6, (0.4, 0.6))),
+        ({"fdr": 0.01, "abstain": True}, (0.93, (0.4, 0.93))),
     ],
 )
 def test_the_card_gives_what_is_asked_and_nothing_else(asked: dict[str, float], expected: tuple[object, ...]) -> None:

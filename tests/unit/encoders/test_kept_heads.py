@@ -93,6 +93,23 @@ def test_a_kept_copy_that_was_damaged_since_is_made_again(models: Path, trained:
     assert part_digest(models / "head") == part_digest(kept) == part_digest(new)
 
 
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_broken_head_stops_neither_the_list_nor_going_back(
+    models: Path, trained: Make, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    install_head(trained(0.9), models)
+    broken = models / "head" / name
+    broken.unlink() if name != "config.json" else broken.write_text("{")
+    assert [head.number for head in kept_heads(models)] == [1, 2]
+    assert "head/" in caplog.text
+    use_head(models, 2)
+    check_models(models)
+    (models / "heads").joinpath(kept_heads(models)[0].folder.name, name).unlink()
+    assert [head.number for head in kept_heads(models)] == [2]
+    (models / "head" / "config.json").write_text("{")
+    assert "not tested on these reads" in install_head(trained(0.8, seed=2), models)
+
+
 def test_a_head_that_was_put_there_by_hand_is_kept_too(models: Path, trained: Make, drawn: list[Path]) -> None:
     install_head(trained(0.9), models)
     shutil.rmtree(models / "head")
@@ -194,6 +211,7 @@ def test_killed_at_any_step_no_head_is_lost_and_the_next_call_mends_it(
             install_head(new, models)
         except KeyboardInterrupt:
             assert left == 0
+    check_models(models)  # there is one at every moment
     lying = {part_digest(p.parent) for p in models.rglob("config.json") if p.parent.name not in ("esm2", "dnabert_s")}
     assert lying | {part_digest(new)} == heads, "the one before is whole somewhere, at least"
     install_head(new, models)

@@ -16,7 +16,17 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from virnuc_core.measure.scores import METRICS, by_level, curves, histogram, judge, measure, thresholds
+from virnuc_core.measure.scores import (
+    METRICS,
+    _weights,
+    by_level,
+    curves,
+    false_share,
+    histogram,
+    judge,
+    measure,
+    thresholds,
+)
 
 
 @given(
@@ -76,6 +86,15 @@ def test_another_prevalence_is_what_another_mixture_would_give() -> None:
         assert one.low <= one.value <= one.high
 
 
+def test_an_interval_at_a_stated_prevalence_is_of_samples_that_have_it() -> None:
+    """Clusters of a class differ in size, so that a sample of them has another share of viral reads of its own."""
+    table, times = sample(1_000), np.ones((5, 20))
+    times[1:] = np.random.default_rng(0).multinomial(20, [1 / 20] * 20, 4)
+    table = table[(table["cluster"] > 2) | (np.arange(1_000) < 100)]
+    weights = _weights(table, times, 0.01)
+    assert (weights @ (table["label"] == 1) / weights.sum(axis=1)) == pytest.approx([0.01] * 5)
+
+
 def test_an_interval_is_wider_over_genomes_than_over_reads() -> None:
     """Reads of one genome fall together: what counts is how many genomes there are."""
     table = sample(2_000)
@@ -106,7 +125,9 @@ def test_a_threshold_holds_the_share_of_false_ones_at_the_stated_prevalence() ->
         true = 0.1 * (called["label"] == 1).sum() / 2_000
         false = 0.9 * (called["label"] == 0).sum() / 2_000
         assert false / (true + false) <= share + 1e-9
+        assert false_share(table, found[share], 0.1) == pytest.approx(false / (true + false))
     assert found[0.05] > found[0.5]
+    assert false_share(table, 1.1, 0.1) is None
     assert thresholds(table.assign(score=0.5), (0.01,), 0.1) == {}, "no threshold holds it"
     perfect = pd.DataFrame({"label": [0, 1] * 50, "score": [0.1, 0.9] * 50})
     assert set(thresholds(perfect, (0.001, 0.05), 0.5)) == {0.05}, "fifty reads cannot tell of one in a thousand"

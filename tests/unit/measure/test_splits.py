@@ -204,6 +204,8 @@ def test_only_frames_in_coding_regions_are_kept_on_request(world: World, tmp_pat
     [
         ("read\tlabel\n", ":1: no column genome"),
         (HEADER + "r1\tvirus\n", ":2: wanted read"),
+        (HEADER + "1\tr1\tvirus\tg\n2\tr2\tothers\th\n", ":2: more fields than the header names"),
+        (HEADER + "1\tr1\tvirus\tg\nr2\tothers\th\n", ":2: more fields than the header names"),
         (HEADER + "r1\tViral\tg\n", ":2: wanted a label"),
         ("", "not valid table"),
         ("read\tlabel\tgenome\tspecies\nr1\tvirus\tg\tx\n", ":1: unknown column species"),
