@@ -6,22 +6,20 @@ an address may be a signature that opens the file to whoever reads it: it stays 
 """
 
 import hashlib
-import http.client
 import ipaddress
 import logging
 import os
 import re
 import socket
-import string
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
+import httpcore
+import httpx
 from pydantic import ValidationError
 
 from virnuc_core.config import Spec
@@ -87,50 +85,38 @@ def _patiently(name: str, work: Callable[[], None]) -> None:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
             work()
-        except (OSError, http.client.HTTPException) as error:  # URLError, time-outs, connections that break off
-            if isinstance(error, urllib.error.HTTPError):
-                error.close()
-                if error.code < 500 and error.code not in (408, 416, 425, 429):
-                    problem = f"the server says {error.code} {error.reason}"
-                    raise InputError(problem, file=name, hint="check it") from error
+            break
+        except (OSError, httpx.HTTPError) as error:  # time-outs, connections that break off
             _log.warning("%s: attempt %d of %d: %s", name, attempt, _ATTEMPTS, printable(str(error)))
             if attempt == _ATTEMPTS:
                 hint = "is this machine offline? try again (what came so far is kept), or name a file fetched elsewhere"
-                problem = f"cannot be fetched: {getattr(error, 'reason', None) or error}"
-                raise InputError(problem, file=name, hint=hint) from error
-        else:
-            return
+                raise InputError(f"cannot be fetched: {error}", file=name, hint=hint) from error
         time.sleep(_PAUSE_S * 2 ** (attempt - 1))
 
 
 def _download(url: str, target: Path) -> None:
     """One attempt. Whatever arrives is kept in `target`.part, and renamed once it is whole."""
     part, notes = target.with_name(f"{target.name}.part"), target.with_name(f".{target.name}.json")
-    shown = hidden(url)
-    headers = {"User-Agent": "virnuc", "Accept-Encoding": "identity"}
-    have = 0
+    shown, headers, have = hidden(url), {}, 0
     with suppress(OSError, ValidationError):  # else all of it is asked for
         known = _Remembered.model_validate_json(notes.read_bytes())
         if known.url == shown and known.validator and known.sha256 is None:
             have = part.stat().st_size
-            headers |= {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
+            headers = {"Range": f"bytes={have}-", "If-Range": known.validator} if have else {}
         elif known.url == shown and known.validator and known.sha256 == sha256_of(target):
             headers["If-None-Match" if '"' in known.validator else "If-Modified-Since"] = known.validator
-    try:
-        answer = _open(url, headers)
-    except urllib.error.HTTPError as error:
-        if error.code == 304:
-            error.close()
+    with _open(url, headers) as answer:
+        if answer.status_code == httpx.codes.NOT_MODIFIED:
             return
-        if error.code == 416:  # what we have is not the beginning of what is there now
+        if answer.status_code == httpx.codes.REQUESTED_RANGE_NOT_SATISFIABLE:
             part.unlink(missing_ok=True)
-        raise
-    with answer:
-        told = answer.headers
-        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", told.get("Content-Range", ""))
-        goes_on = answer.status == 206 and span is not None and span[1] == str(have)
-        tag = told.get("ETag", "")  # a weak one (W/"…") does not stand for the very bytes: no part can go on by it
-        validator = tag if tag.startswith('"') else told.get("Last-Modified", "")
+            raise ConnectionError("what came before is not the beginning of what is there now")
+        span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
+        goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT and span is not None and span[1] == str(have)
+        tag = answer.headers.get(
+            "ETag", ""
+        )  # a weak one (W/"…") does not stand for the very bytes: no part goes on by it
+        validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
         write_text_whole(notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json())
         with storing(part), part.open("ab" if goes_on else "wb") as out:
             _copy(answer, out, shown)
@@ -139,80 +125,76 @@ def _download(url: str, target: Path) -> None:
     write_text_whole(notes, whole.model_dump_json())
 
 
-def _copy(answer: Any, out: BinaryIO, name: str) -> None:
-    """All of an answer, to the disk; `InputError` beyond the limits, `OSError` where it breaks off or is too slow."""
-    room, told = MAX_BYTES - out.tell(), answer.length or 0
-    if told <= room:
-        check_room(Path(out.name).parent, told, "the reads to fetch")
-    began, came = time.monotonic(), 0
-    while (answer.length or 0) <= room and (piece := answer.read1(1 << 18)):
+def _copy(answer: httpx.Response, out: BinaryIO, name: str) -> None:
+    """All of an answer, to the disk; `InputError` beyond the limits, an error of httpx where it breaks off, `OSError`
+    where it is too slow."""
+    room, told = MAX_BYTES - out.tell(), int(answer.headers.get("Content-Length", 0))
+    began, came, problem = time.monotonic(), 0, f"at most {MAX_BYTES:,} are taken"
+    if told > room:
+        raise InputError(f"{told:,} bytes to come, {problem}", file=name, hint="fetch the file yourself")
+    check_room(Path(out.name).parent, told, "the reads to fetch")
+    for piece in answer.iter_raw():
         room -= out.write(piece)
         came += len(piece)
+        if room < 0:
+            raise InputError(f"more bytes to come, {problem}", file=name, hint="fetch the file yourself")
         if (spent := time.monotonic() - began) > SLOW_S:
             if came < spent * MIN_BYTES_PER_S:
                 raise TimeoutError(f"too slow: {came:,} bytes in {spent:.0f} s")
             began, came = time.monotonic(), 0
-    if (answer.length or 0) > room:
-        problem = f"{f'{told:,}' if told else 'more'} bytes to come, at most {MAX_BYTES:,} are taken"
-        raise InputError(problem, file=name, hint="fetch the file yourself")
     out.flush()
     os.fsync(out.fileno())
-    if answer.length:
-        raise http.client.IncompleteRead(b"", answer.length)
 
 
-def _open(url: str, headers: Mapping[str, str], sent: bytes | None = None) -> Any:
-    """The answer to a request, redirects followed. Errors: `OSError`; `InputError` for where nobody should be sent."""
-    shown, opener = hidden(url), urllib.request.OpenerDirector()
-    errors = urllib.request.HTTPErrorProcessor(), urllib.request.HTTPDefaultErrorHandler()
-    for handler in (urllib.request.ProxyHandler(), _Handler(), *errors):
-        opener.add_handler(handler)
-    for _ in range(_MAX_REDIRECTS + 1):
+@contextmanager
+def _open(url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None = None) -> Iterator[httpx.Response]:
+    """The answer to a request, redirects followed. Errors: `OSError` and those of httpx, where another try may help;
+    `InputError` for a refusal, and for where nobody should be sent."""
+    shown, asked = hidden(url), {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
+    logging.getLogger("httpx").addFilter(_is_warning)  # it tells whole addresses to whoever asks for its log
+    with httpx.Client(timeout=_TIMEOUT_S) as client:
+        # httpx has no way to name it; a proxy that the environment names may stand at a private address
+        vars(vars(client._transport)["_pool"])["_network_backend"] = _Public()
         try:
-            to = urllib.parse.urlsplit(url)
-            _refuse_private(to.hostname or "", to.port)
-            return opener.open(urllib.request.Request(url, sent, dict(headers)), timeout=_TIMEOUT_S)
-        except ValueError as error:  # a port that is no number, a host name with an empty part
+            request = client.build_request("POST" if sent else "GET", url, headers=asked, data=sent)
+            for _ in range(_MAX_REDIRECTS + 1):
+                _refuse_private(request.url.host, request.url.port)
+                answer, before = client.send(request, stream=True), request.url.scheme
+                if sent or answer.next_request is None:
+                    break
+                answer.close()
+                request = answer.next_request
+                if request.url.scheme not in ("http", "https") or (before, request.url.scheme) == ("https", "http"):
+                    problem = f"redirects to {request.url.scheme}: from {before}:"
+                    raise InputError(problem, file=shown, hint="fetch the file yourself")
+            else:
+                raise InputError("redirects too often", file=shown, hint="check the address")
+        except (httpx.InvalidURL, ValueError) as error:  # a port that is no number, a host name with an empty part
             raise InputError("is not, or redirects to, an address that can be read", file=shown) from error
-        except urllib.error.HTTPError as error:
-            place = error.headers.get("Location")
-            if error.code not in (301, 302, 303, 307, 308) or not place or sent:
-                raise
-            error.close()
-            url = urllib.parse.urljoin(url, urllib.parse.quote(place, encoding="latin-1", safe=string.punctuation))
-            scheme = url.partition(":")[0].lower()
-            if scheme not in ("http", to.scheme, "https") or (to.scheme, scheme) == ("https", "http"):
-                problem = f"redirects to {scheme}: from {to.scheme}:"
-                raise InputError(problem, file=shown, hint="fetch the file yourself") from None
-    raise InputError("redirects too often", file=shown, hint="check the address")
+        with closing(answer):
+            code, problem = answer.status_code, f"the server says {answer.status_code} {answer.reason_phrase}"
+            if not answer.is_success and code not in (304, 416):
+                if code >= 500 or code in (408, 425, 429):
+                    raise ConnectionError(problem)
+                raise InputError(problem, file=shown, hint="check it")
+            yield answer
 
 
-class _Handler(urllib.request.AbstractHTTPHandler):
-    """Opens http and https, the hosts checked; a proxy that the environment names may stand at a private address."""
-
-    def http_open(self, request: urllib.request.Request) -> http.client.HTTPResponse:
-        direct = request.host == urllib.parse.urlsplit(request.full_url).netloc
-
-        def connection(*place: Any, **options: Any) -> http.client.HTTPConnection:
-            kind = http.client.HTTPSConnection if request.type == "https" else http.client.HTTPConnection
-            made = kind(*place, **options)
-            vars(made).update({"_create_connection": _connect} if direct else {})
-            return made
-
-        return self.do_open(connection, request)
-
-    https_open = http_open
-    http_request = https_request = urllib.request.AbstractHTTPHandler.do_request_
+def _is_warning(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.WARNING
 
 
-def _connect(address: tuple[str, int], *options: Any) -> socket.socket:
-    opened = socket.create_connection(address, *options)
-    try:
-        _refuse_private(opened.getpeername()[0], address[1])
-    except InputError:
-        opened.close()
-        raise
-    return opened
+class _Public(httpcore.SyncBackend):
+    """Connects to public addresses only, whatever a name meant when it was looked up before."""
+
+    def connect_tcp(self, host: str, port: int, *more: Any, **options: Any) -> httpcore.NetworkStream:
+        opened = super().connect_tcp(host, port, *more, **options)
+        try:
+            _refuse_private(opened.get_extra_info("server_addr")[0], port)
+        except InputError:
+            opened.close()
+            raise
+        return opened
 
 
 def _refuse_private(host: str, port: int | None) -> None:
@@ -242,7 +224,7 @@ def fetch_accessions(accessions: Sequence[str], folder: Path, *, email: str | No
     if not email:
         raise ConfigError("NCBI asks for a mail address with each request; give one, or download the FASTA yourself")
     query = {"db": "nuccore", "id": ",".join(wanted), "rettype": "fasta", "retmode": "text"}
-    sent = urllib.parse.urlencode(query | {"tool": "virnuc", "email": email}).encode()
+    sent = query | {"tool": "virnuc", "email": email}
     name = f"{NCBI_PREFIX}{','.join(wanted)}"
     with whole_file(target) as aside:
 
