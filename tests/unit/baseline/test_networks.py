@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.baseline.networks import pad, placed, plain_scores
-from virnuc_core.baseline.worker import embed_rows, load
+from virnuc_core.baseline.worker import embed_rows, load, pad, placed, plain_scores
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
