@@ -1,13 +1,12 @@
 """Some of the reads as they stand in the input: a sample with the same distribution of lengths, or those of a verdict.
 
-For a sample the reads are gone through twice: once to count lengths, once to draw, so that every length bin gives
-exactly its share and nothing but the chosen places is held in memory, however large the input.
+For a sample the reads are gone through twice: once for their lengths, once to draw, so that every length bin gives
+exactly its share and some 20 bytes a read are held in memory, however long the reads.
 """
 
 import csv
 import gzip
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -78,42 +77,50 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
             files = (kept.name,)
         if any(out.resolve() == Path(name).resolve() for name in files):
             raise ConfigError(f"{out}: is what is drawn from; choose another name")
-        lengths, long = _count_lengths(files, out)
-        bins = _bins(lengths)
+        lengths = _lengths(files, out)
+        kinds, counts = np.unique(lengths, return_counts=True)
+        bins = _bins(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))
         quotas = _quotas(np.array([part.before for part in bins], np.int64), n)
         bins = [replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
-        drawn = _draw(files, bins, long, out, np.random.default_rng(seed))
-    distance = 0.0
-    if drawn:
-        ordered = sorted(lengths)
-        shares = [np.cumsum([counts[length] for length in ordered]) / counts.total() for counts in (lengths, drawn)]
-        distance = float(np.abs(shares[0] - shares[1]).max())
-    return SampleSummary(lengths.total(), drawn.total(), tuple(bins), distance)
+        bin_of = np.searchsorted([part.longest for part in bins], lengths).astype(np.uint8)  # there are 101 at most
+        picked, rng = np.zeros(len(lengths), bool), np.random.default_rng(seed)
+        for number, part in enumerate(bins):
+            drawn = rng.choice(part.before, part.after, replace=False, shuffle=False)
+            picked[np.flatnonzero(bin_of == number)[drawn]] = True
+        read = 0
+        with reads_file(out) as target:
+            for batch in parse(files, ParseLog()):
+                for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
+                    target.write(batch.text[i])
+                read += len(batch) if batch.part is None or batch.part.last else 0
+    both = [
+        np.searchsorted(np.sort(some), kinds, side="right") / max(1, len(some)) for some in (lengths, lengths[picked])
+    ]
+    distance = float(np.abs(both[0] - both[1]).max(initial=0.0)) if picked.any() else 0.0
+    return SampleSummary(len(lengths), int(picked.sum()), tuple(bins), distance)
 
 
-def _count_lengths(files: tuple[str, ...], out: Path) -> tuple[Counter[int], list[int]]:
-    """How often each length occurs, and those of reads that come in parts, in order."""
-    lengths, long = Counter[int](), list[int]()
-    form = None
+def _lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
+    """Bases of each read. Errors: `InputError`, `ConfigError` for mixed formats, or another than the name says."""
+    held, form = [np.zeros(0, np.uint32)], None
     for batch in parse(files, ParseLog()):
         if form not in (None, batch.form):
             raise InputError("FASTA and FASTQ are mixed", file=files[batch.file], hint="sample them one by one")
         form = batch.form
-        if batch.part is not None:
-            long += [batch.part.before + len(batch.bases.data)] * batch.part.last
-            continue
-        values, counts = np.unique(batch.bases.lengths, return_counts=True)
-        lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        if batch.part is None:
+            held.append(batch.bases.lengths.astype(np.uint32))
+        elif batch.part.last:
+            held.append(np.array([batch.part.before + len(batch.bases.data)], np.uint32))
     named = out.name.removesuffix(".gz").rpartition(".")[2].lower()
     claims = {"fq": "fastq", "fastq": "fastq", "fa": "fasta", "fna": "fasta", "fasta": "fasta"}.get(named)
     if form is not None and claims not in (None, form):
         raise ConfigError(f"{out}: the reads are {form.upper()}; name the file .{form} or .{form}.gz")
-    return lengths + Counter(long), long
+    return np.concatenate(held)
 
 
-def _bins(lengths: Counter[int]) -> list[LengthBin]:
+def _bins(lengths: Mapping[int, int]) -> list[LengthBin]:
     """Bins of about equally many reads; a length that occurs often is a bin of its own."""
-    enough = lengths.total() / 50
+    enough = sum(lengths.values()) / 50
     bins: list[LengthBin] = []
     for length, count in sorted(lengths.items()):
         last = bins[-1] if bins else None
@@ -132,34 +139,6 @@ def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     order = np.argsort(-left, kind="stable")
     quotas[order[: n - int(quotas.sum())]] += 1
     return quotas
-
-
-def _draw(
-    files: tuple[str, ...], bins: list[LengthBin], long: list[int], out: Path, rng: np.random.Generator
-) -> Counter[int]:
-    """Write the chosen reads; gives the lengths written. `long` are the lengths of reads that come in parts."""
-    chosen = [np.sort(rng.choice(part.before, part.after, replace=False, shuffle=False)) for part in bins]
-    upper = np.array([part.longest for part in bins])
-    seen = np.zeros(len(bins), np.int64)
-    drawn: Counter[int] = Counter()
-    with reads_file(out) as target:
-        lengths_of_long, picked = iter(long), np.zeros(1, bool)
-        for batch in parse(files, ParseLog()):
-            if batch.part is not None and not batch.part.first:
-                target.write(batch.text.data if picked[0] else b"")  # of the part before
-                continue
-            lengths = batch.bases.lengths if batch.part is None else np.array([next(lengths_of_long)])
-            bin_of = np.searchsorted(upper, lengths)
-            picked = np.zeros(len(batch), bool)
-            for number in np.unique(bin_of).tolist():
-                members = np.flatnonzero(bin_of == number)
-                first, last = np.searchsorted(chosen[number], (seen[number], seen[number] + len(members)))
-                picked[members[chosen[number][first:last] - seen[number]]] = True
-                seen[number] += len(members)
-            for i in np.flatnonzero(picked).tolist():
-                target.write(batch.text[i])
-                drawn[int(lengths[i])] += 1
-    return drawn
 
 
 def readable_twice(reads: Sequence[str]) -> None:
