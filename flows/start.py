@@ -116,9 +116,14 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
     answers(Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser())
     devices = check(settings, base)
     module, _, name = flow.partition(":")
-    if not settings.quiet:
-        now = time.strftime("%H:%M:%S")
-        sys.stderr.write(f"{now}  {name} into {printable(str(settings.out))} on {devices}: reads and weights will do\n")
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # when this process began
+
+    def tell(what: str) -> None:
+        if not settings.quiet:
+            since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+            sys.stderr.write(f"{time.strftime('%H:%M:%S')}  {what}, {since_s:.1f} s after the command\n")
+
+    tell(f"{name} into {printable(str(settings.out))} on {devices}: reads and weights will do")
     from prefect.settings import PREFECT_API_URL
 
     ready: Callable[[], object] | None = None if getattr(settings, "no_prefect", False) else lambda: None
@@ -130,7 +135,10 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
     called = getattr(importlib.import_module(module), name)
     values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
     values |= {name: tuple(map(hidden, values[name])) for name in INPUTS if name in values}  # which Prefect keeps
-    return flow_run.run_flow(called, values, settings, ready)
+    tell("Prefect is loaded")
+    state = flow_run.run_flow(called, values, settings, ready, tell)
+    tell("done")
+    return state
 
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
