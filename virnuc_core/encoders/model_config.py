@@ -243,3 +243,11 @@ def read_shape(path: Path, kind: type[S]) -> S:
         raw = {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
     with reading(path, "JSON", WeightsError):
         return kind.model_validate(raw)
+
+
+def origins(models: Path) -> str:
+    """Where each encoder of a models directory comes from: `esm2: …; dnabert_s: random, seed 0`."""
+    kinds: tuple[type[EncoderShape], ...] = (Esm2Shape, DnabertShape)
+    return "; ".join(
+        f"{kind.part()}: {read_shape(models / kind.part() / 'config.json', kind).origin}" for kind in kinds
+    )

@@ -30,7 +30,7 @@ import virnuc_core
 from virnuc_core.config import TrainSpec
 from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, part_digest
 from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, Esm2Shape, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard, HeadShape, origins, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure import scores as scoring
@@ -65,7 +65,7 @@ class TrainFile(RunFile):
     virnuc_version: str
     settings: dict[str, Any]
     model_length: int
-    encoders: str  # where they come from; of random ones no figure means anything
+    encoders: str  # where each comes from; of random ones no figure means anything
     digests: dict[str, str]  # of the encoders and of the head
     realised: dict[float, float | None]  # by rate of the card's thresholds: that of the final head's test reads
     card: HeadCard  # as the head has it; from the cross-validation, or from the test where there was none
@@ -188,7 +188,7 @@ def train_head(
         virnuc_version=virnuc_core.__version__,
         settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
         model_length=store.model_length,
-        encoders=read_shape(encoders / "esm2" / "config.json", Esm2Shape).origin,
+        encoders=origins(encoders),
         digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
         realised={rate: scoring.false_share(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,

@@ -124,7 +124,7 @@ def test_a_signal_is_learnt_and_told_with_intervals_beside_baselines(world: Worl
     assert card.auroc == next(one for one in found.figures if one.level == "read" and not one.natural).metrics["auroc"]
     assert set(card.thresholds) <= {0.001, 0.01, 0.05, 0.1}
     assert card.lengths == (150, 150, 150)
-    assert found.encoders == "random, seed 1"
+    assert found.encoders == "esm2: random, seed 1; dnabert_s: random, seed 1"
     assert set(found.not_run) == {"150 bases", "300 bases", "500 bases"}
     assert set(load_file(world.head / "model.safetensors")) == {
         "hidden_layer.weight",
