@@ -20,13 +20,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from virnuc_core.errors import ConfigError
 
 BEAT_S: Final = 5.0
 EXPIRY_S: Final = 90.0  # longer than a network file system shows what it knew before: up to 60 s, as commonly mounted
-POLL_S: Final = 0.1
+POLL_S, TOLD_S = 0.1, 1.0  # between two looks; after which who waits is told why
 _leases: dict[Path, Lease] = {}  # that this process holds, by what each covers
 log = logging.getLogger(__name__)
 
@@ -70,12 +70,11 @@ def _lives(pid: int, started: str) -> bool | None:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         return fields[0] not in "ZX" and fields[19] == started
     except OSError:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return False
-        except PermissionError:  # another user's, which /proc may hide
-            pass
+        with suppress(PermissionError):  # another user's, which /proc may hide
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                return False
         return None
 
 
@@ -85,10 +84,9 @@ class Lease:
     def __init__(self, name: Path) -> None:
         self._name, self._number, self._beats, self.ended = name, 0, 0, threading.Event()
         self.ours, self.other = True, ""  # as far as is known; who has it if not
-        kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {Path('/proc/self/ns/pid').readlink()}"
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        own = {"pid": os.getpid(), "started": started, "kernel": kernel, "host": socket.gethostname()}
-        self._me: dict[str, Any] = own | {"token": secrets.token_hex(8)}
+        self._token, self._host = secrets.token_hex(8), socket.gethostname()
+        self._kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{Path('/proc/self/ns/pid').readlink()}"
+        self._started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
 
     def _path(self, number: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{number}")
@@ -97,77 +95,68 @@ class Lease:
         """The leases that lie there, by number, as their holders left them. A file is opened anew each time: a network
         file system then asks its server."""
         found = {}
-        for path in self._name.parent.iterdir():
-            of, _, number = path.name.rpartition(".")
-            if of == self._name.name and number.isdecimal():
+        for path in [*self._name.parent.glob("*.[0-9]*")]:  # none where the folder is gone
+            if path.stem == self._name.name and (number := path.suffix[1:]).isdecimal():
                 with suppress(FileNotFoundError):
                     found[int(number)] = path.read_bytes()
         return found
 
-    def _who(self, body: bytes) -> tuple[str, dict[str, Any], bool | None]:
-        """Who wrote a lease: in words, what stays the same of it, and whether it lives; None for: that only shows."""
+    def _who(self, body: bytes) -> tuple[str, bool | None]:
+        """Who wrote a lease, in words, and whether it lives; None: its lease will tell."""
         try:
-            told = {name: value for name, value in json.loads(body).items() if name in self._me}
-            words = f"process {told['pid']}"
-            if told["kernel"] == self._me["kernel"]:
-                return words, told, _lives(told["pid"], told["started"])
-            return f"{words} on {told['host']}", told, None
-        except (ValueError, KeyError, AttributeError):  # half written
-            return "another process", {}, None
+            _, pid, started, host, kernel, _ = json.loads(body)
+            own = kernel == self._kernel
+            return f"process {pid}" + f" on {host}" * (not own), _lives(int(pid), started) if own else None
+        except (ValueError, TypeError):  # half written
+            return "another process", None
 
     def take(self, *, wait: bool = False) -> str:
         """Take the lease; "" when it is ours, else who has it, in words. A holder on another machine is watched until
-        its lease changes, or has not for `EXPIRY_S`; with `wait` any holder until it is gone."""
-        seen, since_s, before, said = dict[int, bytes](), 0.0, dict[str, Any](), False
+        a lease changes there, or has not for `EXPIRY_S`; with `wait` any holder until it is gone."""
+        seen, since_s, said = dict[int, bytes](), 0.0, False
         while True:
             self._name.parent.mkdir(parents=True, exist_ok=True)
             found, now_s = self._lying(), time.monotonic()
             top = max(found, default=0)
-            other, told, lives = self._who(found[top]) if found else ("", {}, False)
-            if lives is None and found == seen:
-                lives = False if now_s - since_s > EXPIRY_S else None
-            elif lives is None and told and told == before:
-                lives = True
+            other, lives = self._who(found[top]) if found else ("", False)
+            if lives is None and seen:
+                lives = True if found != seen else False if now_s - since_s > EXPIRY_S else None
             if found != seen:
-                seen, since_s, before = found, now_s, told
+                seen, since_s, said = found, now_s, False
+            if lives is None and not said and now_s - since_s > TOLD_S:
+                said = True
+                log.warning("%s: %s worked here; up to %.0f s to see if it still does", self._name, other, EXPIRY_S)
             if lives and not wait:
                 return other
             if lives is False and self._create(top + 1, found):
                 return ""
-            if lives is None and not said and now_s - since_s > POLL_S:
-                said = True
-                log.warning("%s: %s worked here; up to %.0f s to see if it still does", self._name, other, EXPIRY_S)
             time.sleep(POLL_S)
 
     def _create(self, number: int, judged: dict[int, bytes]) -> bool:
         """Whether we are the one who has created the lease of this number, while nothing else has changed."""
+        path = self._path(number)
         try:
-            os.close(os.open(self._path(number), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644))
         except (FileExistsError, FileNotFoundError):  # another was faster, or has removed the folder
             return False
-        self._number = number
+        alone, self._number = False, number
         try:
-            self._path(number).write_bytes(self._body())
+            path.write_bytes(self._body())
             alone = {at: body for at, body in self._lying().items() if at != number} == judged
-        except BaseException:
-            self._path(number).unlink(missing_ok=True)
-            raise
-        for left in sorted(judged) if alone else [number]:
-            self._path(left).unlink(missing_ok=True)
+        finally:
+            for left in sorted(judged) if alone else [number]:
+                self._path(left).unlink(missing_ok=True)
         return alone
 
     def _body(self) -> bytes:
         self._beats += 1
-        return json.dumps(self._me | {"beat": self._beats}).encode()
+        return json.dumps([self._token, os.getpid(), self._started, self._host, self._kernel, self._beats]).encode()
 
     def held(self) -> bool:
         """Whether the lease is ours: it lies there, and none of a higher number. Errors: `OSError`."""
-        try:
-            found = self._lying()
-        except FileNotFoundError:  # with its folder
-            found = {}
+        found = self._lying()
         top = max(found, default=0)
-        if self.ours and (top != self._number or self._me["token"].encode() not in found.get(top, b"")):
+        if self.ours and (top != self._number or self._token.encode() not in found.get(top, b"")):
             self.ours, self.other = False, self._who(found[top])[0] if found else ""
         return self.ours
 
@@ -176,7 +165,7 @@ class Lease:
         while not self.ended.wait(BEAT_S) and self.ours:
             with suppress(OSError):  # the file system is away: whoever sees it may take over
                 with suppress(FileNotFoundError), self._path(self._number).open("r+b") as file:
-                    if self._me["token"].encode() in file.read():
+                    if self._token.encode() in file.read():
                         file.seek(0)
                         file.write(self._body())
                 self.held()  # asked afterwards, as who takes over writes first and then looks whether we wrote

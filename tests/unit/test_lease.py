@@ -35,17 +35,16 @@ with run_lock(Path(sys.argv[1])):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that expire soon, of holders that write much more often."""
-    for name, seconds in (("BEAT_S", 0.02), ("EXPIRY_S", 0.3), ("POLL_S", 0.01)):
+    for name, seconds in (("BEAT_S", 0.02), ("EXPIRY_S", 0.3), ("POLL_S", 0.01), ("TOLD_S", 0.1)):
         monkeypatch.setattr(module, name, seconds)
 
 
 def elsewhere(root: Path, **changes: Any) -> Path:
     """A lease that a process of another machine, or `changes`, has in a directory."""
-    mine = Lease(root / ".virnuc")
-    told = mine._me | {"kernel": "another", "host": "node3", "pid": 7, "beat": 1} | changes
+    told = {"token": "t", "pid": 7, "started": "1", "host": "node3", "kernel": "another", "beat": 1} | changes
     path = root / ".virnuc.4"
     root.mkdir(exist_ok=True)
-    path.write_text(json.dumps(told))
+    path.write_text(json.dumps(list(told.values())))
     return path
 
 
@@ -57,7 +56,7 @@ def renewing(path: Path, wrote: threading.Event) -> Iterator[None]:
     def beat() -> None:
         told = json.loads(path.read_text())
         while not ended.wait(0.05):
-            told["beat"] += 1
+            told[-1] += 1
             path.write_text(json.dumps(told))
             wrote.set()
 
@@ -91,7 +90,7 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once_and_a_resting_one_i
 
 
 def test_a_number_that_another_process_has_by_now_proves_nothing(tmp_path: Path) -> None:
-    elsewhere(tmp_path, kernel=Lease(tmp_path / "x")._me["kernel"], pid=os.getppid(), started="1")
+    elsewhere(tmp_path, kernel=Lease(tmp_path / "x")._kernel, pid=os.getppid(), started="1")
     with run_lock(tmp_path):
         assert names(tmp_path) == [".virnuc", ".virnuc.5"]
 
@@ -208,13 +207,14 @@ def test_of_many_who_come_go_and_die_one_holds(tmp_path: Path, monkeypatch: pyte
         for number in range(9):
             mine = Lease(tmp_path / "x")
             if dies and number % 3 == 0:
-                mine._me |= {"started": "1"}  # nobody is alive who started then
+                mine._started = "1"  # nobody is alive who started then
             mine.take(wait=True)
-            inside[0] += 1
-            most[0], taken[0] = max(most[0], inside[0]), taken[0] + 1
-            time.sleep(0.001)
-            inside[0] -= 1
-            if mine._me["started"] != "1":
+            taken[0] += 1
+            if mine._started != "1":
+                inside[0] += 1
+                most[0] = max(most[0], inside[0])
+                time.sleep(0.001)
+                inside[0] -= 1
                 mine.release()
 
     threads = [threading.Thread(target=come, args=(number % 2 == 0,)) for number in range(4)]
