@@ -1,5 +1,6 @@
 """Flows that measure or fit something on reads: the sweep of settings, where the time goes, costs, and a head."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -31,7 +32,7 @@ from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, median, spread, validated
 from virnuc_core.measure.splits import Examples
-from virnuc_core.measure.trace import Traces
+from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
@@ -41,7 +42,7 @@ from virnuc_core.report.formatting import templates, told_rows
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import write_report
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
-from virnuc_core.runfiles import RunRecord, write
+from virnuc_core.runfiles import RunRecord, now, versions, write
 from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable
 
 MEBIBYTE: Final = 1 << 20
@@ -90,7 +91,11 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
     )
     told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
     publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
-    sweep.write(tried, chosen, tuple(SWEPT.values()))
+    found = {"sweep": sweep, "candidates": tried, "chosen": chosen, "median": median, "spread": spread}
+    found |= {"created": now(), "versions": versions(), "devices": resolve(devices), "swept": sorted(SWEPT.values())}
+    found["cores"] = len(os.sched_getaffinity(0))
+    for name in ("tune.json", "settings.toml"):
+        write_text_whole(sweep.out / name, templates().get_template(f"{name}.j2").render(found))
     return chosen
 
 
@@ -133,7 +138,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
 
 @flow(name="profile", flow_run_name=named("reads", "devices"))
 @with_parameters(ProfileSettings)
-def profile(settings: ProfileSettings) -> State[Traces]:
+def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
     """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
 
     The run is a prediction like any other and is not repeated when it is there; the recording is always made anew.
@@ -150,17 +155,18 @@ def profile(settings: ProfileSettings) -> State[Traces]:
             memory=settings.memory,
         )
         found = trace(run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label).result()
-        marks = told_rows("marks.view.j2", tables=found.tables)
-        operations = told_rows("operations.view.j2", tables=found.tables, limit=settings.operations)
+        marks = told_rows("marks.view.j2", tables=found)
+        operations = told_rows("operations.view.j2", tables=found, limit=settings.operations)
         publish_table(on_host(f"operations-{label}-{devices}"), operations, f"Operations that took most time: {label}")
-        publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {found.folder}")
+        publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {spec.folder}")
         shown = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
         tables = {name: markdown_table(rows) for name, rows in shown.items()}
         text = templates().get_template("profile.md.j2").render(traces=found, **tables)
-        path = found.folder / "profile.md"
+        path = Path(spec.folder, "profile.md")
         write_text_whole(path, text)
-        publish_markdown(on_host(f"profile-{label}-{devices}"), text, str(found), path)
-    return done(found, f"{found}, {found.trace_bytes / MEBIBYTE:.1f} MiB of traces in {found.folder}")
+        publish_markdown(on_host(f"profile-{label}-{devices}"), text, said(found), path)
+    kept = sum(table.trace_bytes for table in found if table.trace is not None)
+    return done(found, f"{said(found)}, {kept / MEBIBYTE:.1f} MiB of traces in {spec.folder}")
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))

@@ -11,7 +11,7 @@ from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec,
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
 from virnuc_core.measure.splits import Examples, choose
-from virnuc_core.measure.trace import Traces
+from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.training import TrainFile, train_head
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
@@ -29,11 +29,13 @@ COSTS: Final[dict[Switch, str]] = {
 
 
 @step("trace", "trace {label} on {bench.devices}")
-def trace(run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str) -> State[Traces]:
-    """Traces and tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
+def trace(
+    run: RunDir, bench: Bench, engine: EngineSpec, spec: TraceSpec, *, label: str
+) -> State[tuple[TraceTable, ...]]:
+    """Traces and their tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
     with device_slots(resolve(bench.devices)), run_lock(run.root):
         found = record(bench, engine, spec)
-    return done(found, str(found))
+    return done(found, said(found))
 
 
 @step("split", "split {label}")

@@ -25,7 +25,7 @@ def test_a_trace_holds_the_stages_and_the_run_is_left_alone(tmp_path: Path, few_
     state = profile(**given, return_state=True)
     assert state.is_completed(), state.message
     folder = out / "telemetry" / "traces"
-    [table] = state.result().tables
+    [table] = state.result()
     assert table == read(folder / TABLE.format(table.device), TraceTable)
     marks = {mark.name: mark for mark in table.marks}
     assert set(marks) == {"dataloader_fetch", "dnabert_s", "esm2", "head"}

@@ -5,9 +5,9 @@ that its times are for shares and for finding things, never for rates.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -59,28 +59,17 @@ class TraceTable(RunFile):
     trace_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Traces:
-    """What was recorded."""
-
-    folder: Path
-    tables: tuple[TraceTable, ...]  # one a device
-
-    @property
-    def trace_bytes(self) -> int:
-        """Of all traces that were kept."""
-        return sum(table.trace_bytes for table in self.tables if table.trace is not None)
-
-    def __str__(self) -> str:
-        batches, shards = (sum(getattr(t, name) for t in self.tables) for name in ("batches", "shards"))
-        numbers = {"shard": shards, "device": len(self.tables)}
-        on = " on ".join(f"{number:,} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
-        return f"{batches} batches of {on} recorded"
+def said(tables: Sequence[TraceTable]) -> str:
+    """What was recorded, in words."""
+    batches, shards = (sum(getattr(table, name) for table in tables) for name in ("batches", "shards"))
+    numbers = {"shard": shards, "device": len(tables)}
+    on = " on ".join(f"{number:,} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
+    return f"{batches} batches of {on} recorded"
 
 
-def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
-    """New traces and tables in `spec.folder`; as many shards as every device needs to record its own are computed and
-    thrown away. Errors: those of `prepare` and of the pool; `VirnucError` when no device recorded anything."""
+def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable, ...]:
+    """The tables of new traces, one a device; both lie in `spec.folder`. As many shards as every device needs to record
+    its own are computed and thrown away. Errors: those of `prepare` and of the pool; `VirnucError` for no recording."""
     folder, scratch = Path(spec.folder), RunDir(Path(spec.folder) / "recording")
     discard(folder, *TRACES)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +86,7 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> Traces:
     for table in tables:
         if table.trace is None:
             log.warning("%s: a trace of %s bytes was not kept", table.device, f"{table.trace_bytes:,}")
-    return Traces(folder, tables)
+    return tables
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:
@@ -157,9 +146,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
         profiler.export_chrome_trace(str(gz))
         gz.replace(aside)
-    size = trace.stat().st_size
-    kept = size <= spec.max_bytes
-    if not kept:
+    if (size := trace.stat().st_size) > spec.max_bytes:
         trace.unlink()
     averages = profiler.key_averages(group_by_input_shape=spec.shapes)
     spans = [event.time_range for event in profiler.events() or ()]
@@ -173,7 +160,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         window_ms=(last - first) / 1e3,
         marks=_marks(averages),
         operations=_operations(averages, spec.operations),
-        trace=trace.name if kept else None,
+        trace=trace.name if size <= spec.max_bytes else None,
         trace_bytes=size,
     )
     write(trace.with_name(TABLE.format(device.id)), table)

@@ -5,8 +5,6 @@ are never recommended, those that change the scores by more than the tolerance o
 """
 
 import itertools
-import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,14 +13,13 @@ from typing import Any, Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core import runfiles
 from virnuc_core.config import THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
 from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
 from virnuc_core.profiles import Profile
-from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file, write_text_whole
+from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file
 from virnuc_core.runfiles import write
 from virnuc_core.validation import read_usable
 
@@ -204,49 +201,6 @@ class Sweep:
             trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
             write(kept, trial)
         return trial
-
-    def write(self, found: Sequence[Candidate], chosen: Recommendation, swept: Sequence[str]) -> None:
-        """`tune.json`: every trial, what they were made on, and how they were judged; and `settings.toml`: what is
-        recommended of each setting in `swept`, as `--settings` takes it."""
-        engine = chosen.candidate.engine
-        body = {
-            "schema_version": 1,
-            "created": runfiles.now(),
-            "profile": self.profile.name,
-            "score_tolerance": self.profile.score_tolerance,
-            "search": self.search,
-            "devices": [device.model_dump() for device in resolve(self.bench.devices)],
-            "cores": len(os.sched_getaffinity(0)),
-            "versions": runfiles.versions(),
-            "base": self.base.model_dump(mode="json"),
-            "candidates": [
-                {
-                    "number": candidate.number,
-                    "changes": candidate.changes,
-                    "tokens_per_s": list(candidate.rates),
-                    "median_tokens_per_s": median(candidate.rates) or None,
-                    "spread": spread(candidate.rates) if len(candidate.rates) > 1 else None,
-                    "verdict": candidate.verdict(self.profile.score_tolerance),
-                    "dropped": candidate.dropped,
-                    "reason": candidate.refused,
-                    "trials": [trial.model_dump(mode="json") for trial in candidate.trials],
-                }
-                for candidate in found
-            ],
-            "recommended": {
-                "number": chosen.candidate.number,
-                "engine": engine.model_dump(mode="json"),
-                "gain": chosen.gain,
-                "reason": chosen.reason,
-            },
-        }
-        write_text_whole(self.out / "tune.json", json.dumps(body, indent=1) + "\n")
-        lines = [
-            f"# {chosen.reason}; see tune.json".replace("\n", " "),
-            "# Use with --settings of any flow. A setting given beside it wins; one left out is the profile's.",
-            *(f"{name} = {json.dumps(getattr(engine, name))}" for name in sorted(swept)),
-        ]
-        write_text_whole(self.out / "settings.toml", "\n".join(lines) + "\n")
 
 
 def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) -> tuple[float, int]:

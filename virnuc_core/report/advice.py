@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Final
 
 from virnuc_core.report.model import Bottleneck, RunMetrics
-from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, STAGES
+from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES
 
 TIME_SHARE: Final = 0.30
 BUSY_PERCENT: Final = 80.0
-GPU_STAGES: Final = ("DNABERT-S", "ESM-2")
 WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
 LONG_S: Final = 600.0
 ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
@@ -25,20 +24,14 @@ STAGE_ADVICE: Final = {
 }
 
 
-def _utilisation(run: RunMetrics, stage: str) -> float | None:
-    """Lowest device's utilisation while a GPU stage ran."""
-    if run.telemetry is None or stage not in GPU_STAGES:
-        return None
-    return run.telemetry.lowest_percent("esm2" if stage == "ESM-2" else "dnabert_s")
-
-
 def findings(run: RunMetrics | None) -> tuple[str, ...]:
     """A sentence on each stage the two rules point at, largest share first; no time or no total gives none."""
     if run is None:
         return ()
-    found = []
+    found, measured = [], run.telemetry
+    busiest = {stage: measured.lowest_percent(encoder) for encoder, stage in GPU_STAGES.items()} if measured else {}
     for name in STAGES:
-        share, used = run.stage_shares.get(name, 0.0), _utilisation(run, name)
+        share, used = run.stage_shares.get(name, 0.0), busiest.get(name)
         idle = used is not None and used < BUSY_PERCENT
         if share > TIME_SHARE or idle:
             expected = name == "ESM-2" and not idle
@@ -82,9 +75,10 @@ def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[fl
     utilisation: seconds, class, detail, the way out, and whether they do their work well."""
     still_s = spent.get("Device idle", 0.0)
     empty_s, slow_s, said, idle = 0.0, still_s, [f"a device stands still for {still_s:.1f} s"], False
-    for found in run.telemetry.encoders if run.telemetry else ():
-        stage, packing, share = GPU_STAGES[ENCODERS.index(found.encoder)], found.packing_efficiency or 1.0, 1.0
-        if (used := _utilisation(run, stage)) is not None:
+    measured = run.telemetry
+    for found in measured.encoders if measured else ():
+        stage, packing, share = GPU_STAGES[found.encoder], found.packing_efficiency or 1.0, 1.0
+        if measured and (used := measured.lowest_percent(found.encoder)) is not None:
             idle, share = idle or used < BUSY_PERCENT, used / 100.0
             said.append(f"{stage} keeps the lowest GPU {used:.1f} % busy")
         if found.mfu_of_ceiling is not None:

@@ -160,13 +160,10 @@ def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord
     table = raw.attempt(RunDir(raw.root / run.name).reads_table, lambda path: read_table(path, columns))
     if table is None:
         return None
-    fates = dict.fromkeys(FATES, 0) | {str(fate): int(n) for fate, n in table["fate"].value_counts(sort=False).items()}
-    flags = dict.fromkeys(FLAGS, 0)
+    fates = dict.fromkeys(FATES, 0) | table["fate"].value_counts(sort=False).to_dict()
     # the id that `duplicate_of=` names stands last and may hold commas
-    kinds = table["flags"].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True).value_counts(sort=False)
-    for remarks, n in kinds.items():
-        for name in filter(None, str(remarks).split(",")):
-            flags[name] = flags.get(name, 0) + int(n)
+    remarks = table["flags"][table["flags"] != ""].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True)
+    flags = dict.fromkeys(FLAGS, 0) | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
     said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
     staging = (record and record.staging) or StagingTally()
     return Accounting(

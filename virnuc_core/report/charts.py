@@ -23,7 +23,7 @@ from virnuc_core.report.model import Bar, Charts, Histogram, HistoryPoint, Line,
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import QueueShares, embedding_span, windows
-from virnuc_core.telemetry.tables import ENCODERS, STAGES
+from virnuc_core.telemetry.tables import GPU_STAGES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -72,9 +72,11 @@ def _gantt(measured: Telemetry | None) -> tuple[Bar, ...]:
     """Rows of the stage table that have a start and an end, encoders by device, in seconds since the run's start."""
     if measured is None:
         return ()
-    spans = [(one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in STAGES[4:6]]
+    spans = [
+        (one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in GPU_STAGES.values()
+    ]
     for place, (_, own) in enumerate(measured.batches.groupby("device", observed=True), start=1):
-        for encoder, title in zip(ENCODERS, STAGES[4:6], strict=True):
+        for encoder, title in GPU_STAGES.items():
             if (span := embedding_span(own[own.encoder == encoder])) is not None:
                 spans.append((f"{title} on device {place}", *span))
     known = ((name, start, end) for name, start, end in spans if start is not None and end is not None and start <= end)

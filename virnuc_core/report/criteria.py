@@ -96,7 +96,7 @@ def scaling(measured: Measured) -> Finding:
     problem = single.untimed or many.untimed
     if found is None:
         return Finding(samples=many.n_reads, problem=problem or "the two runs did not do the same work")
-    note = "super-linear: check the one-device run" if found.super_linear else ""
+    note = "super-linear: check the one-device run" if found.speedup > found.num_gpus else ""
     return Finding(found.speedup, many.n_reads, problem=problem, note=note)
 
 

@@ -16,7 +16,7 @@ from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_n
 from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.tables import ENCODERS, ROWS, Encoder
+from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, ROWS, Encoder
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, BaselineSummary, OverheadFile
 
 VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
@@ -216,8 +216,8 @@ def scaling_metrics(single: model.RunMetrics | None, many: model.RunMetrics | No
         return None
     time_s = median(many.times_s)
     speedup = median(single.times_s) / time_s
-    pairs = [(single.stages.get(stage), many.stages.get(stage)) for stage in ("ESM-2", "DNABERT-S")]
-    esm2, dnabert_s = (one / other if one is not None and other else None for one, other in pairs)
+    pairs = [(single.stages.get(stage), many.stages.get(stage)) for stage in GPU_STAGES.values()]
+    dnabert_s, esm2 = (one / other if one is not None and other else None for one, other in pairs)
     return model.ScalingMetrics(
         num_gpus=len(many.devices),
         time_seconds=time_s,

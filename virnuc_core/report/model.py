@@ -172,11 +172,6 @@ class ScalingMetrics(Record):
     dnabert_scaling: float | None
     judged: Criterion | None = None  # by the target or band of so many devices
 
-    @property
-    def super_linear(self) -> bool:
-        """Whether the speed-up is more than the number of devices."""
-        return self.speedup > self.num_gpus
-
 
 class Bottleneck(Record):
     """Time that is lost, by class."""

@@ -19,10 +19,10 @@ from virnuc_core.report.formatting import Section, Table, templates, told
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.telemetry.tables import GPU_STAGES
 from virnuc_core.validation import Comparison, ValidationRecord, read_usable
 
 REPORT_JSON: Final = "report.json"
-ENCODER_TITLES: Final = {"esm2": "ESM-2", "dnabert_s": "DNABERT-S"}
 
 
 def read_report(path: Path) -> Report:
@@ -102,8 +102,7 @@ def _known(report: Report) -> dict[str, Any]:
         "criteria": {criterion.id: criterion for criterion in report.criteria},
         "telemetry": report.run.telemetry if report.run else None,
         "generator": GENERATOR,
-        "encoder_titles": ENCODER_TITLES,
-        "gib": 1 / (1 << 30),
+        "encoder_titles": dict(reversed(GPU_STAGES.items())),
     }
 
 

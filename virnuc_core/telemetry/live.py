@@ -18,6 +18,7 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
 
+from virnuc_core.telemetry.statistics import known
 from virnuc_core.telemetry.tables import OVERLAPPED, STAGES, DeviceSample, HostSample, ShardDone, StageTime
 
 log = logging.getLogger(__name__)
@@ -51,19 +52,15 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
         log.warning("NVML cannot be used (%s): gpu utilisation is not measured", error)
         return None
 
-    def told(value: object) -> float | None:
-        return float(value) if isinstance(value, (int, float)) else None  # nvitop answers `NA`, a string
-
     def read(device: str, time_s: float) -> DeviceSample:
         gpu = opened[device]
-        power_mw = told(gpu.power_usage())
-        return DeviceSample(
+        return DeviceSample(  # what a device does not tell is NaN to nvitop
             time_s,
             device,
-            utilisation=told(gpu.gpu_utilization()),
-            memory_used_bytes=told(gpu.memory_used()),
-            power_w=None if power_mw is None else power_mw / 1000.0,
-            temperature_c=told(gpu.temperature()),
+            utilisation=known(float(gpu.gpu_utilization())),
+            memory_used_bytes=known(float(gpu.memory_used())),
+            power_w=known(float(gpu.power_usage() / 1000)),
+            temperature_c=known(float(gpu.temperature())),
         )
 
     return read

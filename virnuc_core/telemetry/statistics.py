@@ -12,7 +12,6 @@ from typing import Any, Final, Literal
 
 import numpy as np
 import pandas as pd
-from pydantic import computed_field
 
 from virnuc_core.runfiles import RunFile
 from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, Encoder, HostSample, ShardDone, Span
@@ -190,12 +189,7 @@ class DeviceBusy(RunFile):
     head_s: float
     commit_s: float
     allocated_peak_bytes: float | None  # most that torch had allocated on it; None on a CPU
-
-    @computed_field  # type: ignore[prop-decorator]  # pydantic's own way
-    @property
-    def busy_s(self) -> float:
-        """Seconds of compute."""
-        return self.dnabert_s + self.esm2_s + self.head_s
+    busy_s: float  # of compute
 
 
 def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
@@ -206,6 +200,7 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
             shards=len(own),
             **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "commit_s")},
             allocated_peak_bytes=known(own.allocated_bytes.max()),
+            busy_s=own.dnabert_s.sum() + own.esm2_s.sum() + own.head_s.sum(),
         )
         for device, own in shards.groupby("device", observed=True)
     )
@@ -214,9 +209,7 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
 def device_time_spread(busy: Sequence[DeviceBusy]) -> float | None:
     """1 − least ÷ most busy seconds over the devices; `None` with fewer than two devices or no time."""
     seconds = [b.busy_s for b in busy]
-    if len(seconds) < 2 or max(seconds) <= 0:
-        return None
-    return 1.0 - min(seconds) / max(seconds)
+    return 1.0 - min(seconds) / max(seconds) if len(seconds) > 1 and max(seconds) > 0 else None
 
 
 def committed_span_s(batches: pd.DataFrame, shards: pd.DataFrame) -> float:
