@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from virnuc_core.config import (
     ClassifySpec,
+    ClusterSpec,
     Devices,
     EngineSpec,
     InputSpec,
@@ -249,10 +250,13 @@ class RunSettings(InputSpec, FlowSettings):
     def spec(self, devices: Devices, base: EngineSpec, sample: str) -> ClassifySpec:
         """A run on these devices; `base` has the engine's settings where none were given."""
         given, engine = self.model_dump(mode="json") | {"sample": sample}, self.engine(base)
-        return ClassifySpec(models=self.models, devices=devices, engine=engine, force=self.force, parameters=given)
+        own = {name: value for name, value in self if name in ClusterSpec.model_fields}
+        return ClassifySpec(
+            models=self.models, devices=devices, engine=engine, force=self.force, parameters=given, **own
+        )
 
 
-class PredictSettings(VerdictSpec, RunSettings):
+class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     """Which reads are viral."""
 
     def is_done(self) -> bool:

@@ -15,7 +15,7 @@ from tasks.predict import embed, fate_rows
 from tasks.server import announce, device_slots
 from tasks.step import done, emit, publish_table
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, VerdictSpec
-from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import read_summary, workers_for
 from virnuc_core.reads.stage import StageSummary
@@ -55,13 +55,14 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
         pool: Pool | None = None
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
-                held.enter_context(device_slots(resolve(spec.devices), wait_s=FREE_NOW_S))
-                pool = workers.enter_context(workers_for(spec.models, spec.devices, spec.engine))
+                held.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
+                of = spec.models, spec.devices, spec.engine
+                pool = workers.enter_context(workers_for(*of, cluster=spec, out=run.root))
                 pool.warm()
         yield StagedRun(run, stage_input(settings, label), label, spec, pool, workers)
 
 
-@flow(name="predict", flow_run_name=named("reads", "devices"))
+@flow(name="predict", flow_run_name=named("reads", "devices", "cluster"))
 @with_parameters(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""

@@ -123,7 +123,8 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
             since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
             sys.stderr.write(f"{time.strftime('%H:%M:%S')}  {what}, {since_s:.1f} s after the command\n")
 
-    tell(f"{name} into {printable(str(settings.out))} on {devices}: reads and weights will do")
+    on = getattr(settings, "cluster", None) or devices
+    tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
     from prefect.settings import PREFECT_API_URL
 
     ready: Callable[[], object] | None = None if getattr(settings, "no_prefect", False) else lambda: None
@@ -253,10 +254,13 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
             readable_twice(local)
     settings.check_place()
     settings.check_own_files()
-    found = resolve(Devices.parse(settings.devices))
-    resolve_engine(settings.engine(base), found[0].kind)
+    found = () if (remote := getattr(settings, "cluster", None)) else resolve(Devices.parse(settings.devices))
+    if found:
+        resolve_engine(settings.engine(base), found[0].kind)
     begun = RunDir(settings.out).plan.exists()
     writable(settings.out, 0 if begun else 4 * head.width * rows, "the embeddings of these reads, by their first,")
+    if remote:  # its nodes are looked at once they are asked for
+        return Devices.parse(settings.devices)
     names = tuple(device.id if device.kind == "cuda" else str(core) for core, device in enumerate(found))
     return Devices(kind=found[0].kind, ids=names)
 

@@ -10,7 +10,7 @@ from prefect.client.schemas.objects import State
 from tasks.server import device_slots
 from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
 from virnuc_core.config import ClassifySpec
-from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import classify, read_summary, stage_reads
@@ -66,12 +66,12 @@ def embed(
             staging_s=staging.total_s,
             total_s=staging.total_s + wall_s,
             n_reads=staging.counts.n_reads,
-            devices=resolve(devices),
+            devices=resolve_here(spec),
         )
         write(run.summary, stopped)
 
     before = read_summary(run)
-    with device_slots(resolve(devices)), progress as show:
+    with device_slots(resolve_here(spec)), progress as show:
         watch = replace(watch or Watch(), on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, pool=pool, flops=flops)

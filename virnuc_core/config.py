@@ -112,6 +112,24 @@ _parsed = BeforeValidator(lambda given: Devices.parse(given) if isinstance(given
 DevicesAsText = Annotated[Devices, _parsed, PlainSerializer(str)]
 
 
+class ClusterSpec(Spec):
+    """Other machines to compute on, which Dask knows. Their GPUs, or cores, are used as `devices` says, on each."""
+
+    cluster: str | None = Field(
+        None,
+        description="compute on the nodes of a Dask scheduler (tcp://… or tls://…), of FILE.yaml, or of local:N",
+        pattern=r"^((tcp|tls)://\S+|local:[1-9][0-9]{0,2}|.+\.ya?ml)$",
+    )
+    nodes: str = Field(
+        "1",
+        description="nodes that FILE.yaml asks for: 4, or 2:8 by the shards left",
+        pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
+    )
+    node_wait_s: float = Field(600.0, gt=0, description="seconds to wait for a node where there is none")
+    mixed_devices: bool = Field(False, description="nodes of other GPU models or torch: results then are not bit-exact")
+    models_local: Path | None = Field(None, description="folder of a node's own disk to copy the models to, once")
+
+
 class ReadsSpec(Spec):
     """Which reads come in, and which of them are mates."""
 
@@ -165,7 +183,7 @@ class VerdictSpec(Spec):
         return ("viral",) * self.write_viral + ("nonviral",) * self.write_nonviral
 
 
-class ClassifySpec(VerdictSpec):
+class ClassifySpec(VerdictSpec, ClusterSpec):
     """One run over staged reads."""
 
     models: Path = Field(description="models directory: esm2/, dnabert_s/, head/")

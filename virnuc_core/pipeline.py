@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import INPUTS, ClassifySpec, Devices, EngineSpec, InputSpec, RunSpec
+from virnuc_core.config import INPUTS, ClassifySpec, ClusterSpec, Devices, EngineSpec, InputSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
@@ -32,7 +32,7 @@ from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RUN_FILES, RunDir, check_output, check_room, discard, run_lock
-from virnuc_core.runfiles import ModelFlops, RunSummary, digest, read_or_set_aside, write
+from virnuc_core.runfiles import Device, ModelFlops, RunSummary, digest, read_or_set_aside, write
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import ended, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
@@ -66,7 +66,7 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         held.enter_context(run_lock(run.root))
         pool = None
         if read_summary(run) is None:
-            pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine))
+            pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=spec.out))
             pool.warm()
         staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force)
         return classify(run, staging, spec, watch=watch, pool=pool)
@@ -106,10 +106,27 @@ def _recorded(run: RunDir) -> runfiles.RunRecord | None:
     return record
 
 
-def workers_for(models: Path, devices: Devices, engine: EngineSpec, *, keep: bool = False) -> Pool:
-    """Workers for runs that are not staged yet; `keep`: for several of them. Errors: `DeviceError`, `ConfigError`."""
-    found = resolve(devices)
-    return Pool(worker_specs(models, found, resolve_engine(engine, found[0].kind)), LocalWorkers(WORKER), keep=keep)
+def workers_for(
+    models: Path,
+    devices: Devices,
+    engine: EngineSpec,
+    *,
+    keep: bool = False,
+    cluster: ClusterSpec | None = None,
+    out: Path = Path(),
+) -> Pool:
+    """Workers for runs that are not staged yet; `keep`: for several of them. Those of a `cluster` must see the folder
+    `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
+    if cluster is None or cluster.cluster is None:
+        workers, found = LocalWorkers(WORKER), resolve(devices)
+    else:
+        try:
+            from virnuc_core.engine.cluster import ClusterWorkers  # few runs need it
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"cluster {cluster.cluster} needs {error.name}; install virnuc[cluster]") from error
+        workers = ClusterWorkers(WORKER, cluster, (models, devices, engine), out)
+        found = workers.devices
+    return Pool(worker_specs(models, found, resolve_engine(engine, found[0].kind)), workers, keep=keep)
 
 
 def model_length(models: Path) -> int:
@@ -139,12 +156,16 @@ def classify(
     they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError` also
     when reads are to be written and the input is not what was staged. Whatever was committed stays.
     """
-    with run_lock(run.root):
-        started_s = time.monotonic()
+    with run_lock(run.root), ExitStack() as held:
+        started_s, before = time.monotonic(), None if spec.force else read_summary(run)
+        if spec.cluster and pool is None and before is None:
+            own = workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=run.root)
+            pool = held.enter_context(own)
+        devices = before.devices if before else tuple(one.device for one in pool.specs) if pool else None
         head = open_part(spec.models, HeadShape)[0]
         threshold, uncertain = verdict(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
-        job = prepare(run, staging.store, spec, staging=staging)
+        job = prepare(run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None)
         said = remarks(head, np.asarray(job.store.read_length))
         job = replace(job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said)
         for remark in said:
@@ -182,9 +203,16 @@ def _sound_files(job: Job, summary: RunSummary) -> tuple[set[Path], bool]:
     return sound, not wrong and not any(sound.isdisjoint(run.reads_of((verdict,))) for verdict in spec.written)
 
 
-def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSummary | None = None) -> Job:
+def prepare(
+    run: RunDir,
+    store: Path,
+    spec: ClassifySpec,
+    *,
+    staging: StageSummary | None = None,
+    devices: tuple[Device, ...] | None = None,
+) -> Job:
     """Decide all that a run depends on, write run.json and the plan, find out what is left to do. `staging`, if that
-    is known: what the store was made of, and must still be."""
+    is known: what the store was made of, and must still be. `devices`: of a cluster."""
     models, orfs = spec.models, OrfStore.open(store)
     if staging is not None and staging.fingerprint != orfs.fingerprint:
         raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
@@ -192,7 +220,7 @@ def prepare(run: RunDir, store: Path, spec: ClassifySpec, *, staging: StageSumma
         raise ConfigError(
             f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
         )
-    found = resolve(spec.devices)
+    found = devices or resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models)}
     widths = {"dna": open_part(models, DnabertShape)[0].width, "protein": open_part(models, Esm2Shape)[0].width}

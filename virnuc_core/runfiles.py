@@ -98,10 +98,15 @@ def digest(path: Path) -> FileDigest | None:
 class Device(RunFile):
     """One device of a run: a GPU by UUID, or one CPU core."""
 
-    id: str = Field(min_length=1)  # "GPU-3f2c…" or "cpu-core-1"
+    id: str = Field(min_length=1)  # "GPU-3f2c…" or "cpu-core-1"; of a cluster's node "GPU-3f2c…@node7"
     kind: Literal["cuda", "cpu"]
     name: str  # as the driver or the processor calls itself
     core: int | None = None  # CPU only: the core its worker is pinned to
+
+    @property
+    def local(self) -> str:
+        """Its name on its own machine."""
+        return self.id.partition("@")[0]
 
 
 class InputFile(RunFile):

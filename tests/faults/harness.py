@@ -53,7 +53,11 @@ def cores(job: int, jobs: int) -> set[int]:
 def works(kinds: Sequence[Plan]) -> set[Work]:
     """What undisturbed runs have to show for these kinds of rounds; a few more are made where they are needed."""
     other = {Work(plan.command, threshold=1) for plan in kinds if plan.how == "rewrite" or "threshold" in plan.whom}
-    return {plan.work for plan in kinds} | other | {Work(p.command, "b") for p in kinds if "other reads" in p.whom}
+    return (
+        {replace(plan.work, nodes=0) for plan in kinds}
+        | other
+        | {Work(p.command, "b") for p in kinds if "other reads" in p.whom}
+    )
 
 
 def make_truths(scene: Scene, wanted: set[Work], jobs: int) -> None:

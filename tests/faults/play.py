@@ -24,6 +24,7 @@ from .strikes import LIMIT_S, Running, damage, left_over, make_room, small_disk,
 ENDS_WITHIN_S: Final = 10.0  # of SIGTERM
 STRANGERS: Final = ("notes.txt", "shards/mine.csv", "telemetry/mine.csv", "logs/mine.log")
 NO_SERVER: Final = ("Prefect's own server does not start", "no Prefect server answers at")
+NODE: Final = ("dask worker", "nanny", "tree")
 OWN_WAYS: Final = (1, 2, 3, 4, 6)  # exit codes with one line that says why
 
 
@@ -165,8 +166,10 @@ class Play:
         mine = whom == "all" or (whom.startswith(("main", "after ")) and how == "kill")
         fatal = mine or how in ("terminate", "interrupt")
         allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
-        if whom in ("server", "tracker", "worker", "loader") or (how, whom) == ("stop", "main"):
+        if whom in ("server", "tracker", "worker", "loader", *NODE) or (how, whom) == ("stop", "main"):
             allowed = (0,)  # replaced, or nothing that the results need
+        if whom == "scheduler" or (how == "stop" and whom in NODE):
+            allowed = (0, 4)  # nothing is begun on a node that does not answer
         if mine:
             allowed = (0, -9)
         if whom == "server" and first.ends() is not None:
@@ -185,7 +188,9 @@ class Play:
         self.resume()
 
     def _strike(self, run: Running, how: str, whom: str) -> tuple[float | None, float]:
-        parts = 1 if whom in ("main", "all", "server", "tracker") else 20 if "staging" in whom else 4
+        parts = (
+            1 if whom in ("main", "all", "server", "tracker", "scheduler", *NODE) else 20 if "staging" in whom else 4
+        )
         spread_s = self.truth.seconds / parts
         if whom == "server" and self.plan.server == "own":
             time.sleep(self.rng.random() * spread_s)

@@ -17,17 +17,18 @@ class Plan:
     whom: str  # a kind of process, of file, of second run
     command: str = "predict"
     server: str = "any"  # any, none, embedded, own (a server of this round's own)
+    nodes: int = 0  # of a cluster on this machine
 
     @property
     def work(self) -> Work:
         """What an undisturbed round does."""
-        return Work(self.command, "inbox" if self.command == "predict-inbox" else "a")
+        return Work(self.command, "inbox" if self.command == "predict-inbox" else "a", nodes=self.nodes)
 
     @property
     def name(self) -> str:
         """As the table shows it."""
         where = f" ({self.server} server)" if self.server != "any" else ""
-        return f"{self.command}: {self.how} {self.whom}{where}"
+        return f"{self.command}: {self.how} {self.whom}{where}{' of a cluster' * bool(self.nodes)}"
 
 
 def plans() -> tuple[Plan, ...]:
@@ -73,6 +74,9 @@ def plans() -> tuple[Plan, ...]:
     found += [Plan("twin", kind, "validate") for kind in ("same", "other reads --force")]
     found += [Plan("rewrite", whom) for whom in ("main", "all")]
     found += [Plan("odd", "files", "predict-inbox")]
+    of_cluster = [("kill", whom) for whom in ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")]
+    of_cluster += [("stop", whom) for whom in ("dask worker", "tree", "main")] + [("terminate", "main")]
+    found += [Plan(how, whom, server="none", nodes=3) for how, whom in of_cluster]
     random.Random(0).shuffle(found)
     return tuple(found)
 

@@ -18,7 +18,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -58,6 +58,7 @@ class Work:
     command: str = "predict"  # or validate, predict-inbox
     reads: str = "a"
     threshold: int = 0  # which of the scene's two
+    nodes: int = 0  # of a cluster on this machine; its results are those of one machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,8 @@ class Scene:
 
     def words(self, work: Work, out: Path, devices: str, *more: str) -> list[str]:
         """The command line; `out` is the directory it writes."""
-        words = [*VIRNUC, work.command, "--models", str(self.folder / "models"), "--devices", devices, "-o", str(out)]
+        where = ["--devices", "cpu", "--cluster", f"local:{work.nodes}"] if work.nodes else ["--devices", devices]
+        words = [*VIRNUC, work.command, "--models", str(self.folder / "models"), *where, "-o", str(out)]
         words += [f"--{name}={value}" for name, value in SIZES.items()]
         words += ["--settings", str(self.folder / "settings.toml")]
         reads = str(self.reads(work.reads))
@@ -116,6 +118,7 @@ class Scene:
 
     def truth(self, work: Work) -> Truth:
         """Of an undisturbed run on two cores, made when it is first asked for."""
+        work = replace(work, nodes=0)
         if work not in self.truths:
             if not self.url and work.command != "predict":
                 raise NotRunError(NO_SERVER_HERE)

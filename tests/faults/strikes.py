@@ -85,6 +85,10 @@ def kind_of(process: psutil.Process, main: int) -> str:
     line = " ".join(process.cmdline())
     if "resource_tracker" in line:
         return "tracker"
+    if "distributed.cli.dask_" in line:
+        return "scheduler" if " scheduler " in line else "nanny"
+    if "spawn_main" in line and "distributed.cli.dask_" in " ".join(process.parent().cmdline()):
+        return "dask worker"
     worker = "virnuc_core.engine.worker"
     if "spawn_main" in line or worker in line:
         parent = process.parent()
@@ -133,7 +137,7 @@ def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Rando
     nobody to hit.
     """
     whom, _, meanwhile = whom.partition(" while ")  # main while staging: there are staging processes then
-    kind = meanwhile or ("main" if whom == "all" else whom)
+    kind = meanwhile or {"all": "main", "tree": "nanny"}.get(whom, whom)
     while run.alive and not run.family().get(kind):
         time.sleep(0.01)
     time.sleep(rng.random() * spread_s)
@@ -143,7 +147,10 @@ def strike(run: Running, how: str, whom: str, spread_s: float, rng: random.Rando
     at_s = time.monotonic() - run.began_s
     everybody = [process for group in family.values() for process in group]
     number = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "terminate": signal.SIGTERM}.get(how, signal.SIGINT)
-    for process in everybody if whom == "all" else [rng.choice(family[whom])]:
+    if whom == "tree":  # a whole node
+        nanny = rng.choice(family["nanny"])
+        everybody = [nanny, *nanny.children(recursive=True)]
+    for process in everybody if whom in ("all", "tree") else [rng.choice(family[whom])]:
         with contextlib.suppress(psutil.Error):
             process.send_signal(number)
     struck_s = time.monotonic()

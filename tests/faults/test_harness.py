@@ -114,7 +114,7 @@ def test_jobs_have_cores_of_their_own_while_there_are_enough(monkeypatch: pytest
 
 def test_what_undisturbed_runs_must_show_is_known_before_rounds_begin() -> None:
     wanted = works(plans())
-    assert {plan.work for plan in plans()} < wanted
+    assert {replace(plan.work, nodes=0) for plan in plans()} < wanted
     assert {Work(threshold=1), Work("predict", "b"), Work("validate", "b")} < wanted
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Literal
 
-from virnuc_core.config import Devices, EngineSpec, Precision
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Precision
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.runfiles import Device
 
@@ -49,6 +49,11 @@ def resolve(devices: Devices) -> tuple[Device, ...]:
     return tuple(known[wanted] for wanted in devices.ids)
 
 
+def resolve_here(spec: ClassifySpec) -> tuple[Device, ...]:
+    """The devices of this machine that a run uses: none, where it has a cluster. Errors: those of `resolve`."""
+    return () if spec.cluster else resolve(spec.devices)
+
+
 def _cores(count: int) -> tuple[Device, ...]:
     cores = sorted(os.sched_getaffinity(0))
     if count > len(cores):
@@ -60,7 +65,7 @@ def _cores(count: int) -> tuple[Device, ...]:
 def environment(device: Device) -> dict[str, str]:
     """What a worker's environment sets so that it sees its device and no other."""
     if device.kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": device.id}
+        return {"CUDA_VISIBLE_DEVICES": device.local}
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     return {"CUDA_VISIBLE_DEVICES": "", **threads}
 

@@ -85,12 +85,12 @@ class Embedding:
         done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
         with (
             journal(job.run.journal, self._origin_s, self._started, ids) as keep,
-            Sampler(ids, interval_s=self._watch.sample_s, note=keep) as sampler,
+            Sampler(ids, interval_s=self._watch.sample_s, note=keep, reader=pool.reader if pool else None) as sampler,
             InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)
             if tasks and heard
             else nullcontext() as live,
             nullcontext(pool)
-            if pool is not None and pool.specs == specs
+            if pool is not None and (pool.specs == specs or job.spec.cluster)
             else Pool(specs, LocalWorkers(job.worker)) as used,
         ):
 

@@ -93,7 +93,7 @@ class Pool(AbstractContextManager["Pool"]):
 
     def __init__(self, specs: Sequence[WorkerSpec], workers: LocalWorkers, *, keep: bool = False) -> None:
         self.specs, self._workers, self._keep = tuple(specs), workers, keep
-        self._slots = [WorkerSlot(spec) for spec in specs]
+        self._slots, self.reader = [WorkerSlot(spec) for spec in specs], workers.reader
         self._attempts, self._silence_s = specs[0].engine.max_shard_attempts, specs[0].engine.silence_s
         self._jobs: dict[str, PooledJob] = {}  # by run
         self._todo: deque[ShardTask] = deque()
@@ -110,6 +110,7 @@ class Pool(AbstractContextManager["Pool"]):
             self._closed = True
         self._workers.wake()
         self._thread.join()
+        self._workers.__exit__()
 
     def warm(self) -> None:
         """Start all workers, which load the weights while there is no job yet; they write to no file."""
@@ -146,13 +147,15 @@ class Pool(AbstractContextManager["Pool"]):
         """Start and feed workers, and hear one message."""
         self._take_up()
         self._end_silent()
+        for device in self._workers.joined(len(self._todo)):
+            self._slots.append(WorkerSlot(self.specs[0].model_copy(update={"device": device})))
         if self._todo or self._warm:
             self._start()
             self._feed()
         if (received := self._workers.receive(TICK_S)) is None:
             return
         child, heard = received
-        for slot in self._slots:  # none for an earlier worker's last message
+        for slot in [*self._slots]:  # none for an earlier worker's last message
             if slot.worker is child:
                 ready, first = slot.record is not None, slot.held[0] if slot.held else None
                 try:
@@ -268,6 +271,8 @@ class Pool(AbstractContextManager["Pool"]):
         slot.held.clear()
         if self._workers.cancelled:
             raise errors.WorkerError(INTERRUPTED)
+        if worker.lost:  # with its node; should that come back, so does the device
+            self._slots.remove(slot)
         said = f"{failed.kind}: {failed.message}" if failed else worker.last_words
         shards = [task.shard for task in held]
         line = f"worker on {worker.device} ended (status {status}), holding shards {shards}; it said: {said}"
@@ -279,6 +284,8 @@ class Pool(AbstractContextManager["Pool"]):
         out_of_memory = failed is not None and failed.kind == "OutOfMemoryError"
         alive = [task for task in held if self._jobs[task.job.run].error is None]
         self._todo.extendleft(reversed(alive))
+        if worker.lost:
+            return
         if ready and alive and alive[0] is held[0]:
             self._todo[0] = self._after_death(held[0], said, out_of_memory=out_of_memory)
         elif not ready and out_of_memory:

@@ -31,6 +31,7 @@ from virnuc_core.engine.devices import environment
 from virnuc_core.errors import WorkerError, named, storage_error
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
+from virnuc_core.telemetry.tables import DeviceSample
 
 GRACE_S: Final = 4.5  # for a worker to finish what it is at
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
@@ -110,13 +111,18 @@ _token = threading.Event()  # set when all children are ended; then another take
 class Child:
     """A running worker process: its messages go to the inbox, the last is `Closed`; heartbeats move `progress_s`."""
 
-    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None]) -> None:
+    lost = False  # whether its whole node is gone, through no fault of its own
+
+    def _begin(self, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None]) -> None:
         self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
         self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
         self.last_words = "nothing"  # its last line on standard error
         self.failed: Failed | None = None  # what it said of its failure
         self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
         self._heard_s = self.started_s  # when it last said anything
+
+    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None]) -> None:
+        self._begin(spec, inbox)
         self.process = subprocess.Popen(
             # -P: no module of the folder people stand in
             [sys.executable, "-P", "-c", PROGRAM, module, str(os.getpid())],
@@ -196,9 +202,12 @@ class Child:
             with contextlib.suppress(OSError, ValueError):
                 assert self.process.stdin is not None
                 self.process.stdin.close()
-            with _children_lock:
-                _children.discard(self)
+            self._forget()
         return status
+
+    def _forget(self) -> None:
+        with _children_lock:
+            _children.discard(self)
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
@@ -227,6 +236,8 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     The thread that starts them must live as long as they do: its end is the parent's death to the kernel.
     """
 
+    reader: Callable[[str, float], DeviceSample] | None = None  # of devices elsewhere
+
     def __init__(self, module: str) -> None:
         self._module, self._token = module, _token
         self._inbox: queue.Queue[tuple[Child, Message] | None] = queue.Queue()
@@ -243,12 +254,19 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         with _children_lock:
             if self.cancelled:
                 raise WorkerError(INTERRUPTED)
-            child = Child(self._module, spec, self._inbox)
+            child = self._make(spec)
             _children.add(child)
-        child.log = log
         self._started.append(child)
         child.send(spec)
+        child.log = log
         return child
+
+    def _make(self, spec: WorkerSpec) -> Child:
+        return Child(self._module, spec, self._inbox)
+
+    def joined(self, waiting: int) -> Iterable[Device]:
+        """Devices that have come since this was last asked, while so many shards waited: none, but of a cluster."""
+        return ()
 
     def receive(self, timeout_s: float) -> tuple[Child, Message] | None:
         """The next message of any worker; None when none comes in time, or when woken."""
@@ -301,7 +319,7 @@ def serve(module: str) -> NoReturn:
     parent.listen(spec.engine.heartbeat_s)
     try:
         if spec.device.kind == "cuda":
-            lock_device(spec.device.id, spec.engine.device_wait_s)  # until this process ends
+            lock_device(spec.device.local, spec.engine.device_wait_s)  # until this process ends
         importlib.import_module(module).work(parent, spec)  # last: it takes seconds, in which a closed input ends us
     except Exception as error:  # noqa: BLE001 - whatever it is, the parent must hear of it
         parent.give_up(error)

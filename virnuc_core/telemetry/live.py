@@ -95,11 +95,16 @@ class Sampler:
     """Background thread that reads devices and host every `interval_s` while the `with` block lasts."""
 
     def __init__(
-        self, devices: Sequence[str], *, interval_s: float = 0.5, note: Callable[..., None] = lambda *samples: None
+        self,
+        devices: Sequence[str],
+        *,
+        interval_s: float = 0.5,
+        note: Callable[..., None] = lambda *samples: None,
+        reader: Reader | None = None,
     ) -> None:
-        """`note` hears every sample at once."""
+        """`note` hears every sample at once; `reader`: of devices elsewhere."""
         self.devices, self._interval_s, self._note = tuple(devices), interval_s, note
-        self._read, self._host, self._failed = nvml_reader(devices), host_reader(), False
+        self._read, self._host, self._failed = reader or nvml_reader(devices), host_reader(), False
         self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)

@@ -1,0 +1,169 @@
+"""What a node does for a run: a Dask actor that starts worker processes there and relays what they say, as JSON.
+
+The processes are those of a run on one machine (`LocalWorkers`), with the same two nets that end them with their
+parent, here the Dask worker. Heartbeats stay here: the submitting side is told how long each has been still.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import Field
+
+import virnuc_core
+from virnuc_core.config import Devices, Spec
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import resolve, visible_gpus
+from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, WorkerSpec
+from virnuc_core.errors import DeviceError, WeightsError
+from virnuc_core.rundir import write_text_whole
+from virnuc_core.runfiles import Device, version_of
+from virnuc_core.telemetry.live import nvml_reader
+from virnuc_core.telemetry.tables import DeviceSample
+
+HEAR_S: Final = 1.0  # a node answers at least this often
+GATHER_S: Final = 0.02  # what is said in so short a time is told together
+DEVICE_WAIT_S: Final = 30.0  # for a GPU whose former worker is being ended
+MESSAGES: Final = shards.__name__  # imported here: its messages are read here
+
+
+class Order(Spec):
+    """What the submitting side wants of one worker process; what is not set is not wanted."""
+
+    child: int
+    start: WorkerSpec | None = None
+    log: str | None = None  # file for its standard error; empty: none for now
+    line: str | None = None  # a message for it
+    end_s: float | None = None  # end it, with so much time for what it is at
+
+
+class Told(Spec):
+    """What a node has to say since it was last asked, by its own clock."""
+
+    now_s: float
+    said: tuple[tuple[int, str], ...] = ()  # messages of its worker processes, in order
+    still_s: dict[int, float] = Field({})  # how long each has done nothing
+    ended: dict[int, tuple[int, str]] = Field({})  # status and last words
+    samples: tuple[DeviceSample, ...] = ()
+
+
+class Facts(Spec):
+    """What a node is."""
+
+    host: str
+    virnuc: str
+    torch: str
+    gpus: tuple[Device, ...]
+    cores: tuple[Device, ...]
+
+
+class Node:
+    """The actor. Its worker processes end when it is released, or its Dask worker dies."""
+
+    def __init__(self, module: str) -> None:
+        self._workers = LocalWorkers(module)
+        self._starter = ThreadPoolExecutor(1)  # lives as long as the process: to the kernel it is the parent
+        self._children: dict[int, Child] = {}
+        self._numbers: dict[Child, int] = {}
+        self._sampled: list[str] = []
+        self._read: Any = None
+        self._local_models: str | None = None
+
+    def __del__(self) -> None:
+        threading.Thread(target=self._workers.__exit__).start()
+
+    def facts(self, devices: str) -> str:
+        """What is here. Errors: `DeviceError` when `devices` names GPUs that are not."""
+        wanted, cores = Devices.parse(devices), len(os.sched_getaffinity(0))
+        gpus = visible_gpus() if wanted.kind == "auto" else resolve(wanted) if wanted.kind == "cuda" else ()
+        told = {"virnuc": virnuc_core.__version__, "torch": version_of("torch"), "host": platform.node()}
+        return Facts(**told, gpus=tuple(gpus), cores=resolve(Devices.parse(f"cpu:{cores}"))).model_dump_json()
+
+    def look(self, probe: str, text: str, models: str, head: str) -> str:
+        """Read a file that the submitting side wrote, and leave an answer beside it, by rename; the answer's path."""
+        answer = Path(f"{probe}.{platform.node()}.{os.getpid()}")
+        try:
+            if Path(probe).read_text() != text:
+                raise DeviceError(f"{Path(probe).parent} is another directory there")
+            write_text_whole(answer, text)
+            if hashlib.sha256((Path(models) / "head" / "config.json").read_bytes()).hexdigest() != head:
+                raise DeviceError(f"{models} holds other models there")
+        except OSError as error:
+            raise DeviceError(f"cannot use {error.filename or probe}: {error.strerror or error}") from error
+        return str(answer)
+
+    def bring(self, models: str, local: str, prints: str) -> None:
+        """Have the models on a disk of this node, copied once, proven by the digests of their parts."""
+        from virnuc_core.encoders.checkpoint import PARTS, fingerprint
+
+        wanted, place = json.loads(prints), Path(local) / f"virnuc-{hashlib.sha256(prints.encode()).hexdigest()[:16]}"
+        if not place.exists():
+            Path(local).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=local) as folder:
+                for part in PARTS:
+                    shutil.copytree(Path(models) / part, Path(folder) / "copy" / part)
+                if not place.exists():  # another Dask worker of this node may have been faster
+                    (Path(folder) / "copy").rename(place)
+        if fingerprint(place) != wanted:
+            raise WeightsError(f"{place} is not what {models} holds; remove it and run again")
+        self._local_models = str(place)
+
+    async def tell(self, orders: str) -> None:
+        """Follow orders, in turn."""
+        await asyncio.get_running_loop().run_in_executor(self._starter, self._follow, orders)
+
+    def _follow(self, orders: str) -> None:
+        for order in map(Order.model_validate, json.loads(orders)):
+            child = self._children.get(order.child)
+            if order.start is not None:
+                child = self._children[order.child] = self._workers.start(self._here(order.start))
+                self._numbers[child] = order.child
+            assert child is not None
+            if order.log is not None:
+                child.log = Path(order.log) if order.log else None
+            if order.line is not None:
+                child.send(Message.of(order.line))
+            if order.end_s is not None:
+                threading.Thread(target=child.end, args=(order.end_s,)).start()
+
+    def _here(self, spec: WorkerSpec) -> WorkerSpec:
+        """A worker's settings as they are here."""
+        engine = spec.engine.model_copy(update={"device_wait_s": max(DEVICE_WAIT_S, spec.engine.device_wait_s)})
+        if spec.device.kind == "cuda" and spec.device.local not in self._sampled:
+            self._sampled.append(spec.device.local)
+            self._read = nvml_reader(self._sampled)
+        return spec.model_copy(update={"engine": engine, "models": self._local_models or spec.models})
+
+    async def hear(self) -> str:
+        """What worker processes have said and done, as soon as one has said something, else after a second."""
+        return await asyncio.to_thread(self._collect)
+
+    def _collect(self) -> str:
+        said, ended = [], {}
+        if (received := self._workers.receive(HEAR_S)) is not None:
+            time.sleep(GATHER_S)
+        while received is not None:
+            child, message = received
+            number = self._numbers[child]
+            if isinstance(message, Closed):
+                ended[number] = child.end(0.5), child.last_words
+                del self._children[number]
+            else:
+                said.append((number, message.line()))
+            received = self._workers.receive(0)
+        now_s = time.monotonic()
+        still_s = {number: now_s - child.progress_s for number, child in list(self._children.items())}
+        samples = [self._read(uuid, now_s) for uuid in self._sampled] if self._read else []
+        told = Told(now_s=now_s, said=tuple(said), still_s=still_s, ended=ended, samples=tuple(samples))
+        return told.model_dump_json()
