@@ -8,11 +8,13 @@ or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could
 import logging
 import os
 import sys
+import tomllib
 import traceback
 import warnings
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Final
 
 from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedCliTokensError, ValidationError
@@ -27,29 +29,7 @@ BAD_SETTINGS: Final = ConfigError.exit_code
 STDIN: Final = "\0stdin"
 NUMBERS: Final = {"-1": "--mates-1", "-2": "--mates-2", "-": STDIN}  # what cyclopts takes for a value or for an option
 
-COMMANDS: Final = {
-    "validate": ("flows.flow_commands", "prove this machine against a profile: the validation flow"),
-    "predict": ("flows.start", "say which reads are viral: the production flow"),
-    "predict-inbox": ("flows.flow_commands", "predict each new file of a folder, once"),
-    "scale": ("flows.flow_commands", "the scaling curve over the devices of this machine"),
-    "tune": ("flows.flow_commands", "the fastest engine settings for this machine and these reads"),
-    "profile": ("flows.flow_commands", "where the time goes: profiler traces and tables"),
-    "train": ("flows.flow_commands", "fit the head on labelled reads"),
-    "approve": ("flows.flow_commands", "answer a validation that waits for its reviewer"),
-    "models": ("flows.plain_commands", "make, convert, fetch or check weights"),
-    "simulate": ("flows.plain_commands", "write labelled synthetic reads"),
-    "sample": ("flows.plain_commands", "draw a subset with the same read lengths"),
-    "compare": ("flows.plain_commands", "agreement of two runs or result files"),
-    "report": ("flows.plain_commands", "render a validation's report again"),
-    "rescore": ("flows.plain_commands", "score stored embeddings again: another head or threshold"),
-    "export": ("flows.plain_commands", "a finished run for MultiQC, Kraken's readers and contigs"),
-    "overhead": ("flows.flow_commands", "what commits, the sampler and loading models anew cost, in a validation"),
-    "verify": ("flows.plain_commands", "recompute every number of a report from raw files"),
-    "history": ("flows.plain_commands", "the trend of past validations"),
-    "profiles": ("flows.plain_commands", "the profiles a validation can be held against"),
-    "devices": ("flows.plain_commands", "the devices of this machine"),
-    "doctor": ("flows.doctor", "is this machine sound? one line a check"),
-}
+COMMANDS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
 
 app = App(
     name="virnuc",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import getpass
 import os
-from collections.abc import Iterator
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -173,26 +174,9 @@ Slots = Annotated[int, Field(ge=64, le=1 << 20)]
 Tokens = Annotated[int, Field(ge=64)]
 Loaders = Annotated[int, Field(ge=0, le=64)]
 Batches = Annotated[int, Field(ge=1, le=64)]
-SWEPT: Final = {
-    "token_budgets": "token_budget",
-    "dna_token_budgets": "dna_token_budget",
-    "attentions": "attention",
-    "precisions": "precision",
-    "loader_workers": "num_workers",
-    "prefetch_factors": "prefetch_factor",
-    "shard_sizes": "shard_tokens",
-}
-GRIDS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {  # named sweeps: each value with every other
-    "quick": {"num_workers": (4, 8, 12), "prefetch_factor": (2, 4, 8)},
-    "full": {"num_workers": (4, 8, 12, 16), "prefetch_factor": (2, 4, 8), "token_budget": (4_096, 8_192, 12_288)},
-}
-BUDGETS: Final = dict.fromkeys(("token_budget", "dna_token_budget"), (8_192, 16_384, 32_768))
-KNOBS: Final[dict[str, dict[str, tuple[Any, ...]]]] = {  # what may lessen a loss of time, by its class
-    "loader": GRIDS["quick"],
-    "packing": BUDGETS,
-    "GPU compute": BUDGETS,
-    "commits": {"shard_tokens": (262_144, 524_288, 1_048_576)},
-}
+_SWEEPS: Final = tomllib.loads(Path(__file__).with_name("sweeps.toml").read_text(encoding="utf-8"))
+SWEPT: Final[dict[str, str]] = _SWEEPS["settings"]
+KNOBS: Final[dict[str, dict[str, list[Any]]]] = _SWEEPS["knobs"]
 
 
 class TuneSettings(RunSettings):
@@ -207,7 +191,7 @@ class TuneSettings(RunSettings):
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
     allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
     token_budgets: tuple[Slots, ...] = Field(
-        BUDGETS["token_budget"], description="token slots of one ESM-2 batch to try"
+        (8_192, 16_384, 32_768), description="token slots of one ESM-2 batch to try"
     )
     dna_token_budgets: tuple[Slots, ...] = Field((), description="slots of one DNABERT-S batch to try")
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
@@ -216,9 +200,9 @@ class TuneSettings(RunSettings):
     prefetch_factors: tuple[Batches, ...] = Field((2, 4), description="batches kept ready for each loader to try")
     shard_sizes: tuple[Tokens, ...] = Field((), description="ESM-2 tokens of one shard to try")
 
-    def swept(self) -> dict[str, tuple[Any, ...]]:
+    def swept(self) -> Mapping[str, Sequence[Any]]:
         """Engine settings and the values to try, without those that are not swept; a named grid goes first."""
-        lists = GRIDS.get(self.grid) or {engine: getattr(self, own) for own, engine in SWEPT.items()}
+        lists = _SWEEPS["grids"].get(self.grid) or {engine: getattr(self, own) for own, engine in SWEPT.items()}
         return {name: values for name, values in lists.items() if values}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, Self, TypeVar
@@ -199,33 +200,16 @@ def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
     return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
 
 
-ESM2_SIZES: Final[Mapping[Esm2Size, Esm2Shape]] = {
-    "tiny": Esm2Shape(layers=2, width=64, heads=2, ffn_width=256),
-    "t6_8M": Esm2Shape(layers=6, width=320, heads=20, ffn_width=1280),
-    "t12_35M": Esm2Shape(layers=12, width=480, heads=20, ffn_width=1920),
-    "t30_150M": Esm2Shape(layers=30, width=640, heads=20, ffn_width=2560),
-    "t33_650M": Esm2Shape(layers=33, width=1280, heads=20, ffn_width=5120),
-    "t36_3B": Esm2Shape(layers=36, width=2560, heads=40, ffn_width=10240),
-}
+_SIZES: Final = tomllib.loads(Path(__file__).with_name("sizes.toml").read_text(encoding="utf-8"))
+ESM2_SIZES: Final[Mapping[Esm2Size, Esm2Shape]] = {name: Esm2Shape(**sizes) for name, sizes in _SIZES["esm2"].items()}
 DNABERT_SIZES: Final[Mapping[DnabertSize, DnabertShape]] = {
-    "tiny": DnabertShape(layers=2, width=64, heads=2, ffn_width=128, vocab=512),
-    "base": DnabertShape(layers=12, width=768, heads=12, ffn_width=3072, vocab=4096),
+    name: DnabertShape(**sizes) for name, sizes in _SIZES["dnabert_s"].items()
 }
 
 
 def write_shape(shape: Shape, path: Path) -> None:
     """Write `config.json` whole; what is not known is left out."""
     write_text_whole(path, json.dumps(shape.model_dump(exclude_none=True), indent=1) + "\n")
-
-
-_HF_SIZES: Final = {
-    "num_hidden_layers": "layers",
-    "hidden_size": "width",
-    "num_attention_heads": "heads",
-    "intermediate_size": "ffn_width",
-    "vocab_size": "vocab",
-}
-_HF_FURTHER: Final = {"layer_norm_eps": "norm_eps", "token_dropout": "token_dropout", "type_vocab_size": "token_types"}
 
 
 def read_shape(path: Path, kind: type[S]) -> S:
@@ -237,9 +221,9 @@ def read_shape(path: Path, kind: type[S]) -> S:
     if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
         if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
             raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
-        if missing := [theirs for theirs in _HF_SIZES if theirs not in raw]:
+        if missing := [theirs for theirs in _SIZES["huggingface"] if theirs not in raw]:
             raise WeightsError(f"{path}: no {', '.join(missing)}; not the sizes of a model that can be read here")
-        known = (_HF_SIZES | _HF_FURTHER).items()
+        known = (_SIZES["huggingface"] | _SIZES["huggingface_further"]).items()
         raw = {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
     with reading(path, "JSON", WeightsError):
         return kind.model_validate(raw)
