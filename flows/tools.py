@@ -20,12 +20,12 @@ from flows.flow_commands import (
 )
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.predict import StagedRun, staged_run
+from tasks.measure import overhead as timed
+from tasks.measure import run_trial, split, trace
+from tasks.measure import train as fit
 from tasks.predict import embed, stage, stage_rows
 from tasks.server import announce
 from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
-from tasks.tools import overhead as timed
-from tasks.tools import run_trial, split, trace
-from tasks.tools import train as fit
 from virnuc_core.config import Devices, EngineSpec, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head

@@ -24,11 +24,10 @@ from flows import start
 from flows.flow_commands import NOT_MET, REJECTED, MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, sample_of, stage_input, with_parameters
 from flows.tools import tune_round, tuned
+from tasks import measure as steps
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
 from tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publish_markdown
-from tasks.tools import ceiling, overhead, precision
-from tasks.validate import TIMED_OUT, Approval, approval_form, baseline, compare, emit_outcome, publish, report
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
@@ -75,7 +74,7 @@ def validate(settings: ValidateSettings) -> State[Judged]:
             judged = write_report(settings.out, judged.profile)  # it says what no setting mends
         else:
             judged, message = measure(again)
-    emit_outcome(judged, settings.out)
+    steps.emit_outcome(judged, settings.out)
     approval = _approval(settings, judged) if settings.approval else None
     if approval is not None:
         message += f"; {approval.verdict} by {approval.reviewer}"
@@ -133,16 +132,18 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     else:
         counts = sorted({1, min(2, most), most})
         beside, asked = RunDir(out / BASELINE), profile.baseline
-        slow = baseline(beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force)
+        slow = steps.baseline(
+            beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force
+        )
         subset = slow.result().subset is not None
     names = _runs(out, staging, spec, profile, counts, label)
     if devices.kind == "cuda":  # cores compute in fp32
-        precision(out, Bench(store, spec.models, devices), spec.engine, label=label).result()
+        steps.precision(out, Bench(store, spec.models, devices), spec.engine, label=label).result()
     if profile.targets.checkpoint_overhead is not None:
-        overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
-    compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
-    judged = report(out, profile, history=settings.history_file, label=label).result()
-    publish(judged, out, label)
+        steps.overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
+    steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
+    judged = steps.report(out, profile, history=settings.history_file, label=label).result()
+    steps.publish(judged, out, label)
     nothing = before and _finished_runs(out) == before
     return judged, "; nothing had to be computed" if nothing else ""
 
@@ -160,7 +161,7 @@ def _runs(
     flops, names = None, []
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
     if spec.devices.kind == "cuda" and (spec.force or not complete):
-        flops = ceiling(out, models=spec.models, devices=spec.devices, engine=spec.engine).result()
+        flops = steps.ceiling(out, models=spec.models, devices=spec.devices, engine=spec.engine).result()
     for folder in out.glob(f"{RUN_PREFIX}*.*") if spec.force else ():
         discard(folder, *RUN_FILES)
     for place, count in enumerate(counts):
@@ -189,14 +190,14 @@ def _runs(
 def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
     """The reviewer's answer, which from then on stands in every form of the report."""
     folder = RunDir(settings.out).report
-    approval = ask(folder, approval_form(judged), timeout_s=settings.approval_timeout_s)
+    approval = ask(folder, steps.approval_form(judged), timeout_s=settings.approval_timeout_s)
     text = fill("sections.md.j2", rerender(settings.out), only="Approval")
     said = f"{approval.verdict} by {approval.reviewer}"
     publish_markdown(on_host(f"approval-{judged.profile.name}"), text, said, folder)
     return approval
 
 
-def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
+def ask(report_dir: Path, form: type[steps.Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
     """The answer of the reviewer for whom this flow run pauses, kept in the report's directory. A time-out answers
     `pending` by the door a person would use: a run nobody looked at is not a failed one."""
     context = FlowRunContext.get()
@@ -207,7 +208,7 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
     def answer_for_nobody(stop: threading.Event) -> None:
         if not stop.wait(timeout_s):
             with connection.telling("the time-out of the approval"), get_client(sync_client=True) as client:
-                client.resume_flow_run(flow_run_id, run_input=TIMED_OUT)
+                client.resume_flow_run(flow_run_id, run_input=steps.TIMED_OUT)
 
     connection.patient_until_s = time.monotonic() + timeout_s
     try:
@@ -215,7 +216,7 @@ def ask(report_dir: Path, form: type[Approval], *, timeout_s: int, poll_s: int =
             answer = pause_flow_run(wait_for_input=form, timeout=timeout_s + GRACE_S, poll_interval=poll_s)
     except UNTOLD as error:
         logger.warning("nobody could be asked: the Prefect server is lost (%s)", error)
-        answer = form.model_validate(TIMED_OUT)
+        answer = form.model_validate(steps.TIMED_OUT)
     finally:
         connection.patient_until_s = 0.0
     moment = datetime.now(UTC).isoformat(timespec="seconds")

@@ -50,7 +50,7 @@ def test_a_rejected_validation_does_not_end_as_if_all_were_well(
     validated: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: bool, kind: str
 ) -> None:
     """What answers when the time is over says no here, in place of a person."""
-    monkeypatch.setattr("flows.validate.TIMED_OUT", {"verdict": "rejected", "reviewer": "Ada", "note": "wrong sample"})
+    monkeypatch.setattr("tasks.measure.TIMED_OUT", {"verdict": "rejected", "reviewer": "Ada", "note": "wrong sample"})
     state = validate(**validated, approval=True, approval_timeout_s=1, fail_on_criteria=fails, return_state=True)
     assert (state.type.value, state.name) == (kind, "Rejected")
     assert "rejected by Ada" in (state.message or "")

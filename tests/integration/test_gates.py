@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-import tasks.validate
+import tasks.measure
 from flows.cli import main
 from flows.validate import scale, validate
 from virnuc_core.engine import devices
@@ -28,7 +28,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, Any]]:
     def emit(event: str, _resource: str, _name: str, payload: dict[str, Any]) -> None:
         sent[event] = payload
 
-    monkeypatch.setattr(tasks.validate, "emit", emit)
+    monkeypatch.setattr(tasks.measure, "emit", emit)
     return sent
 
 

@@ -21,8 +21,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.cli import main
 from flows.predict import predict
 from flows.validate import ask
+from tasks.measure import Approval
 from tasks.server import limit
-from tasks.validate import Approval
 
 from .conftest import answers
 from .processes import PATIENCE_S, PREFECT, VIRNUC, background, committed, gone, own_server, wait_for

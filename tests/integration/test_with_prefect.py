@@ -33,6 +33,7 @@ from flows.flow_run import with_parameters
 from flows.parameters import FlowSettings
 from flows.predict import predict
 from flows.validate import ask
+from tasks.measure import Approval
 from tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots, place
 from tasks.step import (
     Markdown,
@@ -43,7 +44,6 @@ from tasks.step import (
     publish_table,
     step,
 )
-from tasks.validate import Approval
 from virnuc_core.errors import InputError, VirnucError, WorkerError
 from virnuc_core.runfiles import Device
 

@@ -205,10 +205,3 @@ class Repeated:
         lower = (np.uint64(1) << (rows & 63).astype(np.uint64)) - np.uint64(1)
         uniques: NDArray[np.int64] = rows - self.before[word] - np.bitwise_count(self.words[word] & lower)
         return uniques
-
-
-def share_a_digest(pair: tuple[Bucket, Bucket]) -> bool:
-    """Whether a digest stands in the same bucket of both columns."""
-    one, other = (np.concatenate([some for some, _ in bucket.records()]) for bucket in pair)
-    one, other = one[np.isin(one[:, 0], other[:, 0])], other[np.isin(other[:, 0], one[:, 0])]
-    return not {*map(tuple, one[:, :2].tolist())}.isdisjoint(map(tuple, other[:, :2].tolist()))

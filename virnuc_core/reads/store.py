@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_of
-from virnuc_core.reads.fingerprint import Bucket, Column, Repeated, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.fingerprint import Bucket, Column, Repeated, Repeats, digests, repeats_in
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import check_room, whole_file
@@ -266,26 +267,19 @@ class StoreWriter:
 
     def _free_mark(self, workers: Workers) -> str:
         """What stands between an id and its number: a dot, or as many as it takes that no such name is an id yet."""
-        ids = Bucket.all_of(self._digests["read"])
-        for mark in map(".".__mul__, itertools.count(1)):
-            names = self._digests_of_names(mark)
-            pairs = [(Bucket(names, bucket.number, bucket.buckets), bucket) for bucket in ids]
-            if not len(names) or not any([*workers.map(share_a_digest, pairs, may_start=False)]):
+        known = len(self._repeats["read"])
+        for mark in map(".".__mul__, itertools.count(1)) if known else ():
+            both = Column(self._folder / f"names{len(mark)}", 2)  # of ids, and of the names that those of repeats get
+            shutil.copyfile(self._digests["read"].path, both.path)
+            with both.path.open("ab") as out:
+                for number, segment in enumerate(self._segments):
+                    if len(repeats := self._repeats["read"].of(number)):
+                        places, ids = repeats[:, 0] - self._at["read"][number], _ids(segment)
+                        named = zip(places.tolist(), repeats[:, 2].tolist(), strict=True)
+                        out.write(digests([b"%b%b%d" % (ids[i], mark.encode(), n) for i, n in named]).data)
+            if sum(map(len, workers.map(repeats_in, Bucket.all_of(both), may_start=False))) == known:
                 return mark
-        raise AssertionError
-
-    def _digests_of_names(self, mark: str) -> Column:
-        """Digests of the names that reads with an earlier one's id would get."""
-        names = Column(self._folder / f"names{len(mark)}", 2)
-        with names.path.open("wb") as out:
-            for number, segment in enumerate(self._segments):
-                repeats = self._repeats["read"].of(number)
-                if len(repeats):
-                    ids = _ids(segment)
-                    places = (repeats[:, 0] - self._at["read"][number]).tolist()
-                    made = [ids[i] + f"{mark}{n}".encode() for i, n in zip(places, repeats[:, 2].tolist(), strict=True)]
-                    out.write(digests(made).data)
-        return names
+        return "."
 
     def _uniques(self) -> tuple[Repeated, dict[str, NDArray[np.int64]]]:
         """Which rows repeat an earlier one; uniques, and letters of them, before each segment and in all."""

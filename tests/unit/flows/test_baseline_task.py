@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.validate import baseline
+from tasks.measure import baseline
 from virnuc_core.config import Devices
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.rundir import RunDir

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from tasks.measure import rows_of, shares_of_time
 from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
-from tasks.validate import rows_of, shares_of_time
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.formatting import met_sentence, runs_text
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from virnuc_core.reads import fingerprint
-from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in, share_a_digest
+from virnuc_core.reads.fingerprint import Bucket, Column, Repeats, digests, repeats_in
 
 
 def digest(strings: list[bytes]) -> list[tuple[int, int]]:
@@ -75,12 +75,3 @@ def test_repeats_are_found_whatever_the_stretches_and_buckets(
         number * stretch <= place < (number + 1) * stretch for number, rows in enumerate(found) for place, *_ in rows
     )
     assert repeats.first() == (expected[0][:2] if expected else None)
-
-
-@given(few_pairs, few_pairs)
-def test_shared_digests_are_seen(
-    tmp_path_factory: pytest.TempPathFactory, pairs: list[tuple[int, int]], others: list[tuple[int, int]]
-) -> None:
-    folder = tmp_path_factory.mktemp("shared")
-    one, other = (Bucket(column(folder, name, some), 0, 1) for name, some in (("a", pairs), ("b", others)))
-    assert share_a_digest((one, other)) == bool({*pairs} & {*others})

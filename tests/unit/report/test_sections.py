@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tasks.measure import rows_of
 from tasks.predict import fate_rows
-from tasks.validate import rows_of
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import RawFolder
