@@ -3,10 +3,9 @@
 import logging
 import os
 import platform
-import re
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -26,23 +25,23 @@ from prefect.states import Cancelled, Failed
 from flows.ending import ended_in_time
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import stage
-from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
+from tasks.server import UNTOLD, ServerLostError, connection, device_slots, limit, without_server
 from tasks.step import NotMetError, beside, core_logs
-from virnuc_core.config import INPUTS
+from virnuc_core.config import INPUTS, ClusterSpec, Devices, EngineSpec
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
-from virnuc_core.pipeline import stage_spec
-from virnuc_core.reads.sources import hidden, is_address
+from virnuc_core.pipeline import stage_spec, workers_for
+from virnuc_core.reads.sources import hidden, sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry import live
 
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
-ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
-MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
-MAX_NAME: Final = 60
 WATCH_S: Final = 2.0
+kept: ContextVar[Pool | None] = ContextVar("workers that stay up from run to run", default=None)
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
 logger = logging.getLogger(__name__)
 
@@ -71,7 +70,8 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
                 _ended_when_cancelled(),
                 settings.hold(),
             ):
-                around.callback(end_all_children)  # not in a task: signals reach the main thread only
+                if kept.get() is None:  # not in a task: signals reach the main thread only
+                    around.callback(end_all_children)
                 return function(_without_queries(settings))
 
         @wraps(body)
@@ -105,16 +105,6 @@ def _without_queries(settings: Settings) -> Settings:
     return settings.model_copy(update=shown)
 
 
-def sample_of(reads: Sequence[str]) -> str:
-    """A short name of the input: its first file without endings, and how many more there are; `lung` of two mates."""
-    names = [re.split(r"[?#]", one)[0] if is_address(one) else one for one in reads[:2]]
-    names = [ENDINGS.sub("", Path(" ".join(printable(one).split())).name) for one in names]
-    if len(reads) == 2 and len({MATE_MARK.sub("", one) for one in names}) == 1 and all(map(MATE_MARK.search, names)):
-        return MATE_MARK.sub("", names[0])[:MAX_NAME]
-    first = "no-reads" if not reads else "stdin" if reads[0] == "-" else names[0][:MAX_NAME] or "reads"
-    return first + (f"+{len(reads) - 1}" if len(reads) > 1 else "")
-
-
 def named(*keys: str) -> Callable[[], str]:
     """Names a flow's run by these of its parameters, `lung · ci-smoke · cpu:2`; when deployed by date and host."""
 
@@ -131,9 +121,11 @@ def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
     parts = []
     for key in keys:
         value = parameters.get(key)
+        if key == "reads" and parameters.get("samples"):
+            continue
         if key == "reads":
             parts.append(sample_of([str(read) for name in INPUTS for read in parameters.get(name) or ()]))
-        elif isinstance(value, Path) or (isinstance(value, str) and key in ("inbox", "profile")):
+        elif isinstance(value, Path) or (isinstance(value, str) and key in ("inbox", "profile", "samples")):
             parts.append(Path(value).name.removesuffix(".toml"))
         elif value is not None:
             parts.append(str(value))
@@ -144,6 +136,22 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     """The flow's reads in the store of its directory. Errors: those of the stage task."""
     spec, store = stage_spec(settings, settings.models), RunDir(settings.out).store
     return stage(spec, store, label=label, force=settings.force).result()
+
+
+@contextmanager
+def kept_workers(settings: FlowSettings) -> Iterator[Pool]:
+    """Workers that stay up for all runs in the body, with their devices; they load the weights once."""
+    cluster = settings if isinstance(settings, ClusterSpec) and settings.cluster else None
+    devices, engine = Devices.parse(settings.devices), settings.engine(EngineSpec())
+    with (
+        device_slots(() if cluster else resolve(devices)),
+        workers_for(settings.models, devices, engine, keep=True, cluster=cluster, out=settings.out) as pool,
+    ):
+        before = kept.set(pool)
+        try:
+            yield pool
+        finally:
+            kept.reset(before)
 
 
 def run_flow(

@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from virnuc_core.config import (
+    INPUTS,
     ClassifySpec,
     ClusterSpec,
     Devices,
@@ -259,10 +260,47 @@ class RunSettings(InputSpec, FlowSettings):
 class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     """Which reads are viral."""
 
+    samples: Path | None = Field(
+        None, description="sample sheet (columns sample, fastq_1, fastq_2): a run for each sample, in OUT/sample"
+    )
+    sample_from: Literal["none", "name"] = Field(
+        "none", description="name: each file, or pair of files, is a sample of that name; a run for each, in OUT/sample"
+    )
+
+    @property
+    def many(self) -> bool:
+        """Whether these are samples, each with a run of its own."""
+        return self.samples is not None or self.sample_from != "none"
+
+    def inputs(self) -> tuple[str, ...]:
+        """The files of local reads; those of samples are looked at by their own runs. Errors: `InputError`."""
+        return () if self.many else super().inputs()
+
+    def check_own_files(self) -> None:
+        """Refuse samples that cannot be told apart, and a place for them that is a run's own."""
+        if self.many:
+            self.by_sample()
+            if RunDir(self.out).record.exists():
+                raise ConfigError(f"{self.out} holds a single run; choose another directory for samples")
+
+    def by_sample(self) -> dict[str, Self]:
+        """The settings of each sample's own run. Errors: those of `read_sheet` and `by_name`; `ConfigError`."""
+        from virnuc_core.reads.samples import by_name, read_sheet  # few runs need it
+
+        if self.samples is not None and (self.named or self.sample_from != "none"):
+            raise ConfigError("samples: the sheet names all reads; give none beside it")
+        found = by_name(self) if self.samples is None else read_sheet(self.samples)
+        runs = {}
+        for name, reads in found.items():
+            own = {"samples": None, "sample_from": "none", "out": self.out / name}
+            runs[name] = self.model_copy(update=reads.model_dump(include={*INPUTS}) | own)
+            within_roots(runs[name])
+        return runs
+
     def is_done(self) -> bool:
         """Whether the directory holds a complete run, which is not to be made anew."""
         run = RunDir(self.out)
-        if self.force or not run.summary.exists():
+        if self.force or self.many or not run.summary.exists():
             return False
         from virnuc_core.pipeline import read_summary  # it brings the engine along
 

@@ -9,15 +9,16 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_run import named, sample_of, stage_input, with_parameters
+from flows.flow_run import kept, named, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
-from tasks.predict import embed, fate_rows
+from tasks.predict import embed, publish_prediction
 from tasks.server import announce, device_slots
-from tasks.step import done, emit, publish_table
+from tasks.step import done
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, VerdictSpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import read_summary, workers_for
+from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary
@@ -34,7 +35,7 @@ class StagedRun:
     label: str  # of the sample, for names in the UI
     spec: ClassifySpec
     pool: Pool | None  # has the weights by now; None where devices were busy or nothing is left to do
-    workers: ExitStack  # that ends them
+    workers: ExitStack  # that ends them, if they are this run's own
 
     def embed(self, **verdict: Any) -> State[RunSummary]:
         """Result files of the staged reads, by a `verdict` of one's own. Errors: those of the embed task."""
@@ -52,8 +53,10 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
     with ExitStack() as held, ExitStack() as workers:
-        pool: Pool | None = None
-        if read_summary(run) is None:
+        pool, incomplete = kept.get(), read_summary(run) is None
+        if incomplete and pool is not None:
+            pool.warm()
+        elif incomplete:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
                 of = spec.models, spec.devices, spec.engine
@@ -62,19 +65,19 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
         yield StagedRun(run, stage_input(settings, label), label, spec, pool, workers)
 
 
-@flow(name="predict", flow_run_name=named("reads", "devices", "cluster"))
+@flow(name="predict", flow_run_name=named("reads", "samples", "devices", "cluster"))
 @with_parameters(PredictSettings)
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
+    if settings.many:
+        from flows.predict_samples import predict_samples  # few runs need it
+
+        return predict_samples(settings)
     with staged_run(settings) as staged:
-        run, label = staged.run, staged.label
         embedded = staged.embed(**{name: getattr(settings, name) for name in VerdictSpec.model_fields})
         summary = embedded.result()
-        fates = fate_rows(summary, staged.staging.tally)
-        publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
-        viral = summary.fates.get("viral", 0)
-        payload = {"reads": summary.n_reads, "viral": viral, "run": str(run.root.absolute())}
-        emit("prediction.done", f"prediction.{label}", label, payload)
+        publish_prediction(staged.run, staged.label, summary, staged.staging)
+    viral = summary.fates.get("viral", 0)
     already = "; nothing had to be computed" if embedded.name == "Reused" else ""
     failed, pairs = summary.fates.get("failed", 0), sum(summary.pairs.values())
     of_pairs = f"; {summary.pairs['viral']:,} of {pairs:,} pairs" if pairs else ""

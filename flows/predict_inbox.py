@@ -1,6 +1,7 @@
 """Watch a folder: each new file, by content, is predicted once; safe when two of these runs overlap."""
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 
 from prefect import flow
@@ -8,7 +9,7 @@ from prefect.client.schemas.objects import State
 
 from flows import start
 from flows.flow_commands import InboxSettings
-from flows.flow_run import named, untold, with_parameters
+from flows.flow_run import kept_workers, named, untold, with_parameters
 from flows.parameters import ComputeSettings
 from flows.predict import predict
 from tasks.server import ServerLostError, announce
@@ -43,12 +44,13 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     known = {(row.file, row.sha256) for row in ledger.read_table() if row.fate == "failed"}
     rows = ledger.scan(settle_s=settings.settle_s)
     ledger.write_table(rows)
-    left = settings.max_files
-    for position, row in enumerate(rows):
-        if left and ledger.wants_work(row, retry_failed=settings.retry_failed):
-            rows[position] = ledger.work(row, predicted, retry_failed=settings.retry_failed)
-            left -= rows[position].fate != "busy"
-            ledger.write_table(rows)
+    left, wanted = settings.max_files, [ledger.wants_work(row, retry_failed=settings.retry_failed) for row in rows]
+    with kept_workers(settings) if any(wanted) else nullcontext():
+        for position, row in enumerate(rows):
+            if left and wanted[position]:
+                rows[position] = ledger.work(row, predicted, retry_failed=settings.retry_failed)
+                left -= rows[position].fate != "busy"
+                ledger.write_table(rows)
     rows = ledger.scan(settle_s=settings.settle_s)
     for row in rows:
         if row.fate == "failed" and (row.file, row.sha256) not in known:

@@ -244,7 +244,7 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
     if isinstance(settings, VerdictSpec):
         verdict(head, settings)
-    if isinstance(settings, RunSettings):
+    if isinstance(settings, RunSettings) and not getattr(settings, "many", False):
         local = tuple(name for name in settings.named if not is_remote(name))
         if local:
             rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.named))

@@ -18,7 +18,7 @@ from flows.flow_commands import (
     TuneSettings,
     ValidateSettings,
 )
-from flows.flow_run import named, sample_of, stage_input, with_parameters
+from flows.flow_run import named, stage_input, with_parameters
 from flows.predict import StagedRun, staged_run
 from tasks.measure import overhead as timed
 from tasks.measure import run_trial, split, trace
@@ -36,6 +36,7 @@ from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
+from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.files import run_names
 from virnuc_core.report.formatting import templates, told_rows

@@ -22,7 +22,7 @@ from prefect.states import Completed, Failed
 
 from flows import start
 from flows.flow_commands import NOT_MET, REJECTED, MeasureSettings, ScaleSettings, ValidateSettings
-from flows.flow_run import named, sample_of, stage_input, with_parameters
+from flows.flow_run import named, stage_input, with_parameters
 from flows.tools import tune_round, tuned
 from tasks import measure as steps
 from tasks.predict import embed
@@ -34,6 +34,7 @@ from virnuc_core.engine.embedding import Watch
 from virnuc_core.measure.bench import Bench
 from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
+from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL
 from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY

@@ -1,6 +1,7 @@
 """The steps from reads to verdicts: stage and embed."""
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -8,7 +9,18 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
-from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
+from tasks.step import (
+    Markdown,
+    Rows,
+    done,
+    emit,
+    first_attempt,
+    on_host,
+    progress_artifact,
+    publish_table,
+    step,
+    time_limit,
+)
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
@@ -56,6 +68,7 @@ def embed(
     """Result files in `run`. Shards committed before are kept; `force` drops them, once. Errors: `TimeLimitError` after
     `time_limit_s`, as the summary then says; those of `classify`."""
     devices = spec.devices
+    watch = watch or Watch()
     progress = progress_artifact(f"progress-{label}-{devices}", f"Embedding {label} on {devices}")
     spec = spec.model_copy(update={"force": spec.force and first_attempt()})
 
@@ -71,11 +84,12 @@ def embed(
         write(run.summary, stopped)
 
     before = read_summary(run)
-    with device_slots(resolve_here(spec)), progress as show:
-        watch = replace(watch or Watch(), on_progress=show)
+    with device_slots(resolve_here(spec)), progress if watch.alone else nullcontext() as show:
+        watch = replace(watch, on_progress=show)
         with time_limit(run.root, time_limit_s, write_stopped):
             summary = classify(run, staging, spec, watch=watch, pool=pool, flops=flops)
-        show(1.0)
+        if show is not None:
+            show(1.0)
     publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
     if before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
@@ -83,6 +97,14 @@ def embed(
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
     computed = f"{summary.shards_computed} of {summary.shards} shards computed{kept}"
     return done(summary, f"{computed} in {summary.wall_s:.1f} s{deaths}")
+
+
+def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
+    """Show what became of a run's reads, and say that it is done."""
+    fates = fate_rows(summary, staging.tally)
+    publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
+    payload = {"reads": summary.n_reads, "viral": summary.fates.get("viral", 0), "run": str(run.root.absolute())}
+    emit("prediction.done", f"prediction.{label}", label, payload)
 
 
 def stage_rows(summary: RunSummary) -> Rows:

@@ -122,8 +122,9 @@ def core_logs() -> Iterator[None]:
         return
     ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
 
-    def named(record: logging.LogRecord) -> bool:  # threads of the core know of no run
-        vars(record).update(ids)
+    def named(record: logging.LogRecord) -> bool:  # threads of the core know of no run, those of other tasks their own
+        if (own := TaskRunContext.get()) is None or str(own.task_run.id) == ids["task_run_id"]:
+            vars(record).update(ids)
         return True
 
     core = logging.getLogger("virnuc_core")

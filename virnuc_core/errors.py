@@ -137,6 +137,14 @@ class RunMismatchError(ConfigError):
     """A run directory that holds results of other reads, weights or settings. Nothing is mixed."""
 
 
+OWN: Final = (InputError, NotFiniteError)  # what lies with a file of reads, and no other attempt would mend
+
+
+def is_of_machine(error: BaseException) -> bool:
+    """Whether no other reads would fare better."""
+    return isinstance(error, (WeightsError, DeviceError, StorageError)) and not isinstance(error, OWN)
+
+
 def named(kind: str, message: str) -> VirnucError | None:
     """An error of another process by its class's name: one of ours, or the system's; None for all else."""
     system = ("OSError", "PermissionError", "FileNotFoundError", "NotADirectoryError")

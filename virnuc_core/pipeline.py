@@ -316,7 +316,7 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
     summary = summary.model_copy(update={"telemetry": newest, "attempts": (*earlier, own)})
     job.run.journal.unlink(missing_ok=True)
     write(job.run.summary, summary)
-    for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines():
+    for line in pipeline_summary(clock.times(), staging.total_s + wall_s).splitlines() if watch.alone else ():
         log.info("%s", line)
     return summary
 

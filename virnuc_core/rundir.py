@@ -60,9 +60,11 @@ SWEEPS: Final = ("trial.json", "trials/*.npy", "tune.json", "settings.toml")
 OUR_FILES: Final = (*RUN_FILES, *STAGED, FILES, *JUDGED, *REPORTS, *TRAINED, *SWEEPS)
 RUNS_WITHIN: Final = ("baseline", EXACT, "devices-[0-9]*", "overhead/[0-9]*-o*", "trials/*-[0-9]*", "lengths")
 ALL_FILES: Final = (*OUR_FILES, *(f"{run}/{name}" for run in RUNS_WITHIN for name in OUR_FILES))
-GUARDED: Final = (*ALL_FILES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
+SAMPLES: Final = "samples.tsv"  # of several runs, in directories beside it
+GUARDED: Final = (*ALL_FILES, SAMPLES, "inbox.tsv", "fates/*.json", f"downloads/{'[0-9a-f]' * 12}-*")
 INBOX_MARK: Final = "claims/inbox.tsv.lock"
-PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in map(Path, (*OUR_FILES, MARK)))
+_WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARK))
+PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
 # of the moment, UTC, for which a run was planned: a run tried again goes on where it was
 DATED: Final = "%Y-%m-%dT%H%M"
 SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"

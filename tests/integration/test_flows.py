@@ -332,11 +332,59 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, m
     assert "broken.fasta" in table["broken.fasta"].note
     assert table["2.fasta"].reads == "40"
     run = out / table["2.fasta"].run
+    workers = [read_summary(RunDir(out / table[f"{number}.fasta"].run)) for number in (1, 2)]
+    assert len({worker["pid"] for summary in workers if summary for worker in summary.workers}) == 1, (
+        "kept from file to file"
+    )
     assert all((run / name).is_file() for name in RESULTS)
     again = predict_inbox(**given, return_state=True)
     assert (again.name, again.message) == ("Reused", "1 duplicate, 3 failed, 2 predicted")
     assert documented(out / "inbox.tsv") == 6
     assert len(sent) == 3, "a failure is told of once"
+
+
+@pytest.mark.slow
+def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
+    tmp_path: Path, models: Path, few_reads: Path
+) -> None:
+    out, sheet = tmp_path / "out", tmp_path / "sheet.tsv"
+    made = [simulate(SimulateSpec(reads=40, seed=seed), tmp_path / f"{seed}.fastq").reads_file for seed in range(5)]
+    (tmp_path / "broken.fastq").write_text("@r1\nACGT\n+\nIII\n")
+    (tmp_path / "others.fastq").write_text("@r1\nACGT\n+\nIIII\n")
+    lines = [f"s{seed}\t{path.name}\t" for seed, path in enumerate(made)]
+    lines[2:2] = [
+        "cut off\tbroken.fastq\t",
+        f"lanes\t{few_reads}\t",
+        f"steps\t{made[0]}\tothers.fastq",
+        "absent\tno.fq\t",
+    ]
+    sheet.write_text("\n".join(["sample\tfastq_1\tfastq_2", *lines, "lanes\t0.fastq\t"]))
+    given = {"samples": sheet, "out": out, "models": models, "devices": "cpu:1"}
+    state = predict(**given, return_state=True)
+    assert state.is_failed()
+    assert (state.message or "").startswith("3 of 9 samples failed, the others are done (")
+    assert "; cut off: " in (state.message or "")
+    assert documented(out / "samples.tsv") == 9
+    rows = {line.split("\t")[0]: line.split("\t")[1:] for line in (out / "samples.tsv").read_text().splitlines()[1:]}
+    assert list(rows) == ["s0", "s1", "cut off", "lanes", "steps", "absent", "s2", "s3", "s4"]
+    assert {name for name, row in rows.items() if row[0] == "failed"} == {"cut off", "steps", "absent"}
+    assert "broken.fastq:1" in rows["cut off"][-1]
+    assert "no such file" in rows["absent"][-1]
+    assert rows["lanes"][1] == "100"
+    found = {name: read_summary(RunDir(out / name)) for name, row in rows.items() if row[0] == "predicted"}
+    assert len({worker["pid"] for summary in found.values() if summary for worker in summary.workers}) == 1
+    runs = task_runs(state)
+    assert {"stage s0", "embed s4 on cpu:1"} <= runs.keys()
+    assert "broken.fastq" in message(runs["stage cut off"])
+    alone = predict(reads=[str(made[3])], out=tmp_path / "alone", models=models, devices="cpu:1", return_state=True)
+    assert alone.is_completed()
+    assert all((out / "s3" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes() for name in RESULTS)
+    times = {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found}
+    sheet.write_text(sheet.read_text().replace("broken.fastq", "1.fastq").replace("no.fq", "2.fastq"))
+    assert "1 of 9 samples failed" in (predict(**given, return_state=True).message or "")
+    assert {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found} == times, (
+        "only what was not complete"
+    )
 
 
 def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Path) -> None:

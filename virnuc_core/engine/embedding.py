@@ -35,6 +35,7 @@ class Watch:
     sample_s: float = 0.5
     window_s: float = 30.0
     on_progress: Callable[[float], None] | None = None  # hears the share that is done, 0 to 1
+    alone: bool = True  # not one of several runs at once: its progress and its times are shown
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,8 +98,8 @@ class Closed(Message):
 def worker_specs(
     models: Path, devices: Sequence[Device], engine: EngineSpec, trace: TraceSpec | None = None
 ) -> tuple[WorkerSpec, ...]:
-    """One worker a device."""
-    root = str(models.resolve())
+    """One worker a device; the same for all plans, for shards are told to it one by one."""
+    root, engine = str(models.resolve()), engine.model_copy(update={"shard_tokens": EngineSpec().shard_tokens})
     return tuple(WorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices)
 
 

@@ -36,9 +36,6 @@ SAME: Final = "same content as {}"
 SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepart")
 ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
 KILLED: Final = "ended before it could say why: killed, or out of memory"
-# what no other file would fare better with
-MACHINE: Final = (errors.WeightsError, errors.DeviceError, errors.StorageError)
-OWN: Final = (errors.InputError, errors.NotFiniteError)  # what lies with the file, and no other attempt would mend
 log = logging.getLogger(__name__)
 
 
@@ -161,7 +158,7 @@ class Ledger:
             self.record(told.model_copy(update={"fate": "failed" if last else "waiting", "error": KILLED}))
             try:
                 found = predict(row, self.out / run)
-                if isinstance(found, MACHINE) and not isinstance(found, OWN):
+                if isinstance(found, Exception) and errors.is_of_machine(found):
                     raise found
             except BaseException:
                 self._forget(row.sha256, known)
@@ -173,7 +170,7 @@ class Ledger:
                 done = {"fate": "predicted", "reads": found.n_reads, "viral": found.fates["viral"]}
                 self.record(told.model_copy(update=done | {"when": now()}))
             else:
-                fate = "failed" if last or isinstance(found, OWN) else "waiting"
+                fate = "failed" if last or isinstance(found, errors.OWN) else "waiting"
                 log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
                 why = str(found) if isinstance(found, errors.VirnucError) else f"{type(found).__name__}: {found}"
                 self.record(told.model_copy(update={"fate": fate, "error": why, "when": now()}))

@@ -9,7 +9,7 @@ import lzma
 import re
 import stat
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +17,7 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, cast
 
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.rundir import whole_file
 
 try:  # ISA-L is about three times as fast; both check the sums of every member
@@ -27,6 +27,9 @@ except ImportError:
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
+ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
+MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
+MAX_NAME: Final = 60
 HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
 whole_addresses: dict[str, str] = {}  # by how they are shown
 _PIECE_BYTES: Final = 1 << 18
@@ -82,6 +85,16 @@ def hidden(name: str) -> str:
     shown = f"{bare}#query-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
     whole_addresses[shown] = name
     return shown
+
+
+def sample_of(reads: Sequence[str]) -> str:
+    """A short name of the input: its first file without endings, and how many more there are; `lung` of two mates."""
+    names = [re.split(r"[?#]", one)[0] if is_address(one) else one for one in reads[:2]]
+    names = [ENDINGS.sub("", Path(" ".join(printable(one).split())).name) for one in names]
+    if len(reads) == 2 and len({MATE_MARK.sub("", one) for one in names}) == 1 and all(map(MATE_MARK.search, names)):
+        return MATE_MARK.sub("", names[0])[:MAX_NAME]
+    first = "no-reads" if not reads else "stdin" if reads[0] == "-" else names[0][:MAX_NAME] or "reads"
+    return first + (f"+{len(reads) - 1}" if len(reads) > 1 else "")
 
 
 def can_be_read_twice(name: str) -> bool:

@@ -19,7 +19,7 @@ from prefect.states import Completed
 
 from flows import start
 from flows.flow_commands import ProfileSettings, ScaleSettings, TrainSettings, TuneSettings, ValidateSettings
-from flows.flow_run import run_name, sample_of, with_parameters
+from flows.flow_run import run_name, with_parameters
 from flows.parameters import PredictSettings, RunSettings
 from tasks.server import connection
 from tasks.step import can_help, first_attempt, progress_artifact
@@ -33,6 +33,7 @@ from virnuc_core.errors import (
     WeightsError,
     WorkerError,
 )
+from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import MARK, run_lock
 

@@ -1,0 +1,100 @@
+"""Samples by a sheet or by the names of files: whose reads are whose, and what is said of one that cannot be used."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.columns import documented
+from virnuc_core.config import ReadsSpec
+from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.reads.samples import SampleRow, by_name, read_sheet, write_samples
+
+HEADER = "sample,fastq_1,fastq_2\n"
+
+
+def sheet(folder: Path, text: str) -> Path:
+    path = folder / "sheet.csv"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("separator", [",", "\t"])
+def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_path: Path, separator: str) -> None:
+    (tmp_path / "b_1.fq").touch()
+    rows = ("sample,lab,fastq_1,fastq_2", "a,x,a_L1_1.fq,a_L1_2.fq", "", 'b,"x",b_1.fq,', "a,x,/a_L2_1.fq,a_L2_2.fq")
+    found = read_sheet(sheet(tmp_path, "\ufeff" + "\r\n".join(rows).replace(",", separator)))
+    assert list(found) == ["a", "b"]
+    assert found["a"] == ReadsSpec(mates_1=("a_L1_1.fq", "/a_L2_1.fq"), mates_2=("a_L1_2.fq", "a_L2_2.fq"))
+    assert found["b"].reads == (str(tmp_path / "b_1.fq"),), "not here, but beside the sheet"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name,fastq_1\na,b\n", r"sheet\.csv:1: no column sample; the first line names"),
+        ("", r"sheet\.csv:1: no column sample"),
+        (HEADER, r"names no sample"),
+        (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: no sample's name"),
+        (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a' has no fastq_1"),
+        (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': a\.fq is named twice"),
+        (HEADER + "a,a.fq,\nb,b.fq,\na,a.fq,\n", r"sheet\.csv:4: sample 'a': a\.fq is named twice"),
+        (HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n", r"sheet\.csv:4: sample 'a' has lanes with fastq_2 and without"),
+        (HEADER + "a/b,a.fq,\n", r"sheet\.csv:2: 'a/b' cannot name a sample's directory; use letters"),
+        (HEADER + "..,a.fq,\n", r"cannot name"),
+        (HEADER + "-o,a.fq,\n", r"cannot name"),
+        (HEADER + "shards,a.fq,\n", r"'shards' is a name of virnuc's own"),
+        (HEADER + "samples.tsv,a.fq,\n", r"is a name of virnuc's own"),
+        (HEADER + "a,-,\n", r"standard input has no place"),
+    ],
+)
+def test_a_sheet_that_cannot_be_used_is_told_by_its_line(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(InputError, match=said) as told:
+        read_sheet(sheet(tmp_path, text))
+    assert "\n" not in str(told.value)
+
+
+def test_a_sheet_that_is_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "sheet.csv").write_bytes(b"sample,fastq_1\n\xff\xfe,x\n")
+    with pytest.raises(InputError, match="not valid a sample sheet"):
+        read_sheet(tmp_path / "sheet.csv")
+    with pytest.raises(InputError, match=r"absent.*cannot be read"):
+        read_sheet(tmp_path / "absent.csv")
+
+
+def files(folder: Path, *names: str) -> list[str]:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("@r\nACGT\n+\nIIII\n")
+    return [str(folder / name) for name in names]
+
+
+def test_files_are_samples_by_their_names(tmp_path: Path) -> None:
+    names = ("lung_S1_L001_R1_001.fastq", "lung_S1_L001_R2_001.fastq", "lung_S1_L002_R1_001.fastq")
+    made = files(tmp_path, *names, "lung_S1_L002_R2_001.fastq", "gut.fq")
+    found = by_name(ReadsSpec(reads=(str(tmp_path),)))
+    assert found == {
+        "lung_S1": ReadsSpec(mates_1=(made[0], made[2]), mates_2=(made[1], made[3])),
+        "gut": ReadsSpec(reads=(made[4],)),
+    }
+    assert by_name(ReadsSpec(reads=tuple(made))) == found, "as the shell names them"
+    assert list(by_name(ReadsSpec(reads=(made[4], made[0]), pairs=False))) == ["gut", "lung_S1_L001_R1_001"]
+
+
+def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:
+    same = files(tmp_path, "a/x.fq", "b/x.fq")
+    with pytest.raises(
+        ConfigError, match=r"a/x\.fq and .*b/x\.fq are both named 'x'; rename one, or write a sample sheet"
+    ):
+        by_name(ReadsSpec(reads=tuple(same)))
+    with pytest.raises(ConfigError, match="'shards' is a name of virnuc's own"):
+        by_name(ReadsSpec(reads=tuple(files(tmp_path, "shards.fq"))))
+
+
+def test_the_table_is_as_documented(tmp_path: Path) -> None:
+    table = tmp_path / "samples.tsv"
+    done = SampleRow(sample="a", fate="predicted", reads=3, scored=2, viral=1, share=0.333333, flags="orphans=1")
+    write_samples(table, [done, SampleRow(sample="b", fate="failed", note="b.fq:\tno\nsuch"), SampleRow(sample="c")])
+    assert documented(table) == 3
+    assert table.read_text().splitlines()[2] == "b\tfailed\t\t\t\t\t\tb.fq: no such"
