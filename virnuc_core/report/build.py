@@ -1,19 +1,19 @@
 """From a finished validate directory to the report's data. What is missing is `None` and `not run`, never a crash."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from itertools import combinations
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.advice import findings, losses
 from virnuc_core.report.charts import charts
-from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, Measured, baseline_note, judge
+from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.formatting import sentences
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics, ScalingMetrics
+from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, check, points
 from virnuc_core.results import FATES
 from virnuc_core.rundir import EXACT, RunDir
@@ -36,92 +36,74 @@ def build_report(out: Path, profile: Profile) -> Report:
     `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N.
     """
     raw = RawFolder(out)
-    record = raw.read(ValidationRecord, RECORD)
-    cases, unlike = _cases(raw, profile)
-    measured, judged, asked = cases[-1], cases[-1].judged, _scaled(cases, profile)
+    record, found = raw.read(ValidationRecord, RECORD), (run_metrics(raw, name, profile) for name in run_names(out))
+    runs = tuple(run for run in found if run is not None)
+    judged, single = runs[-1] if runs else None, next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
+    measured_here = profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
+    unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
+    baseline = baseline_metrics(raw, profile, judged)
+    if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
+        baseline = baseline.model_copy(update={"problem": reason})
+    scaled = [scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
+    told = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
+    compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(ComparisonFile, COMPARISON)
+    report = Report(
+        profile=profile,
+        provenance=_provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)),
+        run=judged,
+        single=single,
+        runs=runs,
+        baseline=baseline,
+        scaling=tuple(figure for figure in scaled if figure is not None),
+        comparisons=tuple(c for c in (comparisons.comparisons if comparisons else ()) if (c.a, c.b) not in unlike),
+        criteria=(),
+        checks=(),
+        losses=losses(judged),
+        findings=findings(judged),
+        regression=None if compared is None else check(compared.history, compared.entry),
+        history=() if compared is None else points(compared.history, compared.entry),
+        charts=charts(raw, judged, None if told is None else told[1], profile),
+        overhead=overhead_metrics(raw),
+        accounting=_accounting(raw, judged, record),
+        approval=approval_state(raw, judged),
+        warnings=(),
+        notes=(),
+        evidence=(),
+    )
+    tuning = raw.read(TuningFile, TUNING) or TuningFile()
+    judgement = _verdicts(report, unlike)
+    known = {"tuning": tuning.rounds, "baseline_note": baseline_note, "exact": EXACT, "problems": raw.remarks()}
+    for what in ("warnings", "notes"):
+        judgement[what] = sentences(f"{what}.j2", report=report, not_compared=dict.fromkeys(unlike.values()), **known)
+    return report.model_copy(update=judgement | {"evidence": raw.evidence()})
+
+
+def _verdicts(report: Report, unlike: Unlike) -> dict[str, object]:
+    """The criteria, the checks, and each figure of scaling with its own verdict. Of scaling the criterion is on two
+    devices where the profile says so, else on most of those with a band."""
+    several = [run for run in report.runs if run is not report.single]
+    profile = report.profile
+    wanted = {2} if profile.targets.scaling else set(map(int, profile.scaling_bands))
+    asked = next((run for run in reversed(several) if len(run.devices) in wanted), report.many)
 
     def refusal(a: str, *others: RunMetrics | None) -> str:
         return next((unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike), "")
 
-    single = f"{RUN_PREFIX}1"
-    refused = {"scaling": refusal(single, asked.many), "same_bytes": refusal(single, *measured.runs)}
-    refused |= {"speedup": refusal(BASELINE, judged), "consensus": refusal(BASELINE, *measured.runs)}
+    one = f"{RUN_PREFIX}1"
+    refused = {"scaling": refusal(one, asked), "same_bytes": refusal(one, *report.runs)}
+    refused |= {"speedup": refusal(BASELINE, report.run), "consensus": refusal(BASELINE, *report.runs)}
     further = [row for row in CHECKS if getattr(profile.targets, row.target) is not None]
     criteria, checks = (
-        tuple(judge(row, asked if row is SCALING else measured, refused.get(row.id, "")) for row in rows)
-        for rows in (CRITERIA, (*further, *([SAME_BYTES] if measured.many else [])))
+        tuple(judge(row, report, refused.get(row.id, ""), asked if row is SCALING else None) for row in rows)
+        for rows in (CRITERIA, (*further, *([SAME_BYTES] if report.many else [])))
     )
-    found = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
-    series = charts(raw, judged, None if found is None else found[1], profile)
-    compared = raw.read(RegressionFile, REGRESSION)
-    regression = None if compared is None else check(compared.history, compared.entry)
-    tuning = raw.read(TuningFile, TUNING) or TuningFile()
-    accounts, approval = _accounting(raw, judged, record), approval_state(raw, judged)
-    provenance = _provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD))
-    known: dict[str, Any] = {"measured": measured, "accounts": accounts, "regression": regression, "charts": series}
-    known |= {"model_length": provenance.model_length, "baseline_note": baseline_note, "exact": EXACT}
-    return Report(
-        profile=profile,
-        provenance=provenance,
-        run=judged,
-        single=measured.single,
-        runs=measured.runs,
-        baseline=measured.baseline,
-        scaling=tuple(_scaling(cases, asked)),
-        comparisons=measured.comparisons,
-        criteria=criteria,
-        checks=checks,
-        losses=losses(judged),
-        findings=findings(judged),
-        regression=regression,
-        history=() if compared is None else points(compared.history, compared.entry),
-        charts=series,
-        overhead=measured.overhead,
-        accounting=accounts,
-        approval=approval,
-        warnings=sentences("warnings.j2", **known, problems=raw.remarks(), not_compared=dict.fromkeys(unlike.values())),
-        notes=sentences("notes.j2", **known, tuning=tuning.rounds),
-        evidence=raw.evidence(),
-    )
-
-
-def _cases(raw: RawFolder, profile: Profile) -> tuple[list[Measured], Unlike]:
-    """What is judged, once for each run on N devices, the largest last; and what may not be compared."""
-    found = (run_metrics(raw, name, profile) for name in run_names(raw.root))
-    runs = tuple(run for run in found if run is not None)
-    single = next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
-    on_many: list[RunMetrics | None] = [run for run in runs if run is not single] or [None]
-    judged = on_many[-1] or single
-    baseline = baseline_metrics(raw, profile, judged)
-    measured_here = profile.baseline.source == "measured" and RunDir(raw.root / BASELINE).summary.is_file()
-    unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
-    if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
-        baseline = baseline.model_copy(update={"problem": reason})
-    compared = raw.read(ComparisonFile, COMPARISON) or ComparisonFile(comparisons=())
-    like = tuple(one for one in compared.comparisons if not unlike.get((one.a, one.b)))
-    overhead, cases = overhead_metrics(raw), []
-    for many in on_many:
-        apart = single is not None and many is not None and unlike.get((single.name, many.name))
-        scaled = None if apart else scaling_metrics(single, many)
-        cases.append(Measured(profile, single, many, baseline, scaled, like, overhead, runs))
-    return cases, unlike
-
-
-def _scaling(cases: Sequence[Measured], asked: Measured) -> Iterator[ScalingMetrics]:
-    """One device, then several; the figure of `asked` has the criterion's verdict."""
-    if alone := scaling_metrics(cases[0].single, cases[0].single):
-        yield alone
-    for case in cases:
-        if (found := case.scaling) is not None:
-            update = {} if case is asked else {"title": f"Scaling on {found.num_gpus} devices"}
-            yield found.model_copy(update={"judged": judge(SCALING.model_copy(update=update), case)})
-
-
-def _scaled(cases: Sequence[Measured], profile: Profile) -> Measured:
-    """The case whose scaling is the criterion: two devices where the profile says so, else most with a band."""
-    wanted = {2} if profile.targets.scaling else set(map(int, profile.scaling_bands))
-    found = (case for case in reversed(cases) if case.many is not None and len(case.many.devices) in wanted)
-    return next(found, cases[-1])
+    figures = [*report.scaling]
+    for place, figure in enumerate(figures[1:], start=1):  # the first is of one device alone
+        run = next(run for run in several if len(run.devices) == figure.num_gpus)
+        title = {} if run is asked else {"title": f"Scaling on {figure.num_gpus} devices"}
+        judged = judge(SCALING.model_copy(update=title), report, scaled=run)
+        figures[place] = figure.model_copy(update={"judged": judged})
+    return {"criteria": criteria, "checks": checks, "scaling": tuple(figures)}
 
 
 def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:

@@ -13,39 +13,12 @@ from virnuc_core.profiles import Profile, Target
 from virnuc_core.report import model
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
-from virnuc_core.validation import Comparison
 
 CORRECTNESS: Final = "correctness"
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """What the criteria judge."""
-
-    profile: Profile
-    single: model.RunMetrics | None
-    many: model.RunMetrics | None  # the run with more than one device, if there is one
-    baseline: model.BaselineMetrics | None
-    scaling: model.ScalingMetrics | None
-    comparisons: tuple[Comparison, ...]
-    overhead: model.OverheadMetrics | None = None
-    runs: tuple[model.RunMetrics, ...] = ()  # all of them, fewest devices first
-
-    @property
-    def pair(self) -> model.RunMetrics | None:
-        """The run on two devices."""
-        return next((run for run in self.runs if run.name == f"{RUN_PREFIX}2"), None)
-
-    @property
-    def judged(self) -> model.RunMetrics | None:
-        """The run the verdict is about: most devices first."""
-        return self.many or self.single
-
-    @property
-    def telemetry(self) -> model.TelemetryMetrics | None:
-        """Of the run the verdict is about."""
-        return None if self.judged is None else self.judged.telemetry
+Run = model.RunMetrics | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,18 +35,17 @@ class Finding:
     projected: float | None = None  # what the number would be on the reads that the target speaks of
 
 
-def one_device_time(measured: Measured) -> Finding:
+def one_device_time(report: model.Report, run: Run) -> Finding:
     """wall time of the whole pipeline on one device, staging included"""
-    return _time(measured, 1)
+    return _time(report.profile, run, 1)
 
 
-def two_device_time(measured: Measured) -> Finding:
+def two_device_time(report: model.Report, run: Run) -> Finding:
     """wall time of the whole pipeline on two devices, staging included"""
-    return _time(measured, 2)
+    return _time(report.profile, run, 2)
 
 
-def _time(measured: Measured, devices: int) -> Finding:
-    run, profile = (measured.single, measured.pair)[devices - 1], measured.profile
+def _time(profile: Profile, run: Run, devices: int) -> Finding:
     if run is None:
         return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
     if len(run.devices) != devices:
@@ -88,21 +60,21 @@ def _time(measured: Measured, devices: int) -> Finding:
     return Finding(run.total_s, run.n_reads, note=why, projected=run.total_s * wanted / run.n_reads)
 
 
-def scaling(measured: Measured) -> Finding:
+def scaling(report: model.Report, run: Run) -> Finding:
     """time on one device ÷ time on N devices, same reads, whole pipeline; efficiency is that ÷ N"""
-    single, many, found = measured.single, measured.many, measured.scaling
-    if many is None or single is None:
-        return Finding(absent=f"there was no run on {'more than one' if many is None else 'one'} device")
-    problem = single.untimed or many.untimed
+    if run is None or report.single is None:
+        return Finding(absent=f"there was no run on {'more than one' if run is None else 'one'} device")
+    problem = report.single.untimed or run.untimed
+    found = next((one for one in report.scaling[1:] if one.num_gpus == len(run.devices)), None)
     if found is None:
-        return Finding(samples=many.n_reads, problem=problem or "the two runs did not do the same work")
+        return Finding(samples=run.n_reads, problem=problem or "the two runs did not do the same work")
     note = "super-linear: check the one-device run" if found.speedup > found.num_gpus else ""
-    return Finding(found.speedup, many.n_reads, problem=problem, note=note)
+    return Finding(found.speedup, run.n_reads, problem=problem, note=note)
 
 
-def speedup(measured: Measured) -> Finding:
+def speedup(report: model.Report, run: Run) -> Finding:
     """time of the baseline ÷ time of the run, same machine, same reads"""
-    run, baseline = measured.judged, measured.baseline
+    baseline = report.baseline
     if run is None or baseline is None:
         return Finding(absent="there was no run" if run is None else "the baseline was not run")
     known = baseline.seconds and run.total_s and not run.stopped_at_limit
@@ -126,13 +98,12 @@ def baseline_note(baseline: model.BaselineMetrics) -> str:
     return ""
 
 
-def consensus(measured: Measured) -> Finding:
+def consensus(report: model.Report, run: Run) -> Finding:
     """chunks whose consensus equals the baseline's ÷ all chunks of either side; the lowest over the runs"""
-    run, least = measured.judged, measured.profile.min_compared_chunks
     if run is None:
         return Finding(absent="there was no run")
-    names = [one.name for one in measured.runs]
-    against = [c for c in measured.comparisons if c.a == BASELINE]
+    names, least = [one.name for one in report.runs], report.profile.min_compared_chunks
+    against = [c for c in report.comparisons if c.a == BASELINE]
     parts = {c.b: c.consensus for c in against if c.b in names and c.consensus is not None}
     values = [part.agreement for part in parts.values() if part.agreement is not None]
     samples = min((part.total for part in parts.values()), default=0)
@@ -148,11 +119,11 @@ def consensus(measured: Measured) -> Finding:
     return Finding(100.0 * min(values) if values else None, samples if parts else None, absent=absent, note=note)
 
 
-def gpu_utilisation(measured: Measured) -> Finding:
+def gpu_utilisation(_: model.Report, run: Run) -> Finding:
     """mean of NVML samples from the first ESM-2 batch launched to the last finished; the lowest device counts"""
-    if measured.telemetry is None:
+    if run is None or run.telemetry is None:
         return Finding(absent="there is no telemetry")
-    devices, percent = measured.telemetry.devices, measured.telemetry.lowest_percent("esm2")
+    devices, percent = run.telemetry.devices, run.telemetry.lowest_percent("esm2")
     if percent is None:
         unseen = [one.device for one in devices if one.esm2_percent is None]
         return Finding(absent=f"no NVML sample of {', '.join(unseen) or 'any device'} while ESM-2 ran")
@@ -162,9 +133,9 @@ def gpu_utilisation(measured: Measured) -> Finding:
     return Finding(percent, samples, problem=problem)
 
 
-def packing(measured: Measured) -> Finding:
+def packing(_: model.Report, run: Run) -> Finding:
     """real tokens ÷ token slots launched, both encoders, tails included"""
-    telemetry = measured.telemetry
+    telemetry = None if run is None else run.telemetry
     if telemetry is None or telemetry.packing_efficiency is None:
         return Finding(absent="there is no telemetry" if telemetry is None else "no batch was launched")
     if telemetry.tokens > telemetry.slots:
@@ -172,42 +143,42 @@ def packing(measured: Measured) -> Finding:
     return Finding(100.0 * telemetry.packing_efficiency, telemetry.batches)
 
 
-def starved_share(measured: Measured) -> Finding:
+def starved_share(_: model.Report, run: Run) -> Finding:
     """batches the launch loop waited over 50 ms for ÷ all batches"""
-    telemetry = measured.telemetry
+    telemetry = None if run is None else run.telemetry
     if telemetry is None or telemetry.queue is None:
         return Finding(absent="there is no telemetry of batches")
     return Finding(100.0 * telemetry.queue.starved, telemetry.batches)
 
 
-def checkpoint_overhead(measured: Measured) -> Finding:
+def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
     """1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; the median over the pairs"""
-    found = measured.overhead
+    found = report.overhead
     if found is None or found.median is None:
         return Finding(absent="no pair of runs with and without commits" if found is None else found.problem or "")
     way_out = f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"
     return Finding(100.0 * found.median, found.pairs, absent=found.problem or "", if_missed=way_out)
 
 
-def device_time_spread(measured: Measured) -> Finding:
+def device_time_spread(_: model.Report, run: Run) -> Finding:
     """1 − least ÷ most busy seconds over the devices"""
-    run, telemetry = measured.many, measured.telemetry
+    telemetry = None if run is None else run.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
         return Finding(absent="there was no run on more than one device, or its telemetry is missing")
     idle = "a device did no shard" if len(telemetry.busy) < len(run.devices) else ""
     return Finding(100.0 * telemetry.device_time_spread, len(telemetry.busy), absent=idle)
 
 
-def same_bytes(measured: Measured) -> Finding:
+def same_bytes(report: model.Report, _: Run) -> Finding:
     """result files and shards of the one-device run and of each N-device run hold the same bytes (1 yes, 0 no)"""
-    names = {run.name for run in measured.runs}
-    found = {c.b: c.bitwise for c in measured.comparisons if {c.a, c.b} <= names and c.bitwise is not None}
-    left = [run.name for run in measured.runs if run is not measured.single and run.name not in found]
-    if left or measured.single is None:
+    names = {run.name for run in report.runs}
+    found = {c.b: c.bitwise for c in report.comparisons if {c.a, c.b} <= names and c.bitwise is not None}
+    left = [run.name for run in report.runs if run is not report.single and run.name not in found]
+    if left or report.single is None:
         return Finding(absent=f"{', '.join(left)} not compared bit for bit with a run on one device")
     samples = sum(one.files_compared + one.shards_compared for one in found.values())
     said = "; ".join(f"{name}: {file}" for name, one in found.items() for file in one.differing)
-    if len({device.name for run in measured.runs for device in run.devices}) > 1:
+    if len({device.name for run in report.runs for device in run.devices}) > 1:
         return Finding(None, samples, absent="devices of different models need not agree bit for bit")
     if not samples:
         return Finding(absent=said)
@@ -244,12 +215,13 @@ CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
 SCALING: Final = next(row for row in CRITERIA if row.id == "scaling")
 
 
-def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
-    """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared."""
-    target, field = _target(row, case)
-    find = FIND[row.id]
-    found = Finding(absent=refused) if refused and target is not None else find(case)
-    run: model.RunMetrics | None = getattr(case, row.run)
+def judge(row: Row, report: model.Report, refused: str = "", scaled: Run = None) -> model.Criterion:
+    """The verdict on one row of the table, with all it stands on; `refused`: why its parts may not be compared. That of
+    scaling is on the run `scaled`."""
+    pair = next((run for run in report.runs if run.name == f"{RUN_PREFIX}2"), None)
+    run = scaled or {"single": report.single, "pair": pair, "many": report.many, "judged": report.run}[row.run]
+    (target, field), find, profile = _target(row, report.profile, run), FIND[row.id], report.profile
+    found = Finding(absent=refused) if refused and target is not None else find(report, run)
     value, reason = found.value, found.note
     verdict: model.Verdict = "not run"
     if target is None:
@@ -257,7 +229,7 @@ def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
         reason = found.absent or found.problem or found.note if value is None else "the profile does not ask for it"
     elif found.failed:
         verdict = "fail"
-    elif problem := found.absent or _no_evidence(row, run, case.profile) or found.problem:
+    elif problem := found.absent or _no_evidence(row, run, profile) or found.problem:
         reason = problem
     elif found.projected is not None:
         value, verdict = found.projected, "projected"
@@ -268,11 +240,11 @@ def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
     else:
         verdict, reason = "fail", found.if_missed or reason
     files = {
-        "single": case.single and f"{case.single.name}/summary.json",
+        "single": report.single and f"{report.single.name}/summary.json",
         "summary": run and f"{run.name}/summary.json",
         "telemetry": run and run.telemetry and run.telemetry.file,
     }
-    title = BASELINE_TITLES.get(case.profile.baseline.name, case.profile.baseline.name)
+    title = BASELINE_TITLES.get(profile.baseline.name, profile.baseline.name)
     return model.Criterion(
         **row.model_dump(include={"id", "perf_id", "unit", "samples_of"}),
         title=row.title.format(baseline=title),
@@ -288,19 +260,19 @@ def judge(row: Row, case: Measured, refused: str = "") -> model.Criterion:
     )
 
 
-def _target(row: Row, case: Measured) -> tuple[Target | None, str]:
+def _target(row: Row, profile: Profile, run: Run) -> tuple[Target | None, str]:
     """What is asked of a row, and where. For scaling it depends on the number of devices: a band for any number."""
     if row is SAME_BYTES:
         return Target(op=">=", value=1.0), "every profile asks"
-    asked: Target | None = getattr(case.profile.targets, row.target)
-    devices = 2 if case.many is None else len(case.many.devices)
+    asked: Target | None = getattr(profile.targets, row.target)
+    devices = 2 if run is None else len(run.devices)
     if row.id != SCALING.id or (devices == 2 and asked is not None):
         return asked, row.target
-    band = case.profile.scaling_bands.get(str(devices))
+    band = profile.scaling_bands.get(str(devices))
     return (None if band is None else Target(op=">=", value=band[0])), f"scaling_bands.{devices}"
 
 
-def _no_evidence(row: Row, run: model.RunMetrics | None, profile: Profile) -> str:
+def _no_evidence(row: Row, run: Run, profile: Profile) -> str:
     """Why a run says nothing about a target of the profile: it was too small, or not on the devices that are meant."""
     if row.perf_id == CORRECTNESS:
         return ""

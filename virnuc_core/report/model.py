@@ -302,6 +302,11 @@ class Report(Record):
     evidence: tuple[RawFile, ...]
 
     @property
+    def many(self) -> RunMetrics | None:
+        """The run that is judged, where it is not the one-device run."""
+        return None if self.run == self.single else self.run
+
+    @property
     def asked(self) -> tuple[Criterion, ...]:
         """The criteria and checks that the profile has a target for; the equality of bytes is asked by none."""
         found = (*self.criteria, *self.checks)

@@ -11,7 +11,7 @@ import pytest
 from virnuc_core.profiles import Profile, Target, load_profile, profile_names
 from virnuc_core.report.build import build_report
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.criteria import CRITERIA, FIND, Finding, Measured, judge
+from virnuc_core.report.criteria import CRITERIA, FIND, Finding, judge
 from virnuc_core.report.formatting import met_sentence
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
@@ -458,10 +458,12 @@ def test_a_target_on_the_line_is_met_or_missed_by_its_sign() -> None:
 
 
 @pytest.mark.parametrize("samples", [None, 0])
-def test_a_number_of_which_nothing_was_counted_is_not_run(samples: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_number_of_which_nothing_was_counted_is_not_run(
+    tmp_path: Path, samples: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profile = load_profile("phase10-1m")
-    case = Measured(profile, None, None, None, None, (), None)
-    monkeypatch.setitem(FIND, "packing", lambda _: Finding(99.0, samples))
+    monkeypatch.setitem(FIND, "packing", lambda *_: Finding(99.0, samples))
+    case = build_report(tmp_path, profile)
     found = judge(CRITERIA[-1].model_copy(update={"perf_id": "correctness"}), case)
     assert found.verdict == "not run"
     assert found.reason == "nothing was counted"
