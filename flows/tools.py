@@ -102,12 +102,12 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
 
 def tuned(out: Path, engine: EngineSpec) -> EngineSpec:
     """The settings that rounds of tuning left a validation with, else `engine`. Its runs with others are removed."""
-    rounds = (read_usable(out / TUNING, TuningFile)[0] or TuningFile()).rounds
+    rounds = (read_usable(out / TUNING, TuningFile) or TuningFile()).rounds
     found = next((one.engine for one in reversed(rounds) if one.engine), None)
     if found is None:
         return engine
     for name in run_names(out):
-        record = read_usable(RunDir(out / name).record, RunRecord)[0]
+        record = read_usable(RunDir(out / name).record, RunRecord)
         if record is not None and record.spec.get("engine") != found:
             discard(out / name, *RUN_FILES)
     return EngineSpec.model_validate(found)
@@ -117,7 +117,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
     """What came of sweeping the settings that may lessen the largest loss, on a part of the reads; `tuning.json` keeps
     it. None where nothing of speed was missed, an earlier round found nothing, or it was the last round."""
     out, devices = settings.out, Devices.parse(settings.devices)
-    before = (read_usable(out / TUNING, TuningFile)[0] or TuningFile()).rounds
+    before = (read_usable(out / TUNING, TuningFile) or TuningFile()).rounds
     missed = tuple(c.title for c in judged.failed if c.id not in ("consensus", "same_bytes"))
     if not missed or len(before) >= settings.tune_rounds or (before and before[-1].engine is None):
         return None

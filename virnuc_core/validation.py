@@ -1,49 +1,28 @@
 """What a validation leaves beside its runs: one model for each file, and how it is begun."""
 
-import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from virnuc_core import runfiles
-from virnuc_core.config import BaselineName, ClassifySpec, Switch, explain
+from virnuc_core.config import BaselineName, ClassifySpec, Switch
 from virnuc_core.encoders.checkpoint import fingerprint
-from virnuc_core.errors import RunMismatchError
+from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Count, Device, File, FileDigest, RunFile, RunRecord, Seconds
 
 
-def read_usable(path: Path, kind: type[File]) -> tuple[File | None, tuple[str, ...]]:
-    """What can be used of a file that may hold anything, and a sentence on each thing that cannot.
-
-    A value of the wrong kind is left out, a list with one such value whole. `None` for a file that is missing (without
-    a sentence) or that lacks what makes it such a file.
-    """
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None, ()
-    except (OSError, ValueError, RecursionError) as error:
-        return None, (f"cannot be read: {error}",)
-    if not isinstance(body, dict):
-        return None, ("holds no JSON object",)
-    said: list[str] = []
-    while True:
-        try:
-            return kind.model_validate_json(json.dumps(body), strict=True), tuple(said)
-        except ValidationError as error:
-            said.append(f"holds {explain(error, 1)}")
-            way, names = [body], error.errors()[0]["loc"]  # from the whole to the innermost value that has a name
-            while len(way) <= len(names) and isinstance(way[-1], dict) and names[len(way) - 1] in way[-1]:
-                way.append(way[-1][names[len(way) - 1]])
-            if len(way) == 1:
-                return None, tuple(said)
-            del way[-2][names[len(way) - 2]]
+def read_usable(path: Path, kind: type[File]) -> File | None:
+    """The content of a file; None where there is none, or one that `read` refuses."""
+    with suppress(ConfigError):
+        return runfiles.read(path, kind)
+    return None
 
 
 class StagingTally(RunFile):

@@ -149,7 +149,7 @@ def measure_overhead(
     weights, settings and devices; their telemetry stays in `out/overhead/`. `on_run` hears the share of runs done.
     Errors: those of `prepare` and of the pool; `VirnucError` when nothing was launched."""
     job, ids = bench.fingerprint(engine), tuple(device.id for device in resolve(bench.devices))
-    before = None if force else read_usable(out / OVERHEAD, OverheadFile)[0]
+    before = None if force else read_usable(out / OVERHEAD, OverheadFile)
     if before is not None and (before.job, before.devices) == (job, ids):
         made = Counter(pair.of for pair in before.pairs)
         if all(made[switch] >= pairs for switch in switches):
@@ -201,7 +201,7 @@ def _pair(
 
 def validated(out: Path) -> Profile:
     """The profile that the validation in `out` was started with; `ConfigError` when there is none."""
-    record = read_usable(RunDir(out).record, ValidationRecord)[0]
+    record = read_usable(RunDir(out).record, ValidationRecord)
     if record is None or record.profile is None:
         raise ConfigError(f"{out}: no validation (its run.json names no profile); run virnuc validate first")
     return record.profile

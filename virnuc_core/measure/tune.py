@@ -174,7 +174,7 @@ class Sweep:
         reference = trials / f"{self.bench.fingerprint(self.base, against)[:16]}.npy"  # the base's scores
         kept = run.root / "trial.json"
         with run_lock(run.root):
-            before = read_usable(kept, Trial)[0]
+            before = read_usable(kept, Trial)
             if before is not None and (candidate.number or reference.exists()):
                 return before.model_copy(update={"reused": True})
             job = self.bench.job(run, candidate.engine.model_copy(update={"device_wait_s": DEVICE_WAIT_S}))

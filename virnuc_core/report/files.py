@@ -13,10 +13,10 @@ import h5py
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.report.model import RawFile
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import File, sha256_of
+from virnuc_core.runfiles import File, read, sha256_of
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import read_telemetry
-from virnuc_core.validation import BitwiseEquality, read_usable
+from virnuc_core.validation import BitwiseEquality
 
 RUN_PREFIX: Final = "devices-"
 BASELINE: Final = "baseline"
@@ -34,17 +34,11 @@ class RawFolder:
 
     root: Path
     used: dict[str, Path] = field(default_factory=dict)
-    problems: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by file
+    problems: dict[str, str] = field(default_factory=dict)  # by file
 
     def read(self, kind: type[File], *parts: str) -> File | None:
-        """What can be used of a file; `None` when it is missing or useless. What cannot be used is noted."""
-        path = self.root.joinpath(*parts)
-        if not path.is_file():
-            return None
-        name, (found, said) = self.use(path), read_usable(path, kind)
-        if said:
-            self.problems[name] = said
-        return found
+        """The content of a file; `None` when it is missing, or one of its values is wrong, which is noted."""
+        return self.attempt(self.root.joinpath(*parts), lambda path: read(path, kind))
 
     def telemetry(self, run: str, named: str | None) -> tuple[str, Telemetry] | None:
         """The telemetry of a run: the file its summary names, else the newest; `None` when there is none."""
@@ -62,7 +56,7 @@ class RawFolder:
         try:
             return load(path)
         except VirnucError as error:
-            self.problems[name] = (str(error).removeprefix(f"{path}: "),)
+            self.problems[name] = str(error).removeprefix(f"{path}: ")
             return None
 
     def use(self, path: Path) -> str:
@@ -73,7 +67,7 @@ class RawFolder:
 
     def remarks(self) -> tuple[str, ...]:
         """A sentence on each thing that could not be read."""
-        return tuple(f"{name} {one}" for name, said in self.problems.items() for one in said)
+        return tuple(f"{name}: {said}" for name, said in self.problems.items())
 
     def evidence(self) -> tuple[RawFile, ...]:
         """Size and digest of every file that was read, by name."""

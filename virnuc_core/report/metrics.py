@@ -165,14 +165,12 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: model.RunMetrics | N
         return None
     record = raw.read(RunRecord, BASELINE, RECORD)
     devices = summary.devices or (() if record is None else record.devices)
-    subset, spent = summary.subset, summary.measured_s
-    problem = next((f"{BASELINE}/{SUMMARY} {said}" for said in raw.problems.get(f"{BASELINE}/{SUMMARY}", ())), None)
+    subset, spent, problem = summary.subset, summary.measured_s, None
     if spent is None:
-        problem = problem or "the baseline's time was not recorded"
+        problem = "the baseline's time was not recorded"
     elif subset is not None:
-        spent = summary.scaled_s
-        if spent is None or not subset.tokens or not subset.total_tokens or subset.tokens > subset.total_tokens:
-            spent, problem = None, "the baseline ran on a subset, but what it stands for is not recorded"
+        spent = summary.scaled_s if 0 < subset.tokens <= subset.total_tokens else None
+        problem = None if spent else "the baseline ran on a subset, but what it stands for is not recorded"
     return model.BaselineMetrics(
         name=summary.name,
         label=label(devices),

@@ -65,7 +65,7 @@ def rerender(out: Path) -> Report:
     try:
         before = read_report(path)
     except InputError:
-        record = read_usable(RunDir(out).record, ValidationRecord)[0]
+        record = read_usable(RunDir(out).record, ValidationRecord)
         if not path.is_file() or record is None or record.profile is None:
             raise
         return write_report(out, record.profile)

@@ -86,11 +86,11 @@ MISSING: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
     ),
     "a time that is none": (
         lambda out: edit_json(out / "devices-2" / "summary.json", lambda b: b.update(wall_s="fast")),
-        ("two_device_time", "scaling", "speedup"),
+        ("two_device_time", "scaling", "speedup", "gpu_utilisation", "packing"),
     ),
     "a clock that ran backwards": (
         lambda out: edit_json(out / "devices-2" / "summary.json", lambda b: b.update(wall_s=-3.0)),
-        ("two_device_time", "scaling", "speedup"),
+        ("two_device_time", "scaling", "speedup", "gpu_utilisation", "packing"),
     ),
     "no reads": (
         lambda out: edit_json(out / "devices-2" / "summary.json", lambda b: b.pop("n_reads")),
@@ -157,7 +157,7 @@ def test_what_is_missing_is_not_run_and_nothing_else_changes(
 
 def test_a_broken_raw_file_is_a_warning(copied: tuple[Path, Profile]) -> None:
     (copied[0] / "devices-2" / "summary.json").write_text("{", encoding="utf-8")
-    assert any("devices-2/summary.json cannot be read" in warning for warning in build_report(*copied).warnings)
+    assert any("devices-2/summary.json: invalid JSON" in warning for warning in build_report(*copied).warnings)
 
 
 def test_targets_for_other_hardware_are_for_reference_only(tmp_path: Path) -> None:

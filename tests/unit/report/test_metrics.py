@@ -71,8 +71,6 @@ def test_model_flops_survive_the_file_and_bad_numbers_do_not(tmp_path: Path) -> 
     flops = ModelFlops(esm2_per_token=5.6e9, dnabert_s_per_token=1.7e8, esm2_ceiling_tokens_s={"GPU-1": 90_000.0})
     path = write(tmp_path / "flops.json", flops)
     assert read(path, ModelFlops) == flops
-    odd = {"esm2_per_token": True, "esm2_ceiling_tokens_s": {"a": -1, "b": "x", "c": 2}, "dnabert_s_per_token": None}
-    path.write_text(json.dumps(odd))
-    found, said = read_usable(path, ModelFlops)
-    assert found == ModelFlops(esm2_ceiling_tokens_s={"c": 2.0})
-    assert len(said) == 3
+    for odd in ({"esm2_per_token": True}, {"esm2_ceiling_tokens_s": {"a": -1, "c": 2}}, {"dnabert_s_per_token": "x"}):
+        path.write_text(json.dumps(odd))
+        assert read_usable(path, ModelFlops) is None
