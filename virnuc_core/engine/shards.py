@@ -198,14 +198,6 @@ def look_anew(folder: Path) -> None:
 
 def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool = False) -> list[Any]:
     """Some datasets of a shard, float32, each proven by its own checksum, or the `whole` file proven."""
-    try:
-        return _read_once(run, plan, shard, names, whole)
-    except ShardError:  # what was seen may be of before
-        look_anew(run.shards)
-        return _read_once(run, plan, shard, names, whole)
-
-
-def _read_once(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole: bool) -> list[Any]:
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
     try:
@@ -256,6 +248,7 @@ def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray
     """Scores of all uniques, or those of some shards, float32 [n_uniques, 2], and which failed, bool [n_uniques]: those
     with NaN, which the engine writes only for rows it has set aside and named."""
     plan = read_plan(run)
+    look_anew(run.shards)
     wanted = range(len(plan)) if only is None else only
     parts = [_read(run, plan, shard, ("scores",))[0] for shard in wanted]
     scores = np.concatenate([np.empty((0, 2), np.float32), *parts])

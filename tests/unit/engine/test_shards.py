@@ -111,6 +111,7 @@ def test_what_other_machines_committed_is_seen_though_the_file_system_is_late(
 ) -> None:
     """A folder is shown as it was until this machine changes something in it, as NFS does while attributes are kept."""
     plan, shown, late = ShardPlan(bounds=(0, 3, 5), fingerprint="f"), shards.shard_path, [True]
+    shards.write_plan(run, plan)
     before = RunDir(tmp_path_factory.mktemp("as-it-was"))
     shards.commit(before, ShardPlan(bounds=(0, 3, 5), fingerprint="of before"), 0, result(3))
     for shard, rows in enumerate((3, 2)):
@@ -125,8 +126,8 @@ def test_what_other_machines_committed_is_seen_though_the_file_system_is_late(
     monkeypatch.setattr(shards, "shard_path", lambda of, shard: shown(before if late[0] else of, shard))
     for look in (
         lambda: shards.committed(run, plan) == ([0, 1], []),
-        lambda: np.array_equal(shards.read_shard(run, plan, 0).scores, result(3).scores),  # another file before
-        lambda: np.array_equal(shards.read_shard(run, plan, 1).scores, result(2, seed=1).scores),  # none before
+        lambda: np.array_equal(shards.read_scores(run, [0])[0], result(3).scores),  # another file before
+        lambda: np.array_equal(shards.read_scores(run, [1])[0], result(2, seed=1).scores),  # none before
     ):
         late[0] = True
         assert look()
