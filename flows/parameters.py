@@ -41,7 +41,7 @@ Reads = Annotated[tuple[str, ...], Field(min_length=1)]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
-PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "fp8"]
+PrecisionChoice = Literal["default", "auto", "fp32", "fp16", "bf16", "int8"]
 AttentionChoice = Literal["default", "auto", "fused", "reference"]
 SHORT_OPTIONS = {"out": "-o", "mates_1": "-1", "mates_2": "-2"}
 WITHOUT = "virnuc predict --no-prefect, which needs no server"

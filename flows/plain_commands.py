@@ -20,7 +20,7 @@ from rich.table import Table
 from flows.parameters import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
-from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
+from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import Target, load_profile, profile_names
 from virnuc_core.reads.simulate import PRESETS, SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
@@ -151,6 +151,24 @@ def fetch(
     return 0
 
 
+@models.command
+def quantize(out: Path, reads: str, /, *, device: str = "cuda:0", seed: int = 0) -> int:
+    """Measure on some of your reads what --precision int8 must know of a models directory, and keep it there.
+
+    Args:
+        out: models directory
+        reads: FASTA or FASTQ file or folder, like those to come
+        device: where: cuda:0 or cpu
+        seed: equal seeds draw equal reads
+    """
+    from virnuc_core.encoders.verify import torch_device
+    from virnuc_core.measure.quantise import quantise
+
+    path, rows = quantise(out, reads, torch_device(device), seed)
+    print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")
+    return 0
+
+
 @models.command(name="verify")
 def verify_models(out: Path, /, *, device: str = "cpu") -> int:
     """Is a models directory complete, sound, and equal to VirNucPro where that can be told?
@@ -159,20 +177,12 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> int:
         out: models directory
         device: where the anchors are computed: cpu or cuda:0
     """
-    import torch
-
+    from virnuc_core.encoders.verify import torch_device
     from virnuc_core.encoders.verify import verify as examine
 
-    try:
-        chosen = torch.device(device)
-        torch.empty(1, device=chosen)
-    except (RuntimeError, AssertionError) as error:
-        raise DeviceError(f"device {device} cannot be used: {str(error).splitlines()[0]}") from error
-    checks = examine(out, chosen)
-    for check in checks:
+    for check in (checks := examine(out, torch_device(device))):
         print(f"{check.verdict:<8} {check.name}: {check.detail}")
-    failed = [check.name for check in checks if check.verdict == "fail"]
-    if failed:
+    if failed := [check.name for check in checks if check.verdict == "fail"]:
         raise WeightsError(f"{out}: {', '.join(failed)} did not pass")
     return 0
 

@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSeriali
 
 from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 
-Precision = Literal["auto", "fp32", "fp16", "bf16", "fp8"]
+Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -41,7 +41,7 @@ class Spec(BaseModel):
 class EngineSpec(Spec):
     """How the packing engine computes. The fields of `RESULT_FIELDS` may change result bytes, the others never do."""
 
-    precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU; fp8: ESM-2, DNABERT-S in fp16")
+    precision: Precision = Field("auto", description="auto: fp16 on CUDA, fp32 on CPU; int8: ESM-2, calibrated")
     attention: Attention = Field("auto", description="attention backend; auto chooses once per device and records it")
     token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed ESM-2 batch")
     dna_token_budget: int = Field(16_384, ge=64, le=1 << 20, description="token slots of one packed DNABERT-S batch")

@@ -222,7 +222,7 @@ def prepare(
         )
     found = devices or resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
-    fingerprints = {"reads": orfs.fingerprint, **fingerprint(models)}
+    fingerprints = {"reads": orfs.fingerprint, **fingerprint(models, resolved.precision)}
     widths = {"dna": open_part(models, DnabertShape)[0].width, "protein": open_part(models, Esm2Shape)[0].width}
     if spec.force:
         discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's

@@ -148,7 +148,7 @@ class RunRecord(RunFile):
     spec: dict[str, Any] = {}  # the settings as they were given
     model_length: Count | None = None
     widths: dict[str, Count] = {}  # of an embedding's two parts: dna, protein
-    fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head
+    fingerprints: dict[str, str]  # reads, esm2, dnabert_s, head, and of int8 its calibration
     resolved: dict[str, Any] = {}  # the settings that decide result bytes, `auto` replaced; and the kind of device
     devices: tuple[Device, ...] = ()  # of the newest attempt
     seeds: dict[str, int] = {}

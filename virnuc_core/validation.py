@@ -63,7 +63,7 @@ def record_validation(
         devices,
         spec=spec.parameters | {"engine": spec.engine.model_dump(mode="json")},
         model_length=staging.model_length,
-        fingerprints={"reads": staging.fingerprint, **fingerprint(spec.models)},
+        fingerprints={"reads": staging.fingerprint, **fingerprint(spec.models, spec.engine.precision)},
         store=RunDir(out).store.name,
         inputs=staging.by_file,
         pairs=[[str(Path(name).absolute()) for name in pair] for pair in staging.pairs],

@@ -218,7 +218,7 @@ class Bench:
 
     def datasheet(self, precision: Resolved) -> float | None:  # TFLOP/s, where it is known
         peaks = next((peaks for part, peaks in DATASHEET.items() if part in self.device_name), (None, None))
-        return None if precision == "fp32" else peaks[precision == "fp8"]
+        return None if precision == "fp32" else peaks[precision == "int8"]
 
     def note(self, kind: str, **found: Any) -> None:
         """Keep and print what was found."""
@@ -251,7 +251,7 @@ def options_from(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--encoders", type=words, default=list(NAMES))
     parser.add_argument("--esm2", choices=list(ESM2_SIZES), help="t36_3B on CUDA, else tiny")
     parser.add_argument("--dnabert-s", choices=list(DNABERT_SIZES), help="base on CUDA, else tiny")
-    parser.add_argument("--precisions", type=words, help="fp16,bf16,fp8 on CUDA, else fp32")
+    parser.add_argument("--precisions", type=words, help="fp16,bf16,int8 on CUDA, else fp32")
     parser.add_argument("--variants", type=words, help="fused on CUDA, else reference")
     parser.add_argument("--lengths", type=numbers, default=[52, 102, 168], help="tokens of a row of ESM-2")
     parser.add_argument("--dna-lengths", type=numbers, default=[35], help="tokens of a row of DNABERT-S")
@@ -267,7 +267,7 @@ def options_from(arguments: list[str]) -> argparse.Namespace:
     cuda = options.device.startswith("cuda")
     options.esm2 = options.esm2 or ("t36_3B" if cuda else "tiny")
     options.dnabert_s = options.dnabert_s or ("base" if cuda else "tiny")
-    options.precisions = options.precisions or (["fp16", "bf16", "fp8"] if cuda else ["fp32"])
+    options.precisions = options.precisions or (["fp16", "bf16", "int8"] if cuda else ["fp32"])
     options.variants = dict.fromkeys(NAMES, options.variants or ["fused" if cuda else "reference"])
     options.lengths = {"esm2": options.lengths, "dnabert_s": options.dna_lengths}
     return options

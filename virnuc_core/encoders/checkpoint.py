@@ -12,11 +12,21 @@ from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
-from virnuc_core.encoders.layers import Encoder, Read, choose_backend, inv_freq, resolve_precision
+from virnuc_core.encoders.layers import (
+    PRODUCTS,
+    Calibration,
+    Encoder,
+    Inputs,
+    Read,
+    choose_backend,
+    inv_freq,
+    resolve_precision,
+)
 from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
@@ -28,6 +38,7 @@ log = logging.getLogger(__name__)
 PARTS: Final = ("esm2", "dnabert_s", "head")
 E = TypeVar("E", bound=Encoder)
 WEIGHTS: Final = "model.safetensors"
+CALIBRATION: Final = "int8.safetensors"  # beside the weights of ESM-2
 INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
 
@@ -107,13 +118,37 @@ def _weights(folder: Path) -> list[Path]:
     return files
 
 
-def fingerprint(models: Path) -> dict[str, str]:
-    """SHA-256 of each part's files, by the part's name; equal ones mean equal scores."""
+def fingerprint(models: Path, precision: Precision = "auto") -> dict[str, str]:
+    """SHA-256 of each part's files, by the part's name, and of the calibration for int8; equal ones mean equal scores.
+
+    Errors: `WeightsError` also for int8 without a calibration, or with that of other weights.
+    """
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     folders = {part: _config(models, part).parent for part in PARTS}
-    return {part: part_digest(at, *([tokenizer] if part == "dnabert_s" else [])) for part, at in folders.items()}
+    found = {part: part_digest(at, *([tokenizer] if part == "dnabert_s" else [])) for part, at in folders.items()}
+    if precision == "int8":
+        if calibration(models)[1] != found["esm2"]:
+            problem = "was made for other weights of ESM-2; make it anew with virnuc models quantize"
+            raise WeightsError(f"{folders['esm2'] / CALIBRATION}: {problem}")
+        found["int8"] = sha256_of(folders["esm2"] / CALIBRATION)
+    return found
+
+
+def calibration(models: Path) -> tuple[Calibration, str]:
+    """What `virnuc models quantize` saw the products of ESM-2 take, and the digest of the weights it saw."""
+    path, kind = models / "esm2" / CALIBRATION, Esm2Shape
+    if not path.is_file():
+        raise WeightsError(f"{path}: no such file; int8 needs it, and virnuc models quantize makes it from some reads")
+    try:
+        with safe_open(path, "pt") as file:
+            seen = {name: Inputs(*file.get_tensor(name).float()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            layers = range(read_shape(_config(models, "esm2"), kind).layers)
+            products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in layers]
+            return products, (file.metadata() or {})["weights"]
+    except (OSError, KeyError, TypeError, SafetensorError) as error:
+        raise WeightsError(f"{path}: is no calibration for this ESM-2; make it with virnuc models quantize") from error
 
 
 def part_digest(folder: Path, *further: Path) -> str:
@@ -135,8 +170,11 @@ def load_encoder(
 ) -> E:
     """The `Esm2` or `DnabertS` of a models directory; `DeviceError`, `ConfigError` when `device` cannot run it so."""
     shape, read = open_part(models, network.KIND)
+    if precision == "int8" and network.KIND is not Esm2Shape:
+        precision = "fp16"  # DNABERT-S is a thirtieth of the time
     ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
-    return network(shape, read, device, precision=ready, attention=backend)
+    seen = calibration(models)[0] if ready == "int8" else None
+    return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
 
 
 def load_head(models: Path, device: torch.device) -> Head:
@@ -146,11 +184,9 @@ def load_head(models: Path, device: torch.device) -> Head:
 
 def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Esm2, DnabertS, Head]:
     """All three models on one device as an engine's settings want them; raises as the loaders of each do."""
-    # fp8 turns DNABERT-S's vectors (cosine 0.89), and it is a thirtieth of the time: it keeps fp16
-    dna_precision: Precision = "fp16" if engine.precision == "fp8" else engine.precision
     return (
         load_encoder(Esm2, models, device, engine.precision, engine.attention),
-        load_encoder(DnabertS, models, device, dna_precision, engine.attention),
+        load_encoder(DnabertS, models, device, engine.precision, engine.attention),
         load_head(models, device),
     )
 

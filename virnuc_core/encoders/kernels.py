@@ -1,4 +1,4 @@
-"""Triton kernels beside the matrix products: norms, activations, float8 forms, means, and DNABERT-S's gated unit.
+"""Triton kernels beside attention: norms, means, products of int8, and DNABERT-S's gated unit.
 
 Imported only where a kernel is asked for: triton need not be installed elsewhere. Each kernel treats a row (of tokens,
 or of a matrix) by itself, in blocks whose size does not depend on its neighbours, so its numbers do not either.
@@ -14,6 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# blocks of a product of int8, and how many of its programs share a multiprocessor
+INT8: Final = {"rows": 128, "columns": 128, "depth": 128, "tall": 8, "num_warps": 4, "num_stages": 3}
+INT8_SHARING: Final = 2
+Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and of an int8 weight the scales of its rows
 # blocks of the gated unit's product
 GATED_ROWS: Final = 128
 GATED_COLUMNS: Final = 128  # its halves are interleaved in turns of so many rows of the weight
@@ -32,54 +36,58 @@ def exact_gelu(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _store_row(
-    y: tl.tensor,  # float32 [block]
+def nearest(x: tl.tensor) -> tl.tensor:
+    """The whole numbers nearest to float32 ones, as far as int8 goes on both sides of 0."""
+    return tl.clamp(tl.floor(x + 0.5), -127.0, 127.0).to(tl.int8)
+
+
+@jit
+def _two(block: tl.constexpr, turn: tl.constexpr) -> tl.tensor:
+    """0 to `block` - 1 in lines of `turn`."""
+    return tl.arange(0, block // turn)[:, None] * turn + tl.arange(0, turn)[None, :]
+
+
+@jit
+def _store_in_int8(
+    y: tl.tensor,  # [block // turn, turn], zero behind `width`
+    hadamard: tl.tensor,  # fp16 [turn, turn]
     out: tl.tensor,
     out_scale: tl.tensor,
     row: tl.tensor,
-    at: tl.tensor,
-    mask: tl.tensor,
     width: tl.constexpr,
-    quantise: tl.constexpr,
-    top: tl.constexpr,
+    block: tl.constexpr,
+    turn: tl.constexpr,
 ) -> None:
-    """Write a row, or its float8 form and the scale that undoes it."""
-    if quantise:
-        scale = tl.maximum(tl.max(tl.where(mask, tl.abs(y), 0.0), 0), 1e-12) / top
-        tl.store(out_scale + row, scale)
-        y = tl.clamp(y / scale, -top, top)
-    tl.store(out + row.to(tl.int64) * width + at, y.to(out.dtype.element_ty), mask=mask)
+    """Write a row, turned by stretches, as whole numbers, and the scale that undoes the rounding."""
+    turning = tl.load(hadamard + _two(turn * turn, turn))
+    y = tl.dot(y.to(tl.float16), turning)
+    scale = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), 1e-12) / 127.0
+    tl.store(out_scale + row, scale)
+    at = _two(block, turn)
+    tl.store(out + row.to(tl.int64) * width + at, nearest(y / scale), mask=at < width)
 
 
 @jit
 def _norm(
     x: tl.tensor,  # [rows, width]
-    delta: tl.tensor,  # [rows, width], added to x
+    hadamard: tl.tensor,
     shift: tl.tensor,  # float32 [width], seen by the norm only
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,  # [rows, width]
-    out_scale: tl.tensor,  # float32 [rows]
+    out_scale: tl.tensor,  # float32 [rows]: what undoes the rounding to int8
     eps: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
-    has_delta: tl.constexpr,
-    keep: tl.constexpr,
     has_shift: tl.constexpr,
-    quantise: tl.constexpr,
-    top: tl.constexpr,
+    turn: tl.constexpr,  # 0: not into int8
 ) -> None:
-    """Layer norm of one row, in float32; the sum of x and delta may replace x."""
+    """Layer norm of one row, in float32."""
     row = tl.program_id(0)
     at = tl.arange(0, block)
     mask = at < width
     place = row.to(tl.int64) * width + at
     y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    if has_delta:
-        y += tl.load(delta + place, mask=mask, other=0.0).to(tl.float32)
-        if keep:
-            tl.store(x + place, y.to(x.dtype.element_ty), mask=mask)
-        y = y.to(x.dtype.element_ty).to(tl.float32)  # rounded as the plain sum of the two would be
     if has_shift:
         y += tl.load(shift + at, mask=mask, other=0.0)
     mean = tl.sum(y, 0) / width
@@ -88,75 +96,64 @@ def _norm(
     y = centred * tl.rsqrt(spread + eps)
     y = y * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     y += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
-    _store_row(y, out, out_scale, row, at, mask, width, quantise, top)
+    if turn:
+        y = tl.reshape(y, (block // turn, turn))
+        _store_in_int8(y, hadamard, out, out_scale, row, width, block, turn)
+    else:
+        tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
-def norm(
-    x: Tensor,
-    affine: tuple[Tensor, Tensor],
-    eps: float,
-    *,
-    delta: Tensor | None = None,
-    keep: bool = False,
-    shift: Tensor | None = None,
-    quantise: bool = False,
-) -> tuple[Tensor, Tensor | None]:
-    """Layer norm of `x + delta + shift` [rows, width]; with `quantise` its float8 rows and their scales [rows, 1].
+def norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | None = None) -> Tensor:
+    """Layer norm of `x + shift` [rows, width]."""
+    out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
+    _norm[(len(x),)](
+        x, None, shift, *affine, out, None, eps, x.shape[1], block, shift is not None, 0, num_warps=_warps(block)
+    )  # fmt: skip
+    return out
 
-    With `keep`, `x + delta` takes the place of `x`.
-    """
-    out, scale, sizes = _rows_out(x, x.shape[1], quantise)
-    parts = {"has_delta": delta is not None, "keep": keep, "has_shift": shift is not None}
-    _norm[(len(x),)](x, delta, shift, *affine, out, scale, eps, **parts, **sizes)
+
+def int8_norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, turning: Tensor) -> tuple[Tensor, Tensor]:
+    """Layer norm of `x` [rows, width], turned, in int8, and the scales [rows, 1] of its rows."""
+    out, scale, *sizes = _int8_rows(x, turning)
+    _norm[(len(x),)](
+        x, turning, None, *affine, out, scale, eps, *sizes[:2], False, sizes[2], num_warps=_warps(sizes[1])
+    )  # fmt: skip
     return out, scale
 
 
 @jit
-def _activation(
-    x: tl.tensor,  # [rows, width], or [rows, 2 * width] when gated
-    out: tl.tensor,  # [rows, width]
+def _int8(
+    x: tl.tensor,  # [rows, width]
+    hadamard: tl.tensor,
+    out: tl.tensor,  # int8 [rows, width]
     out_scale: tl.tensor,  # float32 [rows]
     width: tl.constexpr,
     block: tl.constexpr,
-    gated: tl.constexpr,
-    gelu: tl.constexpr,
-    quantise: tl.constexpr,
-    top: tl.constexpr,
+    turn: tl.constexpr,
 ) -> None:
-    """Exact GELU of one row, times its second half when gated."""
-    row = tl.program_id(0)
-    at = tl.arange(0, block)
-    mask = at < width
-    stride: tl.constexpr = 2 * width if gated else width
-    place = x + row.to(tl.int64) * stride + at
-    y = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    if gelu:
-        y = exact_gelu(y)
-    if gated:
-        y *= tl.load(place + width, mask=mask, other=0.0).to(tl.float32)
-    _store_row(y, out, out_scale, row, at, mask, width, quantise, top)
+    """One row in int8."""
+    row, at = tl.program_id(0), _two(block, turn)
+    y = tl.load(x + row.to(tl.int64) * width + at, mask=at < width, other=0.0)
+    _store_in_int8(y, hadamard, out, out_scale, row, width, block, turn)
 
 
-def activation(
-    x: Tensor, *, gated: bool = False, gelu: bool = True, quantise: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Exact GELU of `x` [rows, width], or of its first half times its second, plain or quantised."""
-    out, scale, sizes = _rows_out(x, x.shape[1] // (2 if gated else 1), quantise)
-    _activation[(len(x),)](x, out, scale, gated=gated, gelu=gelu, **sizes)
+def int8_rows(x: Tensor, turning: Tensor) -> tuple[Tensor, Tensor]:
+    """`x` [rows, width], turned, in int8, and the scales [rows, 1] of its rows."""
+    out, scale, *sizes = _int8_rows(x, turning)
+    _int8[(len(x),)](x, turning, out, scale, *sizes, num_warps=_warps(sizes[1]))
     return out, scale
 
 
-def _rows_out(x: Tensor, width: int, quantise: bool) -> tuple[Tensor, Tensor | None, dict[str, Any]]:
-    """Room for rows of `width`, and for their scales when they are quantised; and how a kernel treats them.
+def _int8_rows(x: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, int, int, int]:
+    """Room for the rows of `x` in int8, and for their scales; their width, block and stretch."""
+    (rows, width), turn = x.shape, len(turning)
+    room = torch.empty_like(x, dtype=torch.int8), x.new_empty(rows, 1, dtype=torch.float32)
+    return *room, width, max(16 * turn, triton.next_power_of_2(width)), turn
 
-    Its warps hold a row in registers, 16 numbers or so a thread.
-    """
-    fp8 = torch.float8_e4m3fn
-    out = torch.empty(x.shape[0], width, dtype=fp8 if quantise else x.dtype, device=x.device)
-    scale = torch.empty(x.shape[0], 1, dtype=torch.float32, device=x.device) if quantise else None
-    block = triton.next_power_of_2(width)
-    sizes = {"width": width, "block": block, "num_warps": max(1, min(16, block // 512))}
-    return out, scale, sizes | {"quantise": quantise, "top": torch.finfo(fp8).max}
+
+def _warps(block: int) -> int:
+    """Warps that hold so many numbers in registers, 16 or so a thread."""
+    return max(1, min(16, block // 512))
 
 
 @jit
@@ -198,6 +195,15 @@ def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
 
 
 @jit
+def _place(tile: tl.tensor, blocks_m: tl.tensor, blocks_n: tl.tensor, tall: tl.constexpr) -> tl.tensor:
+    """Row and column of the block of a product that comes as number `tile`."""
+    stretch = tile // (tall * blocks_n)
+    height = tl.minimum(blocks_m - stretch * tall, tall)
+    within = tile % (tall * blocks_n)
+    return stretch * tall + within % height, within // height
+
+
+@jit
 def _gated_unit(
     x: tl.tensor,  # descriptor of [m, k], blocks [rows, depth]
     weight: tl.tensor,  # descriptor of [2 n, k], interleaved, blocks [2 * columns, depth]
@@ -214,11 +220,8 @@ def _gated_unit(
     """Every `programs`-th block of gelu(first half) * second half of x @ weight.T."""
     blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
     for tile in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
-        stretch = tile // (tall * blocks_n)
-        height = tl.minimum(blocks_m - stretch * tall, tall)
-        within = tile % (tall * blocks_n)
-        at_m = (stretch * tall + within % height) * rows
-        at_n = (within // height) * columns
+        block_m, block_n = _place(tile, blocks_m, blocks_n, tall)
+        at_m, at_n = block_m * rows, block_n * columns
         total = tl.zeros([rows, 2 * columns], tl.float32)
         for step in range(tl.cdiv(k, depth)):
             total = tl.dot(x.load([at_m, step * depth]), weight.load([2 * at_n, step * depth]).T, total)
@@ -248,9 +251,7 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
 
     (m, k), n = x.shape, interleaved.shape[0] // 2
     out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    # as many as run at once; in Triton's interpreter any small number will do
-    most = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4
-    programs = min(most, triton.cdiv(m, GATED_ROWS) * triton.cdiv(n, GATED_COLUMNS))
+    programs = _programs(x, triton.cdiv(m, GATED_ROWS) * triton.cdiv(n, GATED_COLUMNS))
     tensors = (
         TensorDescriptor.from_tensor(x, [GATED_ROWS, GATED_DEPTH]),
         TensorDescriptor.from_tensor(interleaved, [2 * GATED_COLUMNS, GATED_DEPTH]),
@@ -258,4 +259,73 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     )
     blocks = {"rows": GATED_ROWS, "columns": GATED_COLUMNS, "depth": GATED_DEPTH, "tall": GATED_STRETCH}
     _gated_unit[(programs,)](*tensors, m, n, k, **blocks, programs=programs, num_warps=8, num_stages=3)
+    return out
+
+
+def _programs(x: Tensor, blocks: int, sharing: int = 1) -> int:
+    """Of so many blocks as many as run at once; in Triton's interpreter any small number will do."""
+    return min(sharing * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4, blocks)
+
+
+@jit
+def _int8_product(
+    x: tl.tensor,  # descriptor of int8 [m, k], blocks [rows, depth]
+    weight: tl.tensor,  # descriptor of int8 [n, k], blocks [columns, depth]
+    row_scale: tl.tensor,  # float32 [m]
+    scale: tl.tensor,  # float32 [n]
+    bias: tl.tensor,  # float32 [n]
+    out: tl.tensor,  # [m, n]
+    m: tl.tensor,
+    n: tl.tensor,
+    k: tl.tensor,
+    rows: tl.constexpr,
+    columns: tl.constexpr,
+    depth: tl.constexpr,
+    tall: tl.constexpr,
+    programs: tl.constexpr,
+    gelu: tl.constexpr,
+    add: tl.constexpr,
+) -> None:
+    """Every `programs`-th block of x @ weight.T, summed in int32, scaled in float32."""
+    blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
+    for tile in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
+        block_m, block_n = _place(tile, blocks_m, blocks_n, tall)
+        at_m, at_n = block_m * rows, block_n * columns
+        total = tl.zeros([rows, columns], tl.int32)
+        for step in range(tl.cdiv(k, depth)):
+            factor = weight.load([at_n, step * depth]).T
+            total = tl.dot(x.load([at_m, step * depth]), factor, total, out_dtype=tl.int32)
+        row, column = at_m + tl.arange(0, rows), at_n + tl.arange(0, columns)
+        real = column < n
+        y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
+        y = y * tl.load(scale + column, mask=real, other=0.0)[None, :]
+        y += tl.load(bias + column, mask=real, other=0.0)[None, :]
+        if gelu:
+            y = exact_gelu(y)
+        place, inside = out + row.to(tl.int64)[:, None] * n + column[None, :], (row < m)[:, None] & real[None, :]
+        if add:
+            y += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(place, y.to(out.dtype.element_ty), mask=inside)
+
+
+def int8_product(
+    x: Tensor, row_scale: Tensor, layer: Linear, *, gelu: bool = False, onto: Tensor | None = None
+) -> Tensor:
+    """`x @ weight.T + bias` of int8 rows [m, k] and their scales [m, 1]: fp16 [m, n], or added `onto` what is given.
+
+    With `gelu` the exact GELU of that. Sums are exact: the sizes of blocks change no bit.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    weight, bias, scale = layer
+    (m, k), n = x.shape, weight.shape[0]
+    out = torch.empty(m, n, dtype=torch.float16, device=x.device) if onto is None else onto
+    rows, columns, depth = INT8["rows"], INT8["columns"], INT8["depth"]
+    tensors = (
+        TensorDescriptor.from_tensor(x, [rows, depth]),
+        TensorDescriptor.from_tensor(weight, [columns, depth]),
+    )
+    programs = _programs(x, triton.cdiv(m, rows) * triton.cdiv(n, columns), INT8_SHARING)
+    scales, kind = (row_scale, scale, bias), {"gelu": gelu, "add": onto is not None, "programs": programs}
+    _int8_product[(programs,)](*tensors, *scales, out, m, n, k, **kind, **INT8)
     return out

@@ -6,10 +6,11 @@ The layers run by our own Triton kernels (`fused`: `kernels`, `attention_kernels
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal, NamedTuple
 
 import torch
@@ -22,19 +23,21 @@ from virnuc_core.encoders.tokenize import PackedBatch, Rows
 from virnuc_core.errors import ConfigError, DeviceError
 
 Backend = Literal["fused", "reference"]
-Resolved = Literal["fp32", "fp16", "bf16", "fp8"]
+Resolved = Literal["fp32", "fp16", "bf16", "int8"]
 Read = Callable[[str], Tensor]  # a tensor of a model by our name for it
 Affine = tuple[Tensor, Tensor]  # weight and bias of a norm, [width] each
 
-# Activations between the layers. FP8 quantises at the entry of each linear layer and is bf16 elsewhere: the row-wise
-# scaled product of torch gives bf16.
+# Activations between the linear layers; int8 rounds what enters these
 DTYPES: Final[dict[Resolved, torch.dtype]] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
-    "fp8": torch.bfloat16,
+    "int8": torch.float16,
 }
-FP8: Final = torch.float8_e4m3fn
+PRODUCTS: Final = ("qkv", "out", "up", "down")  # a layer's linear layers, in order
+LONGEST_TURN: Final = 64
+SMOOTHING: Final = 0.65  # share of the inputs' unevenness that moves to the weights
+TOP: Final = 127  # of int8, on both sides of 0
 FUSED_HEADS: Final = (32, 64, 128)  # head sizes that the attention kernel is written for
 REFERENCE_STEP = 16  # rows are padded to the next multiple of this, a function of the row alone
 REFERENCE_SCORES = 1 << 24  # scores held at once: 64 MiB of float32
@@ -48,9 +51,9 @@ def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
         return "fp32"
     if device.type != "cuda":
         raise DeviceError(f"precision {asked} needs a CUDA device, this is {device}; use fp32")
-    if asked == "fp8" and torch.cuda.get_device_capability(device) < (9, 0):
+    if asked == "int8" and torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device)
-        raise DeviceError(f"precision fp8 needs compute capability 9.0 or later, {name} is older; use fp16")
+        raise DeviceError(f"precision int8 needs compute capability 9.0 or later, {name} is older; use fp16")
     return asked
 
 
@@ -69,12 +72,22 @@ def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Bac
     return "reference" if asked == "reference" or obstacle is not None else "fused"
 
 
+class Inputs(NamedTuple):
+    """What a linear layer was given for some rows of reads, float32 [in]."""
+
+    largest: Tensor  # absolute
+    mean: Tensor
+
+
+Calibration = Sequence[Mapping[str, Inputs]]  # of each layer, by the names of its products
+
+
 class Dense(NamedTuple):
     """A linear layer ready to run."""
 
-    weight: Tensor  # [out, in]; float8 when `scale` is set
+    weight: Tensor  # [out, in]; int8 when `scale` is set
     bias: Tensor | None  # [out]
-    scale: Tensor | None  # float32 [1, out]: what a row of `weight` was divided by
+    scale: Tensor | None = None  # float32 [out]: what a row of `weight` was divided by
 
     @property
     def wide_bias(self) -> Tensor:
@@ -83,27 +96,37 @@ class Dense(NamedTuple):
         return self.bias.float()
 
 
+@functools.cache
+def hadamard(width: int, device: torch.device) -> Tensor:
+    """What stretches of rows of `width` are multiplied with: Hadamard's matrix, orthogonal, fp16 [turn, turn].
+
+    Large and small numbers become many of middling size, of which rounding in equal steps takes less.
+    """
+    matrix = torch.ones(1, 1)
+    while len(matrix) < math.gcd(width, LONGEST_TURN):
+        matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
+    return (matrix / math.sqrt(len(matrix))).to(device, torch.float16)
+
+
+def turned(x: Tensor) -> Tensor:
+    """Float32 `x` [n, k], its stretches multiplied by Hadamard's matrix; done to both factors it keeps a product."""
+    matrix = hadamard(x.shape[1], x.device).float()
+    return (x.reshape(len(x), -1, len(matrix)) @ matrix).flatten(1)
+
+
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Each row of `x` [n, k] scaled to the range of float8, and the float32 scales [n, 1] that undo it."""
-    wide = x.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / torch.finfo(FP8).max
-    return (wide / scale).to(FP8), scale
+    """Each float32 row of `x` [n, k] in int8, and the scales [n, 1] that undo it; halves go up, as in the kernels."""
+    scale = x.abs().amax(dim=-1, keepdim=True).clamp_min(1e-12) / TOP
+    return (x / scale + 0.5).floor().clamp(-TOP, TOP).to(torch.int8), scale
 
 
 def dense(x: Tensor, layer: Dense) -> Tensor:
-    """`x @ weight.T + bias`, [n, in] to [n, out]; rows are quantised first where the layer is FP8."""
-    rows, scale = (x, None) if layer.scale is None else quantise_rows(x)
-    return product(rows, scale, layer)
-
-
-def product(x: Tensor, scale: Tensor | None, layer: Dense) -> Tensor:
-    """The same on rows that are in the layer's form: plain, or quantised, with their scales [n, 1], giving bfloat16."""
-    if scale is None or layer.scale is None:
+    """`x @ weight.T + bias`, [n, in] to [n, out], by plain torch; for an int8 layer `x` is turned and rounded first."""
+    if layer.scale is None or layer.bias is None:
         return F.linear(x, layer.weight, layer.bias)
-    weight, bias, kind = layer.weight.t(), layer.bias, torch.bfloat16
-    return torch._scaled_mm(
-        x, weight, scale_a=scale, scale_b=layer.scale, bias=bias, out_dtype=kind, use_fast_accum=True
-    )
+    rows, scale = quantise_rows(turned(x.half().float()))
+    total = (rows.double() @ layer.weight.double().t()).float()  # exact
+    return (total * scale * layer.scale + layer.bias).to(x.dtype)
 
 
 def positions(cu_seqlens: Tensor, slots: int) -> Tensor:
@@ -219,15 +242,41 @@ class Layer(NamedTuple):
     @property
     def products(self) -> tuple[Dense, ...]:
         """The linear layers."""
-        return self.qkv, self.out, self.up, self.down
+        return tuple(getattr(self, name) for name in PRODUCTS)
+
+
+def in_int8(layer: Layer, seen: Mapping[str, Inputs], dtype: torch.dtype) -> Layer:
+    """A layer in float32 made ready to run in int8, given what its products were seen to take.
+
+    Inputs behind a norm are smoothed: the norm divides by column, and weights are multiplied, so that neither has
+    columns far larger than others. What the rounding of weights makes of the mean input is taken off the bias.
+    """
+
+    def rounded(one: Dense, mean: Tensor) -> Dense:
+        if one.weight.shape[1] % 16:
+            raise ConfigError(f"precision int8 wants rows of a multiple of 16, not {one.weight.shape[1]}; use fp16")
+        plain = turned(one.weight)
+        weight, scale = quantise_rows(plain)
+        bias = one.wide_bias + (plain - weight * scale) @ turned(mean.to(plain.device)[None])[0]
+        return Dense(weight, bias, scale.squeeze(1))
+
+    def smoothed(norm: Affine, one: Dense, seen: Inputs) -> tuple[Affine, Dense]:
+        largest, by_weight = seen.largest.to(one.weight.device), one.weight.abs().amax(0)
+        step = largest.clamp_min(1e-5) ** SMOOTHING / by_weight.clamp_min(1e-5) ** (1 - SMOOTHING)
+        made = rounded(one._replace(weight=one.weight * step), seen.mean.to(step.device) / step)
+        return ((norm[0] / step).to(dtype), (norm[1] / step).to(dtype)), made
+
+    attn_norm, qkv = smoothed(layer.attn_norm, layer.qkv, seen["qkv"])
+    ffn_norm, up = smoothed(layer.ffn_norm, layer.up, seen["up"])
+    out, down = (rounded(one, seen[name].mean) for name, one in (("out", layer.out), ("down", layer.down)))
+    return Layer(attn_norm, qkv, out, ffn_norm, up, down)
 
 
 class WeightReader:
-    """Reads weights to `device`, one tensor at a time, in the form that `precision` runs on."""
+    """Reads weights to `device`, one tensor at a time, as `dtype`; linear layers in int8 where they are calibrated."""
 
-    def __init__(self, read: Read, precision: Resolved, device: torch.device) -> None:
-        self._stored, self._precision, self._device = read, precision, device
-        self.dtype = DTYPES[precision]
+    def __init__(self, read: Read, dtype: torch.dtype, device: torch.device, calibration: Calibration | None) -> None:
+        self._stored, self.dtype, self._device, self._calibration = read, dtype, device, calibration
 
     def wide(self, name: str) -> Tensor:
         """One tensor in float32."""
@@ -237,25 +286,17 @@ class WeightReader:
         """Weight and bias of a layer norm."""
         return self._ready(f"{name}.weight"), self._ready(f"{name}.bias")
 
-    def linear(self, name: str, *, bias: bool = True) -> Dense:
-        """A linear layer."""
-        ready_bias = self._ready(f"{name}.bias") if bias else None
-        if self._precision != "fp8":
-            return Dense(self._ready(f"{name}.weight").contiguous(), ready_bias, None)
-        quantised, scale = quantise_rows(self._stored(f"{name}.weight").to(self._device))
-        return Dense(quantised, ready_bias, scale.t().contiguous())
-
     def layer(self, i: int, up: str, down: str, up_bias: bool) -> Layer:
         """Layer `i`; `up` and `down` are the names of the products around the activation."""
-        p = f"layers.{i}"
-        return Layer(
-            attn_norm=self.norm(f"{p}.attn_norm"),
-            qkv=self.linear(f"{p}.qkv"),
-            out=self.linear(f"{p}.out"),
-            ffn_norm=self.norm(f"{p}.ffn_norm"),
-            up=self.linear(f"{p}.{up}", bias=up_bias),
-            down=self.linear(f"{p}.{down}"),
-        )
+        ready = self._ready if self._calibration is None else self.wide
+
+        def affine(name: str) -> Affine:
+            return ready(f"layers.{i}.{name}.weight").contiguous(), ready(f"layers.{i}.{name}.bias")
+
+        first = Dense(*affine(up)) if up_bias else Dense(ready(f"layers.{i}.{up}.weight").contiguous(), None)
+        linear = Dense(*affine("qkv")), Dense(*affine("out")), first, Dense(*affine(down))
+        layer = Layer(affine("attn_norm"), *linear[:2], affine("ffn_norm"), *linear[2:])
+        return layer if self._calibration is None else in_int8(layer, self._calibration[i], self.dtype)
 
     def _ready(self, name: str) -> Tensor:
         return self._stored(name).to(self._device).to(self.dtype)
@@ -268,7 +309,7 @@ class Encoder:
     """
 
     KIND: ClassVar[type[Esm2Shape] | type[DnabertShape]]
-    PRODUCTS: ClassVar[tuple[str, str, bool]]  # names of the two around the activation; whether the first has a bias
+    FEED_FORWARD: ClassVar[tuple[str, str, bool]]  # names of both products; whether the first has a bias
 
     def __init__(
         self,
@@ -278,13 +319,12 @@ class Encoder:
         *,
         precision: Resolved,
         attention: Backend,
+        calibration: Calibration | None = None,
     ) -> None:
         self.shape, self.width = shape, shape.width
         self.precision: Resolved = precision
         self.attention: Backend = attention
-        self._quantises = precision == "fp8"
-        # a product can add its result onto the stream, but not one of float8 rows; in float32 nothing is gained
-        self._adds_in_product = attention == "fused" and precision in ("fp16", "bf16")
+        self.dense = dense  # another takes its place to see what products take
         self._attend: Callable[[Tensor, Rows], Tensor] = reference
         self._mean: Callable[[Tensor, Tensor, Tensor], Tensor] = segment_mean
         if attention == "fused":  # triton is needed here only
@@ -292,8 +332,8 @@ class Encoder:
             from virnuc_core.encoders.kernels import span_means
 
             self._attend, self._mean = fused_attention, span_means
-        weights = WeightReader(read, precision, device)
-        self.layers = tuple(weights.layer(i, *self.PRODUCTS) for i in range(shape.layers))
+        weights = WeightReader(read, DTYPES[precision], device, calibration)
+        self.layers = tuple(weights.layer(i, *self.FEED_FORWARD) for i in range(shape.layers))
         self._take(weights)
 
     def _take(self, weights: WeightReader) -> None:

@@ -4,7 +4,7 @@ ESM-2 has pre-norm layers, rotary positions, exact GELU and a final layer norm; 
 gated linear units.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Final
 
@@ -13,15 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from virnuc_core.encoders.layers import (
-    Affine,
-    Dense,
     Encoder,
-    Layer,
     Read,
     WeightReader,
     alibi_slopes,
     dense,
-    product,
+    hadamard,
     rotary_tables,
 )
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
@@ -31,14 +28,13 @@ from virnuc_core.errors import WeightsError
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
 TOKEN_DROPOUT_SCALE: Final = 1 - 0.15 * 0.8  # training hid this share of the residues; no token is hidden here
 HEAD_ROWS: Final = 256  # of one matrix product, always: a row's scores do not depend on how many others came with it
-Inner = Callable[[Tensor, Tensor | None, Layer], tuple[Tensor, Tensor | None]]
 
 
 class Esm2(Encoder):
     """ESM-2: mean over each row's first 1,024 residues, start and end tokens left out."""
 
     KIND = Esm2Shape
-    PRODUCTS = ("fc1", "fc2", True)
+    FEED_FORWARD = ("fc1", "fc2", True)
 
     def _take(self, weights: WeightReader) -> None:
         table = weights.wide("embed.weight")
@@ -51,7 +47,7 @@ class Esm2(Encoder):
         self._angles = rotary_tables(self.inv_freq, POOLED_RESIDUES + 2)
         # what the stream lacks, float32 [width], before each norm when the products' biases are left out of it
         self._shifts: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
-        if self._adds_in_product:
+        if self.attention == "fused" and self.precision != "int8":
             nothing = torch.zeros_like(self._final_norm[0], dtype=torch.float32)
             biases = [one.wide_bias for layer in self.layers for one in (layer.out, layer.down)]
             self._shifts = list(accumulate(biases, initial=nothing))
@@ -62,7 +58,9 @@ class Esm2(Encoder):
             self._angles = rotary_tables(self.inv_freq, 1 << (batch.max_seqlen - 1).bit_length())
         x = F.embedding(batch.tokens, self.table)
         rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, *self._angles)
-        return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
+        if self.attention == "reference":
+            return self._by_torch(x, rows)
+        return self._in_int8(x, rows) if self.precision == "int8" else self._by_kernels(x, rows)
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """The residues, as far as they are averaged; a row without any has an empty span."""
@@ -71,7 +69,7 @@ class Esm2(Encoder):
 
     def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
         """The layers one by one: [slots, width] to the last hidden state."""
-        width, eps = (self.width,), self.shape.norm_eps
+        width, eps, dense = (self.width,), self.shape.norm_eps, self.dense
         for layer in self.layers:
             normed = F.layer_norm(x, width, *layer.attn_norm, eps)
             x = x + dense(self._attend(dense(normed, layer.qkv), rows), layer.out)
@@ -82,43 +80,38 @@ class Esm2(Encoder):
     def _by_kernels(self, stream: Tensor, rows: Rows) -> Tensor:
         """The same with one pass over memory between two products; `stream` is used up.
 
-        What a layer adds to the stream is kept pending until the norm that follows reads it anyway; or the product
-        adds onto the stream in place, and its bias, left out of the stream, is added up for the norms to see.
+        The last product of each half adds onto the stream in place; its bias, left out of the stream, is added up for
+        the norms to see.
         """
-        from virnuc_core.encoders.kernels import activation, norm  # triton is needed here only
+        from virnuc_core.encoders.kernels import norm  # triton is needed here only
 
-        quantises, eps = self._quantises, self.shape.norm_eps
-
-        def attention(x: Tensor, scale: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor | None]:
-            mixed = self._attend(product(x, scale, layer.qkv), rows)
-            return activation(mixed, gelu=False, quantise=True) if quantises else (mixed, None)
-
-        def feed_forward(x: Tensor, scale: Tensor | None, layer: Layer) -> tuple[Tensor, Tensor | None]:
-            wide = product(x, scale, layer.up)
-            return activation(wide, quantise=True) if quantises else (F.gelu(wide), None)
-
-        def half(place: int, pending: Tensor | None, inner: Inner, affine: Affine, last: Dense) -> Tensor | None:
-            """One half of a layer: what is pending after it, or None when the product has added it."""
-            keep, shift = pending is not None, self._shifts[place]
-            normed = norm(stream, affine, eps, delta=pending, keep=keep, shift=shift, quantise=quantises)
-            ready = inner(*normed, self.layers[place // 2])
-            if not self._adds_in_product:
-                return product(*ready, last)
-            stream.addmm_(ready[0], last.weight.t())
-            return None
-
-        pending: Tensor | None = None
+        eps = self.shape.norm_eps
         for i, layer in enumerate(self.layers):
-            pending = half(2 * i, pending, attention, layer.attn_norm, layer.out)
-            pending = half(2 * i + 1, pending, feed_forward, layer.ffn_norm, layer.down)
-        return norm(stream, self._final_norm, eps, delta=pending, shift=self._shifts[-1])[0]
+            normed = norm(stream, layer.attn_norm, eps, self._shifts[2 * i])
+            stream.addmm_(self._attend(dense(normed, layer.qkv), rows), layer.out.weight.t())
+            normed = norm(stream, layer.ffn_norm, eps, self._shifts[2 * i + 1])
+            stream.addmm_(F.gelu(dense(normed, layer.up)), layer.down.weight.t())
+        return norm(stream, self._final_norm, eps, self._shifts[-1])
+
+    def _in_int8(self, stream: Tensor, rows: Rows) -> Tensor:
+        """The same in int8."""
+        from virnuc_core.encoders.kernels import int8_norm, int8_product, int8_rows, norm
+
+        eps = self.shape.norm_eps
+        turning, unit_turning = (hadamard(width, stream.device) for width in (self.width, self.shape.ffn_width))
+        for layer in self.layers:
+            qkv = int8_product(*int8_norm(stream, layer.attn_norm, eps, turning), layer.qkv)
+            int8_product(*int8_rows(self._attend(qkv, rows), turning), layer.out, onto=stream)
+            active = int8_product(*int8_norm(stream, layer.ffn_norm, eps, turning), layer.up, gelu=True)
+            int8_product(*int8_rows(active, unit_turning), layer.down, onto=stream)
+        return norm(stream, self._final_norm, eps)
 
 
 class DnabertS(Encoder):
     """DNABERT-S: mean over all tokens of each row, first and last included."""
 
     KIND = DnabertShape
-    PRODUCTS = ("gated", "wo", False)
+    FEED_FORWARD = ("gated", "wo", False)
 
     def _take(self, weights: WeightReader) -> None:
         # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
@@ -128,7 +121,7 @@ class DnabertS(Encoder):
         self._slopes = torch.tensor(alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device)
         self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]
         self._gated: list[Tensor] = []  # the gated units' weights as the kernel for them wants them, where it can run
-        if self._adds_in_product:
+        if self.attention == "fused" and self.precision != "fp32":
             from virnuc_core.encoders.kernels import can_gate, interleave
 
             if can_gate(self.shape.ffn_width, table.device):
@@ -157,32 +150,22 @@ class DnabertS(Encoder):
     def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
         """The same with one pass over memory between two products; `x` is used up.
 
-        Where the product adds onto the stream in place, its bias is left to the norm behind it.
+        The last product of each half adds onto the stream in place, and its bias is left to the norm behind it.
         """
-        from virnuc_core.encoders.kernels import activation, gated_unit, norm  # triton is needed here only
+        from virnuc_core.encoders.kernels import gated_unit, norm  # triton is needed here only
 
-        def ready(x: Tensor) -> tuple[Tensor, Tensor | None]:
-            return activation(x, gelu=False, quantise=True) if self._quantises else (x, None)
-
-        def gated(x: Tensor, i: int) -> tuple[Tensor, Tensor | None]:
-            if self._gated:
-                return gated_unit(x, self._gated[i]), None
-            both = product(*ready(x), self.layers[i].up)
-            return activation(both, gated=True, quantise=self._quantises)
-
-        def add_and_norm(
-            x: Tensor, rows: tuple[Tensor, Tensor | None], last: Dense, shift: Tensor, affine: Affine
-        ) -> Tensor:
-            if not self._adds_in_product:
-                return norm(x, affine, self.shape.norm_eps, delta=product(*rows, last))[0]
-            x.addmm_(rows[0], last.weight.t())
-            return norm(x, affine, self.shape.norm_eps, shift=shift)[0]
-
+        eps = self.shape.norm_eps
         for i, layer in enumerate(self.layers):
             after_mix, after_unit = self._shifts[i]
-            mixed = self._attend(product(*ready(x), layer.qkv), rows)
-            x = add_and_norm(x, ready(mixed), layer.out, after_mix, layer.attn_norm)
-            x = add_and_norm(x, gated(x, i), layer.down, after_unit, layer.ffn_norm)
+            x.addmm_(self._attend(dense(x, layer.qkv), rows), layer.out.weight.t())
+            x = norm(x, layer.attn_norm, eps, after_mix)
+            if self._gated:
+                unit = gated_unit(x, self._gated[i])
+            else:
+                active, passed = dense(x, layer.up).chunk(2, dim=-1)
+                unit = F.gelu(active) * passed
+            x.addmm_(unit, layer.down.weight.t())
+            x = norm(x, layer.ffn_norm, eps, after_unit)
         return x
 
 

@@ -15,7 +15,7 @@ from virnuc_core.encoders.checkpoint import check_finite, fingerprint, load_all,
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
-from virnuc_core.errors import WeightsError
+from virnuc_core.errors import DeviceError, WeightsError
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
 
@@ -50,6 +50,15 @@ def anchors() -> tuple[Anchor, ...]:
     """The published rows."""
     body = tomllib.loads((resources.files(__package__) / "anchors.toml").read_text(encoding="utf-8"))
     return tuple(map(Anchor.model_validate, body["anchors"]))
+
+
+def torch_device(name: str) -> torch.device:
+    """What torch calls by this name; `DeviceError` when it is not there."""
+    try:
+        torch.empty(1, device=(chosen := torch.device(name)))
+    except (RuntimeError, AssertionError) as error:
+        raise DeviceError(f"device {name} cannot be used: {str(error).splitlines()[0]}") from error
+    return chosen
 
 
 def verify(models: Path, device: torch.device) -> tuple[Check, ...]:

@@ -18,10 +18,12 @@ from typing import Any, Final
 import h5py
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Switch
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
-from virnuc_core.encoders.layers import Layer, product, quantise_rows
+from virnuc_core.encoders.layers import Layer, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
@@ -66,7 +68,7 @@ class Bench:
         found = resolve(self.devices)
         body = {
             "reads": OrfStore.open(self.store).fingerprint,
-            "weights": fingerprint(self.models),
+            "weights": fingerprint(self.models, engine.precision),
             "engine": resolve_engine(engine, found[0].kind).model_dump(mode="json"),
             "devices": [device.model_dump() for device in found],
             "more": more,
@@ -285,16 +287,21 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
 
 
 def linear_pass(layers: Sequence[Layer], slots: int, device: torch.device) -> Callable[[], None]:
-    """A call that runs `slots` tokens through every linear layer; inputs of float8 layers are already quantised."""
-    inputs = []
+    """A call that runs `slots` tokens through every linear layer; inputs of int8 layers are already rounded."""
+    inputs: list[tuple[Tensor, Tensor | None]] = []
     for one in layers[0].products:
         x = torch.randn(slots, one.weight.shape[1], device=device)
-        inputs.append(quantise_rows(x) if one.scale is not None else (x.to(one.weight.dtype), None))
+        inputs.append((x.to(one.weight.dtype), None) if one.scale is None else quantise_rows(x))
 
     def step() -> None:
         for layer in layers:
             for one, (x, scale) in zip(layer.products, inputs, strict=True):
-                product(x, scale, one)
+                if scale is None:
+                    F.linear(x, one.weight, one.bias)
+                else:
+                    from virnuc_core.encoders.kernels import int8_product  # triton is needed here only
+
+                    int8_product(x, scale, one)
 
     return step
 

@@ -131,8 +131,8 @@ def encoder_metrics(
 ) -> model.EncoderMetrics:
     """One encoder's batches, and what they used of the devices (`names`: id → model), each by its seconds: of what the
     linear layers alone sustain there and data sheets promise; unknown where one has no time, ceiling or sheet."""
-    # DNABERT-S stays at fp16 where ESM-2 runs at fp8
-    arithmetic = "fp16" if precision == "fp8" and encoder == "dnabert_s" else precision
+    # DNABERT-S stays at fp16 where ESM-2 runs at int8
+    arithmetic = "fp16" if precision == "int8" and encoder == "dnabert_s" else precision
     whole, per_token = statistics.batch_metrics(batches, encoder), getattr(flops, f"{encoder}_per_token")
     spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
     ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64")
