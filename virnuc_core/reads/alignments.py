@@ -25,24 +25,19 @@ _TEXT_LETTERS: Final = 1 << 20  # of a piece
 _LOOKED_AT: Final = 1000  # records
 
 
-def fastq(pieces: Iterator[bytes], form: str, file: str) -> Iterator[tuple[str, int]]:
-    """Whole records of FASTQ, and how many alignments were left out between them; `pieces` hold a file of this `form`.
-    Errors: `InputError`, at once without pysam, later where the data is damaged or ends early."""
-    return _records(_pysam(form, file), pieces, form, file)
-
-
 def mates_follow(file: str, form: str) -> bool | None:
     """Whether mates follow each other, as `samtools collate` and sequencers leave them, and not those of a sort by
     place; None where the first reads have none. Errors: `InputError` without pysam; what is damaged has no mates."""
     names: list[str] = []
-    with suppress(OSError, ValueError), _pysam(form, file).AlignmentFile(file, check_sq=False) as opened:
+    with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
         by_place = opened.header.to_dict().get("HD", {}).get("SO") == "coordinate"
         first = islice(opened.fetch(until_eof=True), _LOOKED_AT)
         names += (one.query_name for one in first if one.is_paired and not one.flag & NOT_PRIMARY)
     return any(one == other for one, other in pairwise(names)) and not by_place if names else None
 
 
-def _pysam(form: str, file: str) -> Any:
+def pysam_for(form: str, file: str) -> Any:
+    """The package. Errors: `InputError` that names the file, where it is not installed."""
     try:
         pysam = importlib.import_module("pysam")
     except ImportError as error:
@@ -52,7 +47,9 @@ def _pysam(form: str, file: str) -> Any:
     return pysam
 
 
-def _records(pysam: Any, pieces: Iterator[bytes], form: str, file: str) -> Iterator[tuple[str, int]]:
+def fastq(pysam: Any, pieces: Iterator[bytes], form: str, file: str) -> Iterator[tuple[str, int]]:
+    """Whole records of FASTQ, and how many alignments were left out between them; `pieces` hold a file of this `form`.
+    Errors: `InputError` where the data is damaged or ends early."""
     outlet, inlet = os.pipe()
     tail = b""
 

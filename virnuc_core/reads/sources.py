@@ -27,7 +27,7 @@ except ImportError:
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
-ENDINGS: Final = re.compile(r"(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn))?(\.(gz|bz2|xz|zst|bgz))?\Z", re.IGNORECASE)
+ENDINGS: Final = re.compile(r"(?i)(?<=.)(\.(fastq|fq|fasta|fa|fna|ffn|bam|cram|sam))?(\.(gz|bz2|xz|zst|bgz))?\Z")
 MATE_MARK: Final = re.compile(r"(?<=.)[_.-]R?[12](_001)?\Z")
 MAX_NAME: Final = 60
 HIDDEN: Final = re.compile(r"[^?#]+#query-[0-9a-f]{12}")
@@ -173,9 +173,9 @@ class Source:
         packed_as, make, errors = _unpacker_for(head, name)
         plain = (piece for piece in chain((head,), iter(self._next_piece, b"")))
         if form := alignments_in(head):
-            from virnuc_core.reads.alignments import fastq  # few files are such
+            from virnuc_core.reads.alignments import fastq, pysam_for  # few files are such
 
-            self._pieces = self._records(fastq(plain, form, name))
+            self._pieces = self._records(fastq(pysam_for(form, name), plain, form, name))
         else:
             self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
 

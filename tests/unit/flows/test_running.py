@@ -45,6 +45,7 @@ from virnuc_core.rundir import MARK, run_lock
         (["a.fa", "b.fa", "c.fa"], "a+2"),
         (["-"], "stdin"),
         (["run.2026.fq.zst"], "run.2026"),
+        (["groups/lung.bam"], "lung"),
         ([".gz"], ".gz"),
         (["x" * 200 + ".fa"], "x" * 60),
         (["https://h/lung%20R1.fastq.gz?X-Amz-Signature=5ec4e7/a.fa"], "lung%20R1"),
