@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from collections.abc import Callable, MutableMapping
 from contextlib import closing, suppress
 from itertools import islice
@@ -51,15 +52,6 @@ die_with_parent(int(sys.argv[1]))
 import uvicorn
 uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.argv[2]), log_level="error")
 """
-PREFECT_DEFAULTS: Final = {
-    "DO_NOT_TRACK": "1",  # and no notice that use is counted
-    # the statistics client contends for an embedded server's database and logs a traceback where there is no network
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-    # the first start migrates the database: 12 to 18 s on two cores, too close to the stock limit of 20 s
-    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "90",
-    # threads of the core log without a run context; their records carry the run's id instead (tasks/step.py)
-    "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
-}
 
 
 class Ending(NamedTuple):
@@ -144,7 +136,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
 
 def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set himself; Prefect reads it on import, and a server of our own inherits it."""
-    for name, value in PREFECT_DEFAULTS.items():
+    for name, value in tomllib.loads(Path(__file__).with_name("prefect.toml").read_text(encoding="utf-8")).items():
         environment.setdefault(name, value)
 
 

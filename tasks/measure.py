@@ -1,5 +1,6 @@
 """The steps that measure, compare and judge runs; those that fit a head; and the reviewer's answer."""
 
+import tomllib
 from base64 import b64encode
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -25,7 +26,7 @@ from tasks.step import (
     step,
 )
 from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import SWITCHES, Devices, EngineSpec, Switch, TraceSpec, TrainSpec
+from virnuc_core.config import SWITCHES, Devices, EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
 from virnuc_core.measure.splits import Examples, choose
@@ -47,22 +48,10 @@ from virnuc_core.runfiles import ModelFlops, read
 from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison, OverheadFile
 
 Answer = Literal["yes", "no", "not answered"]
-VERDICT_MARKS: Final = {
-    "pass": "✓ **PASS**",  # signs that every font has, no emoji
-    "fail": "✗ **FAIL**",
-    "projected": "≈ projected",
-    "not run": "– not run",
-    "not asked": "– not asked",
-}
+_WORDS: Final = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
+MARKS, COSTS, TIMED_OUT = (_WORDS[kind] for kind in ("verdicts", "costs", "time_out"))
 SHOWN: Final = ("Stages over time", "Utilisation", "Throughput", "History")  # an artifact is below 100 KiB
 NIGHTS: Final = 20
-# the answer given when nobody answers in time
-TIMED_OUT: Final = {"verdict": "pending", "reviewer": "nobody (time-out)", "note": "no answer came before the time-out"}
-COSTS: Final[dict[Switch, str]] = {
-    "commits": "commits cost",
-    "sampler": "the sampler costs",
-    "models": "loading the models twice costs",
-}
 
 
 @step("trace", "trace {label} on {bench.devices}")
@@ -234,7 +223,7 @@ def emit_outcome(judged: Report, out: Path) -> None:
 def rows_of(*tables: Table) -> Rows:
     """Tables of a report's view, one below the other, as Prefect shows them."""
     return [
-        {name: Markdown(VERDICT_MARKS[cell.verdict]) if isinstance(cell, Mark) else cell for name, cell in row.items()}
+        {name: Markdown(MARKS[cell.verdict]) if isinstance(cell, Mark) else cell for name, cell in row.items()}
         for table in tables
         for row in table.rows
     ]

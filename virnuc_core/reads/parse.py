@@ -37,7 +37,7 @@ O = TypeVar("O")  # noqa: E741  # what comes of a batch
 
 _BLANK: Final = b" \t\r\n\v\f"
 _LONE_RETURN: Final = re.compile(rb"\r(?!\n|\Z)")  # a line's end on old Macs
-_COMMENT: Final = re.compile(rb"(?<![^\r\n]);[^\r\n]*")
+_COMMENT: Final = re.compile(rb";(?<![^\r\n];)[^\r\n]*")
 BLOCK_BYTES: Final = 4_000_000  # of one piece: a tenth less processor time than a million takes
 
 
@@ -230,9 +230,10 @@ class _Text:
         return self._without_comments(text) if text and self.form == "fasta" else text
 
     def _without_comments(self, text: bytes) -> bytes:
-        begun, text = self._begun, self._begun + text
-        self._begun = text[max(text.rfind(b"\n"), text.rfind(b"\r")) + 1 :][:1]
-        return _COMMENT.sub(b" ", text).removeprefix(begun)
+        begun, whole = self._begun, self._begun + text
+        last = max(whole.rfind(b"\n"), whole.rfind(b"\r")) + 1
+        self._begun = whole[last : last + 1]
+        return _COMMENT.sub(b" ", whole).removeprefix(begun) if b";" in whole else text
 
 
 def _whole_records(text: bytes, form: Format) -> int:
