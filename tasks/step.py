@@ -4,8 +4,6 @@ Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quot
 number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits.
 """
 
-from __future__ import annotations
-
 import contextvars
 import logging
 import math
@@ -52,10 +50,10 @@ class NotMetError(VirnucError):
     exit_code = 5
 
 
-def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], Step[P, State[T]]]:
+def step(name: str, run_name: str) -> Callable[[Callable[P, State[T]]], "Step[P, State[T]]"]:
     """Makes a function a task; an error of ours that no retry can help becomes the sentence of its failed state."""
 
-    def decorate(function: Callable[P, State[T]]) -> Step[P, State[T]]:
+    def decorate(function: Callable[P, State[T]]) -> "Step[P, State[T]]":
         @wraps(function)
         def body(*args: P.args, **kwargs: P.kwargs) -> State[T]:
             try:

@@ -1,7 +1,5 @@
 """Typed settings that every part takes: built once at the edge, handed down, written to the run record."""
 
-from __future__ import annotations
-
 import errno
 import re
 import tomllib
@@ -84,7 +82,7 @@ class Devices(Spec):
     ids: tuple[str, ...] = ()
 
     @classmethod
-    def parse(cls, text: str) -> Devices:
+    def parse(cls, text: str) -> Self:
         """Read `cuda:0,cuda:1`, `cuda:GPU-<uuid>`, `cpu:2`, `cpu` (one core) or `auto`. Errors: `ConfigError`."""
         if text.strip() == "auto":
             return cls(kind="auto")

@@ -10,15 +10,13 @@ VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.m
 does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Final
+from typing import Any, BinaryIO, Final, Self
 
 import numpy as np
 import pandas as pd
@@ -130,7 +128,7 @@ class _Block:
         score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
         return score
 
-    def go_on_from(self, before: _Block, lost: Mask) -> None:
+    def go_on_from(self, before: Self, lost: Mask) -> None:
         """This block has further rows of the read of another, whose `lost` [rows] failed."""
         self.margins_before = np.append(before.margins_before, before.margin)
         self.scored_before = before.scored_before + len(before.scored)

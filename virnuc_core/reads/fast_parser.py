@@ -3,13 +3,11 @@
 A cutter takes what it is sure of from the front of a block; FASTQ from anything unusual on is left to `slow_parser`.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Literal
+from typing import Final, Literal, Self
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -37,7 +35,7 @@ class Strings:
     offsets: NDArray[np.int64]  # [n + 1]
 
     @classmethod
-    def of(cls, strings: Sequence[bytes]) -> Strings:
+    def of(cls, strings: Sequence[bytes]) -> Self:
         """Those given."""
         return cls(b"".join(strings), offsets_of(np.fromiter(map(len, strings), np.int64, len(strings))))
 
@@ -55,7 +53,7 @@ class Strings:
         """[n]"""
         return np.diff(self.offsets)
 
-    def printable(self) -> Strings:
+    def printable(self) -> "Strings":
         """Ids as printable UTF-8 words, some perhaps empty; nearly always they are just that already."""
         raw = np.frombuffer(self.data, np.uint8)
         if not ((raw < 33) | (raw > 126)).any():
@@ -63,7 +61,7 @@ class Strings:
         texts = (one.decode("utf-8", "backslashreplace") for one in self)
         return Strings.of([_printable("".join(text.split(None, 1)[:1])).encode() for text in texts])
 
-    def named(self, before: int) -> Strings:
+    def named(self, before: int) -> "Strings":
         """Ids with a name for each that is empty, by the number of reads `before`."""
         if self.lengths.all():
             return self
@@ -96,7 +94,7 @@ class Piece:
     refused: bool = False  # the file cannot be read at all, for its damage
     part: Part | None = None
 
-    def dropped(self, part: Part) -> ReadBatch:
+    def dropped(self, part: Part) -> "ReadBatch":
         """What says that the long record which ends with this part does not count."""
         nothing, end = Strings.of([b""]), replace(part, dropped=True)
         return ReadBatch(self.file, self.form, nothing, nothing, np.array([part.line]), nothing, end)
@@ -123,7 +121,7 @@ class ReadBatch:
         """Id of one read."""
         return self.ids[index].decode()
 
-    def without_illegal(self, name: str) -> tuple[ReadBatch, list[InputError]]:
+    def without_illegal(self, name: str) -> tuple["ReadBatch", list[InputError]]:
         """The batch without reads that hold other letters than nucleotides, and what is to be said of those."""
         bases = self.bases
         if not bases.data.translate(None, LEGAL):

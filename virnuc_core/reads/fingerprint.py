@@ -6,15 +6,13 @@ batches, whoever hashes a batch alone knows every leaf within it, and only what 
 neighbours.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 import numpy as np
 from mmh3 import mmh3_x64_128_digest
@@ -123,7 +121,7 @@ class Bucket:
     buckets: int  # a power of two
 
     @classmethod
-    def all_of(cls, digests: Column) -> list[Bucket]:
+    def all_of(cls, digests: Column) -> list[Self]:
         """All buckets of a column, a few at least, so that all workers have some; every digest is in one."""
         buckets = 1 << max(_FEWEST, -(-len(digests) // BUCKET) - 1).bit_length()
         return [cls(digests, number, buckets) for number in range(buckets)]

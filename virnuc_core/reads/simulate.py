@@ -4,13 +4,11 @@ The two kinds of genome differ as a classifier can learn it: viral ones are rich
 a codon usage of their own; the others are rich in G and C, with genes far between. No real organism is imitated.
 """
 
-from __future__ import annotations
-
 import re
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Self
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -53,7 +51,7 @@ class SimulateSpec(Spec):
     seed: int = Field(0, ge=0)
 
     @model_validator(mode="after")
-    def _reads_fit(self) -> SimulateSpec:
+    def _reads_fit(self) -> Self:
         if self.lengths is None and self.read_length > self.genome_length // 2:
             raise ValueError(f"read_length {self.read_length} needs a genome_length of {2 * self.read_length} or more")
         return self

@@ -1,7 +1,5 @@
 """Where reads come from: files, folders and standard input, opened as plain bytes whatever they are packed in."""
 
-from __future__ import annotations
-
 import bz2
 import hashlib
 import importlib
@@ -15,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final, cast
+from typing import Any, BinaryIO, Final, Self, cast
 
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.rundir import whole_file
@@ -181,7 +179,7 @@ class Source:
 
     @classmethod
     @contextmanager
-    def open(cls, name: str) -> Iterator[Source]:
+    def open(cls, name: str) -> Iterator[Self]:
         """A path, or standard input for `-`, which stays open. Errors: `InputError` when it cannot be opened."""
         if name == STDIN and sys.stdin is None:
             raise InputError("standard input is closed", file=name, hint="give it reads, or name a file")

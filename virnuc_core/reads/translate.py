@@ -6,8 +6,6 @@ Letters other than A, C, G, T make their codons vanish (the protein closes up), 
 length of its protein plus one base: both are part of the method.
 """
 
-from __future__ import annotations
-
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -210,7 +208,7 @@ class Segment:
         return values
 
 
-def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple[Segment | LongPart, Leaves, dict[str, float]]:
+def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment | LongPart", Leaves, dict[str, float]]:
     """The batch's part of a store, in a file of `folder`; its part of the fingerprint; seconds of staging's stages.
 
     Reads are cut, their chunks translated in six frames, ids and open frames digested. A part of a long read is kept

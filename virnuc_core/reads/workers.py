@@ -1,7 +1,5 @@
 """Worker processes for staging: one function over many items, here and in a pool that dies with its parent."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle
@@ -19,7 +17,7 @@ from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import numpy as np
 import psutil
@@ -147,7 +145,7 @@ class Workers:
         ended = {member.exitcode for member in self._members} - {None, 0, -signal.SIGTERM}  # the pool ends the others
         return WorkerError(f"a staging worker process ended (exit code {', '.join(map(str, ended)) or 'unknown'})")
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
