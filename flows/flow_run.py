@@ -24,9 +24,9 @@ from prefect.states import Cancelled, Failed
 
 from flows.ending import ended_in_time
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
-from tasks.predict import stage
+from tasks.predict import fate_rows, stage
 from tasks.server import UNTOLD, ServerLostError, connection, device_slots, limit, without_server
-from tasks.step import NotMetError, beside, core_logs
+from tasks.step import NotMetError, beside, core_logs, emit, publish_table
 from virnuc_core.config import INPUTS, ClusterSpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.pool import Pool
@@ -36,6 +36,7 @@ from virnuc_core.pipeline import stage_spec, workers_for
 from virnuc_core.reads.sources import hidden, sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry import live
 
 Settings = TypeVar("Settings", bound=FlowSettings)
@@ -152,6 +153,14 @@ def kept_workers(settings: FlowSettings) -> Iterator[Pool]:
             yield pool
         finally:
             kept.reset(before)
+
+
+def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
+    """Show what became of a run's reads, and say that it is done."""
+    fates = fate_rows(summary, staging.tally)
+    publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
+    payload = {"reads": summary.n_reads, "viral": summary.fates.get("viral", 0), "run": str(run.root.absolute())}
+    emit("prediction.done", f"prediction.{label}", label, payload)
 
 
 def run_flow(

@@ -272,10 +272,6 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         """Whether these are samples, each with a run of its own."""
         return self.samples is not None or self.sample_from != "none"
 
-    def inputs(self) -> tuple[str, ...]:
-        """The files of local reads; those of samples are looked at by their own runs. Errors: `InputError`."""
-        return () if self.many else super().inputs()
-
     def check_own_files(self) -> None:
         """Refuse samples that cannot be told apart, and a place for them that is a run's own."""
         if self.many:

@@ -9,9 +9,9 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_run import kept, named, stage_input, with_parameters
+from flows.flow_run import kept, named, publish_prediction, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
-from tasks.predict import embed, publish_prediction
+from tasks.predict import embed
 from tasks.server import announce, device_slots
 from tasks.step import done
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, VerdictSpec

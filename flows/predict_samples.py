@@ -9,9 +9,9 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_run import kept_workers, stage_input
+from flows.flow_run import kept_workers, publish_prediction, stage_input
 from flows.parameters import PredictSettings
-from tasks.predict import embed, publish_prediction
+from tasks.predict import embed
 from tasks.server import announce
 from tasks.step import done, progress_artifact, publish_table
 from virnuc_core.config import Devices, EngineSpec, VerdictSpec

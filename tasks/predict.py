@@ -9,18 +9,7 @@ from typing import Final
 from prefect.client.schemas.objects import State
 
 from tasks.server import device_slots
-from tasks.step import (
-    Markdown,
-    Rows,
-    done,
-    emit,
-    first_attempt,
-    on_host,
-    progress_artifact,
-    publish_table,
-    step,
-    time_limit,
-)
+from tasks.step import Markdown, Rows, done, first_attempt, on_host, progress_artifact, publish_table, step, time_limit
 from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
@@ -97,14 +86,6 @@ def embed(
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
     computed = f"{summary.shards_computed} of {summary.shards} shards computed{kept}"
     return done(summary, f"{computed} in {summary.wall_s:.1f} s{deaths}")
-
-
-def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:
-    """Show what became of a run's reads, and say that it is done."""
-    fates = fate_rows(summary, staging.tally)
-    publish_table(f"reads-{label}", fates, f"What became of the reads of {label}: {run.root}")
-    payload = {"reads": summary.n_reads, "viral": summary.fates.get("viral", 0), "run": str(run.root.absolute())}
-    emit("prediction.done", f"prediction.{label}", label, payload)
 
 
 def stage_rows(summary: RunSummary) -> Rows:

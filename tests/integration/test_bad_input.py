@@ -305,7 +305,7 @@ def test_a_full_disk_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_samples_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: Path, virnuc: Virnuc) -> None:
     sheet, given = tmp_path / "sheet.csv", ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"]
     sheet.write_text("sample,fastq_1,fastq_2\na/b,a.fq,\n")
-    assert "sheet.csv:2: 'a/b' cannot name" in virnuc.refuses(2, "predict", "--samples", sheet, *given)
+    assert "sheet.csv:2: sample 'a/b': not the name" in virnuc.refuses(2, "predict", "--samples", sheet, *given)
     reads = file(tmp_path, "r.fa")
     assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *given)
     assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *given)

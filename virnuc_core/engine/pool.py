@@ -21,17 +21,7 @@ from pathlib import Path
 from typing import Any, Final, Self
 
 from virnuc_core import errors
-from virnuc_core.engine.process import (
-    INTERRUPTED,
-    Child,
-    Closed,
-    Failed,
-    LocalWorkers,
-    Message,
-    Ready,
-    WorkerSpec,
-    end_children,
-)
+from virnuc_core.engine import process
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -41,13 +31,8 @@ TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one i
 TICK_S: Final = 0.5
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
-OF_A_JOB: Final = (
-    errors.InputError,
-    errors.ConfigError,
-    errors.NotFiniteError,
-    errors.StorageError,
-    errors.ShardError,
-)  # what other jobs need not meet
+# what other jobs need not meet
+OF_A_JOB: Final = errors.InputError, errors.ConfigError, errors.NotFiniteError, errors.StorageError, errors.ShardError
 MOST_NOT_FINITE: Final = 0.01  # of a run's rows: more are no odd rows, but weights or a precision of no use
 
 
@@ -55,8 +40,8 @@ MOST_NOT_FINITE: Final = 0.01  # of a run's rows: more are no odd rows, but weig
 class WorkerSlot:
     """A device's place in the pool: who works there now, and what it holds."""
 
-    spec: WorkerSpec
-    worker: Child | None = None
+    spec: process.WorkerSpec
+    worker: process.Child | None = None
     record: dict[str, Any] | None = None  # what the present worker said when it was ready
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
     unready_deaths: int = 0
@@ -73,8 +58,7 @@ class PooledJob:
     left: set[int]  # shards that are not committed
     deaths: list[str] = field(default_factory=list)  # one line each
     records: dict[str, dict[str, Any]] = field(default_factory=dict)  # by device: what its first worker said when ready
-    # by device: from the last commit before a death on
-    lost_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    lost_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by device, from its last commit on
     reduced: dict[int, int] = field(default_factory=dict)  # shards, and what their token budgets were divided by
     lost: int = 0  # rows that were not finite
     killed: Counter[int] = field(default_factory=Counter)  # deaths with this shard first in line
@@ -91,7 +75,9 @@ class Pool(AbstractContextManager["Pool"]):
     pool's own starts them, for they die with whoever did.
     """
 
-    def __init__(self, specs: Sequence[WorkerSpec], workers: LocalWorkers, *, keep: bool = False) -> None:
+    def __init__(
+        self, specs: Sequence[process.WorkerSpec], workers: process.LocalWorkers, *, keep: bool = False
+    ) -> None:
         self.specs, self._workers, self._keep = tuple(specs), workers, keep
         self._slots, self.reader = [WorkerSlot(spec) for spec in specs], workers.reader
         self._attempts, self._silence_s = specs[0].engine.max_shard_attempts, specs[0].engine.silence_s
@@ -128,7 +114,7 @@ class Pool(AbstractContextManager["Pool"]):
         if tasks:
             with self._giving:
                 if self._closed:
-                    raise errors.VirnucError(INTERRUPTED)
+                    raise errors.VirnucError(process.INTERRUPTED)
                 self._given.append((job, tasks))
             self._workers.wake()
             job.ended.result()
@@ -141,7 +127,7 @@ class Pool(AbstractContextManager["Pool"]):
             except Exception as error:  # noqa: BLE001 - raised by `compute`
                 self._end(error)
         self._take_up()
-        self._end(errors.VirnucError(INTERRUPTED))
+        self._end(errors.VirnucError(process.INTERRUPTED))
 
     def _turn(self) -> None:
         """Start and feed workers, and hear one message."""
@@ -163,7 +149,8 @@ class Pool(AbstractContextManager["Pool"]):
                 except OF_A_JOB as error:
                     if not (self._keep and ready and first):
                         raise
-                    self._fail(self._jobs[first.job.run], error)
+                    self._jobs[first.job.run].error = error  # what workers hold of it is not handed out again
+                    self._todo = deque(task for task in self._todo if task.job.run != first.job.run)
                 self._settle()
 
     def _take_up(self) -> None:
@@ -205,9 +192,9 @@ class Pool(AbstractContextManager["Pool"]):
         if logs or self._keep:
             slot.worker.log = logs[0] / f"worker-{slot.worker.device}.log" if logs else None
 
-    def _hear(self, slot: WorkerSlot, worker: Child, heard: Message) -> None:
+    def _hear(self, slot: WorkerSlot, worker: process.Child, heard: process.Message) -> None:
         match heard:
-            case Ready(record=record):
+            case process.Ready(record=record):
                 slot.record, slot.unready_deaths = {"spawned_s": worker.started_s, **record}, 0
                 for job in self._concerned(slot.held):
                     first = job.records.setdefault(worker.device, slot.record)
@@ -224,11 +211,11 @@ class Pool(AbstractContextManager["Pool"]):
                 elif job.error is None and done is not None:
                     slot.since_s = time.monotonic()
                     self._count(job, task, done)
-            case Failed():  # what no other try mends ends the job, or all; the rest is left to the death that follows
+            case process.Failed():  # what no other try mends ends the job, or all; all else is left to its death
                 log.error("%s: %s: %s", worker.device, heard.kind, heard.message)
                 if (error := errors.named(heard.kind, heard.message)) is not None:
                     raise error
-            case Closed():
+            case process.Closed():
                 self._died(slot, worker)
 
     def _count(self, job: PooledJob, task: ShardTask, done: ShardDone) -> None:
@@ -264,13 +251,13 @@ class Pool(AbstractContextManager["Pool"]):
                 worker.progress_s = now
                 worker.end(0.5)
 
-    def _died(self, slot: WorkerSlot, worker: Child) -> None:
+    def _died(self, slot: WorkerSlot, worker: process.Child) -> None:
         """Take back what a dead worker held, to be handed out again; another will be started in its place."""
         status, failed, held, ready = worker.end(0.5), worker.failed, [*slot.held], slot.record is not None
         slot.worker = None
         slot.held.clear()
         if self._workers.cancelled:
-            raise errors.WorkerError(INTERRUPTED)
+            raise errors.WorkerError(process.INTERRUPTED)
         if worker.lost:  # with its node; should that come back, so does the device
             self._slots.remove(slot)
         said = f"{failed.kind}: {failed.message}" if failed else worker.last_words
@@ -317,11 +304,6 @@ class Pool(AbstractContextManager["Pool"]):
             raise errors.ShardError(problem, shard=task.shard)
         return probe
 
-    def _fail(self, job: PooledJob, error: Exception) -> None:
-        """End one job: what workers hold of it is not handed out again, and its answers are passed over."""
-        job.error = error
-        self._todo = deque(task for task in self._todo if task.job.run != job.run)
-
     def _settle(self) -> None:
         """Let go of the jobs that are committed or have failed, once no worker holds a shard of theirs."""
         if not (over := [job for job in self._jobs.values() if job.error is not None or not job.left]):
@@ -343,8 +325,8 @@ class Pool(AbstractContextManager["Pool"]):
     def _end_workers(self) -> None:
         living = [slot.worker for slot in self._slots if slot.worker is not None]
         for worker in living:
-            worker.send(Closed())
-        end_children(living)
+            worker.send(process.Closed())
+        process.end_children(living)
         for slot in self._slots:
             slot.worker, slot.unready_deaths = None, 0
             slot.held.clear()

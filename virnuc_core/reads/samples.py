@@ -45,16 +45,10 @@ def row_of(sample: str, summary: RunSummary, staging: StageSummary) -> SampleRow
     fates, reads = summary.fates, staging.counts.n_reads
     met = {name: staging.tally[name] for name in REMARKS} | {"failed": fates.get("failed", 0)}
     met["orphans"] = sum(one.orphans for one in staging.by_file)
-    viral, uncertain = fates.get("viral", 0), fates.get("uncertain", 0)
-    return SampleRow(
-        sample=sample,
-        fate="predicted",
-        reads=reads,
-        scored=viral + fates.get("others", 0) + uncertain,
-        viral=viral,
-        share=round(viral / reads, 6) if reads else None,
-        flags=",".join(f"{name}={count}" for name, count in met.items() if count),
-    )
+    scored, share = sum(fates.get(one, 0) for one in ("viral", "others", "uncertain")), fates["viral"] / max(1, reads)
+    flags = ",".join(f"{name}={count}" for name, count in met.items() if count)
+    told = {"reads": reads, "scored": scored, "viral": fates["viral"], "share": round(share, 6), "flags": flags}
+    return SampleRow.model_validate({"sample": sample, "fate": "predicted", **told})
 
 
 def write_samples(path: Path, rows: Iterable[SampleRow]) -> None:
@@ -75,40 +69,32 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
         raise InputError(told, file=path, line=1)
     found = defaultdict[str, list[tuple[str, ...]]](list)
     for row in table:
-        sample, first, second = ((row.get(name) or "").strip() for name in COLUMNS)
-        names = tuple(_found(path, name) for name in (first, second) if name)
-        if problem := _wrong(sample, first, names, found[sample]):
-            raise InputError(problem, file=path, line=table.line_num)
+        sample, *cells = ((row.get(name) or "").strip() for name in COLUMNS)
+        names = tuple(_found(path, name) for name in cells if name)
+        if problem := _unfit(sample) or _wrong(cells[0], names, found[sample]):
+            raise InputError(f"sample '{sample}': {problem}", file=path, line=table.line_num)
         found[sample].append(names)
     if not found:
         raise InputError("names no sample", file=path, hint="write a line for each, below that of the columns")
     return {sample: _spec(lanes) for sample, lanes in found.items()}
 
 
-def _wrong(sample: str, first: str, names: tuple[str, ...], before: list[tuple[str, ...]]) -> str:
-    """What is wrong with a line of a sheet, and the way out; "" for nothing."""
-    if not sample:
-        return "no sample's name; give it one"
-    if reason := _unfit(sample):
-        return reason
-    if not first:
-        return f"sample '{sample}' has no fastq_1; name its file, of pairs that of the first mates"
-    if STDIN in names:
-        return f"sample '{sample}': standard input has no place in a sheet; name a file"
-    if len(named := [*sum(before, ()), *names]) > len({*named}):
-        return f"sample '{sample}': {max(names, key=named.count)} is named twice; name it once"
-    if before and len(before[0]) != len(names):
-        return f"sample '{sample}' has lanes with fastq_2 and without; name both mates of each, or give it another name"
-    return ""
-
-
 def _unfit(sample: str) -> str:
-    """Why a name is none for a run directory; "" if it is one."""
+    """Why a name is none for a run directory, and the way out; "" if it is one."""
     if not NAME.fullmatch(sample):
-        return f"'{sample}' cannot name a sample's directory; use letters, digits and _ . - + = @"
-    if any(fnmatch(sample, pattern.split("/")[0]) for pattern in GUARDED):
-        return f"'{sample}' is a name of virnuc's own in a results directory; use another"
-    return ""
+        return "not the name of a directory; use letters, digits and _ . - + = @"
+    ours = any(fnmatch(sample, pattern.split("/")[0]) for pattern in GUARDED)
+    return "a name of virnuc's own in a results directory; use another" if ours else ""
+
+
+def _wrong(first: str, names: tuple[str, ...], before: list[tuple[str, ...]]) -> str:
+    """What is wrong with the files of a line, and the way out; "" for nothing."""
+    if not first or STDIN in names:
+        return "no file in fastq_1; name one, of pairs that of the first mates"
+    if len(named := [*sum(before, ()), *names]) > len({*named}):
+        return f"{max(names, key=named.count)} is named twice; name it once"
+    mixed = before and len(before[0]) != len(names)
+    return "has lanes with fastq_2 and without; name both mates of each, or give it another name" if mixed else ""
 
 
 def _found(sheet: Path, name: str) -> str:
@@ -126,14 +112,14 @@ def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     Errors: those of `find_inputs`; `ConfigError` for names that are not fit, or the same though no lane tells why."""
     # as in a folder, files with mates are known by their names
     inputs = arranged(spec.model_copy(update={"reads": ()}), find_inputs(spec.named))
-    found, whole = defaultdict[str, list[tuple[str, ...]]](list), dict[str, str]()
+    found, whole = defaultdict[str, list[tuple[str, ...]]](list), set[str]()
     for names in (*(tuple(dict.fromkeys(pair)) for pair in inputs.pairs), *((name,) for name in inputs.singles)):
         named = sample_of(names)
-        sample = LANE.sub("", named)
-        if reason := _unfit(sample):
-            raise ConfigError(f"{names[0]}: {reason}, or write a sample sheet")
-        if whole.setdefault(named, names[0]) != names[0] or (found[sample] and len(found[sample][0]) != len(names)):
-            other = found[sample][0][0]
-            raise ConfigError(f"{other} and {names[0]} are both named '{sample}'; rename one, or write a sample sheet")
-        found[sample].append(names)
+        before, problem = found[LANE.sub("", named)], _unfit(LANE.sub("", named))
+        if named in whole or (before and len(before[0]) != len(names)):
+            problem = f"named as {before[0][0]} is; rename one"
+        if problem:
+            raise ConfigError(f"{names[0]}: {problem}, or write a sample sheet")
+        whole.add(named)
+        before.append(names)
     return {sample: _spec(lanes) for sample, lanes in found.items()}

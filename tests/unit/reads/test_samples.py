@@ -36,17 +36,17 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_pa
         ("name,fastq_1\na,b\n", r"sheet\.csv:1: no column sample; the first line names"),
         ("", r"sheet\.csv:1: no column sample"),
         (HEADER, r"names no sample"),
-        (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: no sample's name"),
-        (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a' has no fastq_1"),
+        (HEADER + "a,a.fq,\n,b.fq,\n", r"sheet\.csv:3: sample '': not the name of a directory"),
+        (HEADER + "a,,a_2.fq\n", r"sheet\.csv:2: sample 'a': no file in fastq_1; name one"),
         (HEADER + "a,a.fq,a.fq\n", r"sheet\.csv:2: sample 'a': a\.fq is named twice"),
         (HEADER + "a,a.fq,\nb,b.fq,\na,a.fq,\n", r"sheet\.csv:4: sample 'a': a\.fq is named twice"),
-        (HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n", r"sheet\.csv:4: sample 'a' has lanes with fastq_2 and without"),
-        (HEADER + "a/b,a.fq,\n", r"sheet\.csv:2: 'a/b' cannot name a sample's directory; use letters"),
-        (HEADER + "..,a.fq,\n", r"cannot name"),
-        (HEADER + "-o,a.fq,\n", r"cannot name"),
-        (HEADER + "shards,a.fq,\n", r"'shards' is a name of virnuc's own"),
-        (HEADER + "samples.tsv,a.fq,\n", r"is a name of virnuc's own"),
-        (HEADER + "a,-,\n", r"standard input has no place"),
+        (HEADER + "a,a_1.fq,a_2.fq\n\na,b_1.fq,\n", r"sheet\.csv:4: sample 'a': has lanes with fastq_2 and without"),
+        (HEADER + "a/b,a.fq,\n", r"sheet\.csv:2: sample 'a/b': not the name of a directory; use letters"),
+        (HEADER + "..,a.fq,\n", r"not the name"),
+        (HEADER + "-o,a.fq,\n", r"not the name"),
+        (HEADER + "shards,a.fq,\n", r"'shards': a name of virnuc's own"),
+        (HEADER + "samples.tsv,a.fq,\n", r"a name of virnuc's own"),
+        (HEADER + "a,-,\n", r"no file in fastq_1"),
     ],
 )
 def test_a_sheet_that_cannot_be_used_is_told_by_its_line(tmp_path: Path, text: str, said: str) -> None:
@@ -84,11 +84,9 @@ def test_files_are_samples_by_their_names(tmp_path: Path) -> None:
 
 def test_names_that_are_the_same_or_not_fit_are_refused(tmp_path: Path) -> None:
     same = files(tmp_path, "a/x.fq", "b/x.fq")
-    with pytest.raises(
-        ConfigError, match=r"a/x\.fq and .*b/x\.fq are both named 'x'; rename one, or write a sample sheet"
-    ):
+    with pytest.raises(ConfigError, match=r"b/x\.fq: named as .*a/x\.fq is; rename one, or write a sample sheet"):
         by_name(ReadsSpec(reads=tuple(same)))
-    with pytest.raises(ConfigError, match="'shards' is a name of virnuc's own"):
+    with pytest.raises(ConfigError, match="a name of virnuc's own in a results directory; use another, or write"):
         by_name(ReadsSpec(reads=tuple(files(tmp_path, "shards.fq"))))
 
 
