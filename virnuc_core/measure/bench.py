@@ -80,14 +80,12 @@ class Measurement(RunFile):
     """What one embedding run came to. Rates count both encoders' real tokens."""
 
     tokens_per_s: float  # from the first launch to the last finish
-    committed_tokens_per_s: float  # from the first launch to the last commit
     window_s: float  # first launch to last finish
     committed_s: float  # first launch to last commit
     wall_s: float  # with loading of the weights
     packing: float | None  # 0 to 1
     starved: float | None  # share of batches waited for longer than 50 ms
     utilisation: float | None  # percent, of the device with the lowest
-    peak_bytes: float | None  # of the device with the highest
     shards: int  # computed
     restarts: int  # of workers
     reduced: tuple[tuple[int, int], ...]  # shard, and what its token budgets were divided by for want of memory
@@ -104,17 +102,14 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     found = embedding.measured
     whole, window = batch_metrics(found.batches), embedding_span(found.batches)
     stats = [device_usage(found.samples, device.id, window) for device in job.devices]
-    committed_s = committed_span_s(found.batches, found.shards)
     return Measurement(
         tokens_per_s=whole.tokens_per_s or 0.0,
-        committed_tokens_per_s=whole.tokens / committed_s if committed_s else 0.0,
         window_s=whole.span_s,
-        committed_s=committed_s,
+        committed_s=committed_span_s(found.batches, found.shards),
         wall_s=wall_s,
         packing=whole.packing_efficiency,
         starved=None if whole.queue is None else whole.queue.starved,
         utilisation=min((s.gpu_util_avg for s in stats if s.gpu_util_avg is not None), default=None),
-        peak_bytes=max((s.mem_used_peak for s in stats if s.mem_used_peak is not None), default=None),
         shards=len(job.todo),
         restarts=len(pool.deaths),
         reduced=tuple(pool.reduced.items()),

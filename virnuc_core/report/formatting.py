@@ -58,27 +58,24 @@ class Section:
     tables: list[Table] = field(default_factory=lambda: [Table()])
 
 
-@dataclass(frozen=True, slots=True)
-class View:
-    """What a template adds to the sections that it tells, one part after the other."""
-
-    sections: list[Section]
+class View(list[Section]):
+    """The sections that a template tells, one part after the other."""
 
     def section(self, title: str, lead: Mark | str = "") -> None:
         """Begin a section, and its first table."""
-        self.sections.append(Section(title, lead))
+        self.append(Section(title, lead))
 
     def say(self, *lines: str) -> None:
         """Add to the prose of the section."""
-        self.sections[-1].prose += lines
+        self[-1].prose += lines
 
     def table(self, title: str) -> None:
         """Begin a further table."""
-        self.sections[-1].tables.append(Table(title=title))
+        self[-1].tables.append(Table(title=title))
 
     def row(self, cells: dict[str, object]) -> None:
         """Add to the table; a column of its first row that is not among `cells` was not measured."""
-        rows = self.sections[-1].tables[-1].rows
+        rows = self[-1].tables[-1].rows
         rows.append(dict.fromkeys(rows[0] if rows else ()) | cells)
 
 
@@ -227,9 +224,9 @@ def templates() -> Environment:
 
 def told(template: str, **facts: object) -> list[Section]:
     """The sections of prose and tables that a template tells of `facts`; those that say nothing are left out."""
-    sections: list[Section] = []
-    templates().get_template(template).render(facts, view=View(sections))
-    return [one for one in sections if one.prose or any(table.rows for table in one.tables)]
+    view = View()
+    templates().get_template(template).render(facts, view=view)
+    return [one for one in view if one.prose or any(table.rows for table in one.tables)]
 
 
 def sentences(template: str, **facts: object) -> tuple[str, ...]:

@@ -36,11 +36,6 @@ class EncoderMetrics(BatchMetrics):
     mfu_of_ceiling: float | None  # 0 to 1; None when the ceiling was not measured
     mfu_of_datasheet: float | None
 
-    @property
-    def tokens_per_device_s(self) -> float | None:
-        """Tokens a second of a device at this encoder's work: what the ceiling is held against."""
-        return self.tokens / self.device_s if self.device_s else None
-
 
 class TelemetryMetrics(BatchMetrics):
     """What the telemetry file of a run says: of its batches, and of the rest."""

@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic import ValidationError
-
-from virnuc_core.errors import InputError
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.report.build import REGRESSION, build_report, with_answer
 from virnuc_core.report.charts import GENERATOR, all_charts
@@ -19,6 +17,7 @@ from virnuc_core.report.formatting import Section, Table, templates, told
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
 from virnuc_core.rundir import RunDir, write_text_whole
+from virnuc_core.runfiles import read
 from virnuc_core.telemetry.tables import GPU_STAGES
 from virnuc_core.validation import Comparison, ValidationRecord, read_usable
 
@@ -28,12 +27,9 @@ REPORT_JSON: Final = "report.json"
 def read_report(path: Path) -> Report:
     """Read `report.json`; `InputError` says what is wrong with it."""
     try:
-        return Report.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", file=path, hint="run virnuc report DIR") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        why = f"not a report of this version ({'.'.join(map(str, first['loc']))}: {first['msg']})"
+        return read(path, Report)
+    except ConfigError as error:
+        why = f"not a report of this version ({str(error).removeprefix(f'{path}: ')})"
         raise InputError(why, file=path, hint="virnuc report DIR writes it anew") from error
 
 

@@ -22,14 +22,12 @@ TOLERANCE = 0.01
 def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Trial:
     return Trial(
         tokens_per_s=rate,
-        committed_tokens_per_s=rate,
         window_s=1.0,
         committed_s=1.0,
         wall_s=2.0,
         packing=0.99,
         starved=0.0,
         utilisation=None,
-        peak_bytes=None,
         shards=1,
         restarts=0,
         reduced=(),
