@@ -3,8 +3,6 @@
 The series stand in the report's data; the same data gives the same bytes of SVG.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -60,7 +58,7 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
     return Charts(**found)
 
 
-def _thin(label: str, x: pd.Series[float], y: pd.Series[float]) -> Line:
+def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
     """Means over at most 240 stretches of equal count; a stretch with nothing known is `None`."""
     points = min(240, len(x))
     sizes = [len(part) for part in np.array_split(np.arange(len(x)), points)]
@@ -144,12 +142,12 @@ def _svg(draw: Callable[..., float], data: object, *more: object) -> str | None:
     return buffer.getvalue().decode("utf-8")
 
 
-def _from_zero(axes: Axes, values: Iterable[float | None]) -> None:
+def _from_zero(axes: "Axes", values: Iterable[float | None]) -> None:
     axes.set_ylim(0, 1.08 * max((value or 0.0 for value in values), default=0.0) or 1.0)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
 
 
-def _draw_lines(axes: Axes, lines: Sequence[Line], unit: str) -> float:
+def _draw_lines(axes: "Axes", lines: Sequence[Line], unit: str) -> float:
     """Values over the seconds of a run; of percentages one line a device, and the CPU in grey."""
     for place, line in enumerate(lines):
         values = [float("nan") if value is None else value for value in line.y]
@@ -165,7 +163,7 @@ def _draw_lines(axes: Axes, lines: Sequence[Line], unit: str) -> float:
     return 2.2
 
 
-def _draw_gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
+def _draw_gantt(axes: "Axes", bars: tuple[Bar, ...]) -> float:
     """One line a stage, from its start to its end."""
     labels = list(dict.fromkeys(bar.label for bar in bars))
     for bar in bars:
@@ -180,7 +178,7 @@ def _draw_gantt(axes: Axes, bars: tuple[Bar, ...]) -> float:
     return 0.9 + 0.26 * len(labels)
 
 
-def _draw_scaling(axes: Axes, found: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]) -> float:
+def _draw_scaling(axes: "Axes", found: Sequence[ScalingMetrics], bands: Iterable[tuple[int, float, float]]) -> float:
     """Measured speed-up by number of devices, with the ideal and what people expect."""
     counts, speedups = [1, *(one.num_gpus for one in found)], [1.0, *(one.speedup for one in found)]
     axes.plot([1, max(counts)], [1, max(counts)], "--", color=FAINT, linewidth=1, label="ideal")
@@ -195,7 +193,7 @@ def _draw_scaling(axes: Axes, found: Sequence[ScalingMetrics], bands: Iterable[t
     return 2.8
 
 
-def _draw_queue(axes: Axes, found: QueueShares) -> float:
+def _draw_queue(axes: "Axes", found: QueueShares) -> float:
     left = 0.0
     for name, colour in (("full", LINES[2]), ("normal", LINES[5]), ("starved", "#cf222e")):
         percent = 100 * getattr(found, name)
@@ -205,7 +203,7 @@ def _draw_queue(axes: Axes, found: QueueShares) -> float:
     return 1.25
 
 
-def _draw_histogram(axes: Axes, found: Histogram, xlabel: str, ylabel: str) -> float:
+def _draw_histogram(axes: "Axes", found: Histogram, xlabel: str, ylabel: str) -> float:
     axes.set(xlabel=xlabel, ylabel=ylabel)
     axes.stairs(found.counts, found.edges, fill=True, color=LINES[0])
     _from_zero(axes, found.counts)
@@ -214,7 +212,7 @@ def _draw_histogram(axes: Axes, found: Histogram, xlabel: str, ylabel: str) -> f
     return 2.2
 
 
-def _draw_history(axes: Axes, known: tuple[HistoryPoint, ...]) -> float:
+def _draw_history(axes: "Axes", known: tuple[HistoryPoint, ...]) -> float:
     totals = [point.total_s or 0.0 for point in known]
     axes.plot(range(len(known)), totals, "o-", color=LINES[0])
     places = list(range(0, len(known), -(-len(known) // 4)))

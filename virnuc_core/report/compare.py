@@ -5,8 +5,6 @@ Results are joined by id, never by position, and an id that only one side has is
 different heads, model lengths or reads are refused when the run records say so.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -226,7 +224,7 @@ def _in_step(left: Iterator[pd.DataFrame], right: Iterator[pd.DataFrame]) -> Ite
     yield pd.concat((a, *left), ignore_index=True), pd.concat((b, *right), ignore_index=True)
 
 
-def _reads(rows: pd.DataFrame) -> pd.Series[str]:
+def _reads(rows: pd.DataFrame) -> "pd.Series[str]":
     """The read of each row: its id ends in `_chunk_<n>`, that of a frame in two more letters."""
     return rows["id"].str.replace(r"_chunk_\d+(?:[FR]\d)?$", "", regex=True)
 
@@ -274,7 +272,7 @@ def agreement(pairs: Iterable[Pair], tolerance: float) -> validation.LabelAgreem
     )
 
 
-def _keys(ids: pd.Series[str]) -> pd.Index[str]:
+def _keys(ids: "pd.Series[str]") -> "pd.Index[str]":
     """Ids made unique: the second row of an id, and each further one, bears its number."""
     if not ids.duplicated().any():
         return pd.Index(ids)

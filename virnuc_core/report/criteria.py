@@ -48,8 +48,6 @@ def two_device_time(report: model.Report, run: Run) -> Finding:
 def _time(profile: Profile, run: Run, devices: int) -> Finding:
     if run is None:
         return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
-    if len(run.devices) != devices:
-        return Finding(absent=f"the run was on {len(run.devices)} devices, not {devices}")
     if run.stopped_at_limit:
         why = f"ended at the profile's limit of {profile.time_limit_s or 0:g} s: slower than it may be"
         return Finding(run.total_s, run.n_reads, note=why, failed=True)

@@ -5,14 +5,12 @@ by more than the profile allows (10 %) fails. When the newest run of the profile
 reads or weights, the earlier figures are stale and say nothing.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Self
 
 from pydantic import ValidationError
 
@@ -47,7 +45,7 @@ class HistoryEntry(HistoryPoint):
     regression_percent: float = 10.0  # the profile's limit
     host: str = ""  # of an older line: unknown, taken for any
 
-    def same(self, other: HistoryEntry, fields: Sequence[str]) -> bool:
+    def same(self, other: Self, fields: Sequence[str]) -> bool:
         """Whether two runs have these fields in common."""
         pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
         return all(own == their or (field == "host" and "" in (own, their)) for field, own, their in pairs)
