@@ -69,7 +69,7 @@ if __name__ == "__main__":
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
     given.out.mkdir(parents=True)
-    cut = make_reads(given.wheels, given.out, of_family=8, windows=600, viral=8_000, others=40_000)
+    cut = make_reads(given.wheels, given.out, of_family=8, windows=600, viral=8_160, others=39_840)
     ready = zip(("real 8M", "random 8M"), make_models(given.wheels, given.out), strict=True)
     made = {name: train(cut, models, given.out / f"train_{models.name}") for name, models in ready}
     (given.out / "training.md").write_text(table(made), encoding="utf-8")

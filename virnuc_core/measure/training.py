@@ -324,8 +324,11 @@ def _network(shape: HeadShape) -> nn.Sequential:
 def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[int, int, float]:
     """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss.
 
-    The network is left with its best weights, to be used and not to learn.
+    The network is left with its best weights, to be used and not to learn. It learns from columns of equal spread, as
+    steps of one size want them, and its first layer then takes them as they are; one that hardly varies stays small.
     """
+    middle, spread = learnt.vectors.mean(0), learnt.vectors.std(0, correction=0).clamp_min(1e-3)
+    own, asked = ((of.vectors - middle) / spread for of in (learnt, held))
     labels, answers = (torch.tensor(of.rows["label"].to_numpy(np.int64)) for of in (learnt, held))
     optimiser = torch.optim.SGD(network.parameters(), lr=spec.learning_rate, momentum=0.9)
     schedule = torch.optim.lr_scheduler.StepLR(optimiser, STEP_EPOCHS, STEP_DECAY)
@@ -335,16 +338,18 @@ def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> t
         for batch in torch.randperm(len(labels)).split(BATCH_ROWS):
             if len(batch) > 1:  # batch norm cannot learn from one row
                 optimiser.zero_grad()
-                nn.functional.cross_entropy(network(learnt.vectors[batch]), labels[batch]).backward()
+                nn.functional.cross_entropy(network(own[batch]), labels[batch]).backward()
                 optimiser.step()
         schedule.step()
         network.eval()
         with torch.inference_mode():
-            loss = float(nn.functional.cross_entropy(network(held.vectors), answers))
+            loss = float(nn.functional.cross_entropy(network(asked), answers))
         if loss < best_loss:
             best_loss, best_epoch, best = loss, epoch, copy.deepcopy(network.state_dict())
         elif epoch - best_epoch >= spec.patience:
             break
+    best["hidden_layer.weight"] /= spread
+    best["hidden_layer.bias"] -= best["hidden_layer.weight"] @ middle
     network.load_state_dict(best)
     network.eval()
     return epoch, best_epoch, best_loss

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file
+from threadpoolctl import threadpool_limits
 from torch import nn
 
 from virnuc_core.config import TrainSpec
@@ -27,7 +29,10 @@ from virnuc_core.measure.training import (
     CROSS,
     HEAD,
     TEST,
+    Inputs,
     TrainFile,
+    _fit,
+    _network,
     inputs_of,
     remove_results,
     stand_in,
@@ -155,6 +160,26 @@ def test_what_is_written_is_what_was_judged(world: World, tmp_path: Path, models
     assert frames.metrics["recall"].value == pytest.approx((called & virus).sum() / virus.sum())
     assert frames.metrics["precision"].value == pytest.approx((called & virus).sum() / called.sum())
     assert frames.metrics["brier"].value == pytest.approx(np.mean((scores - virus) ** 2), rel=1e-4)  # float32
+
+
+def test_columns_of_whatever_size_and_place_are_learnt_from_alike() -> None:
+    """Embeddings of real weights lie around a mean far from zero, and some columns vary ten times as much as others."""
+    torch.manual_seed(0)
+    rows = pd.DataFrame({"label": np.arange(400) % 2})
+    plain = torch.randn(400, 8)
+    plain[:, 0] += 2 * torch.tensor(rows["label"].to_numpy())
+    spec, found = TrainSpec(truth=Path(), epochs=20, patience=20), []
+    shape = HeadShape(model_length=300, dna_width=4, protein_width=4, hidden=8)
+    for vectors in (plain, plain * torch.logspace(-2, 1, 8) + torch.linspace(-5, 5, 8)):
+        inputs = Inputs(rows, vectors, np.zeros((400, 0)))
+        torch.manual_seed(1)
+        network = _network(shape)
+        with threadpool_limits(1):
+            _fit(network, inputs.part(np.arange(300)), inputs.part(np.arange(300, 400)), spec)
+        with torch.inference_mode():
+            found.append(network(vectors).softmax(-1))
+    assert torch.allclose(*found, atol=0.01)
+    assert ((found[0][:, 1] > 0.5).numpy() == rows["label"]).mean() > 0.7
 
 
 def test_noise_is_not_learnt_nor_are_the_same_genomes_on_the_other_strand_under_other_names(
