@@ -164,11 +164,7 @@ def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: St
 
 
 def run_flow(
-    flow: Flow[..., Any],
-    parameters: Mapping[str, Any],
-    seen: OnTerminal,
-    ready: Callable[[], object] | None,
-    tell: Callable[[str], None],
+    flow: Flow[..., Any], parameters: Mapping[str, Any], seen: OnTerminal, ready: Callable[[], object] | None
 ) -> State[Any]:
     """The final state of `flow`, run in this process; a failed one where criteria were not met. Bars, the core's log
     lines and Prefect's warnings share one console. `ready` waits for the server; without it there is none. Errors: what
@@ -190,7 +186,6 @@ def run_flow(
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     if ready is not None:
         ready()
-        tell("its server answers")
     state = untold(flow, parameters) if ready is None else _told(flow, parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):

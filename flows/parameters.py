@@ -25,8 +25,8 @@ from virnuc_core.config import (
     ClusterSpec,
     Devices,
     EngineSpec,
-    InputSpec,
     ReadingSpec,
+    ReadsSpec,
     Spec,
     VerdictSpec,
     explain,
@@ -228,7 +228,7 @@ class FlowSettings(ComputeSettings, ReadingSpec):
         yield
 
 
-class RunSettings(InputSpec, FlowSettings):
+class RunSettings(ReadsSpec, FlowSettings):
     """What every flow over one directory takes."""
 
     reads: tuple[str, ...] = Field(

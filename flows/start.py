@@ -121,7 +121,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
 
     ready: Callable[[], object] | None = None if getattr(settings, "no_prefect", False) else lambda: None
     if ready is not None and PREFECT_API_URL.value() is None:
-        ready = None if settings.is_done() else own_server(debug=settings.debug)
+        ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
     from flows import flow_run
     from virnuc_core.reads.sources import hidden
 
@@ -129,7 +129,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
     values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
     values |= {name: tuple(map(hidden, values[name])) for name in INPUTS if name in values}  # which Prefect keeps
     tell("Prefect is loaded")
-    state = flow_run.run_flow(called, values, settings, ready, tell)
+    state = flow_run.run_flow(called, values, settings, ready)
     tell("done")
     return state
 
@@ -168,8 +168,9 @@ def usable_home() -> None:
         raise ConfigError(f"Prefect's database {database}: {error}; {way_out}") from error
 
 
-def own_server(*, debug: bool) -> Callable[[], None]:
-    """Start a Prefect server of this process's own, which from then on is the named one; returns what waits for it.
+def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None]:
+    """Start a Prefect server of this process's own, which from then on is the named one; returns what waits for it and
+    tells of it.
 
     A Ctrl-C at the terminal does not reach it, and it ends with this process, however that ends. Prefect's own would
     be imported here, and start later. Errors: those of `usable_home`; of what is returned `VirnucError`: no answer.
@@ -217,6 +218,7 @@ def own_server(*, debug: bool) -> Callable[[], None]:
             text = log.read().decode(errors="replace")
             said = re.findall(r"^[\w.]+(?:Error|Exception): .*", text, re.MULTILINE) or [error]
             raise VirnucError(f"Prefect's own server does not start: {said[-1]}; mend it, or use {WITHOUT}") from error
+        tell("its server answers")
 
     return wait
 

@@ -128,8 +128,19 @@ class ClusterSpec(Spec):
     models_local: Path | None = Field(None, description="folder of a node's own disk to copy the models to, once")
 
 
-class ReadsSpec(Spec):
-    """Which reads come in, and which of them are mates."""
+class ReadingSpec(Spec):
+    """How input is read."""
+
+    stage_workers: int = Field(
+        0, ge=0, le=256, description=f"processes that stage reads; 0: one a core, up to {MOST_STAGING_PROCESSES}"
+    )
+    on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
+    strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
+    email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
+
+
+class ReadsSpec(ReadingSpec):
+    """Which reads come in, which of them are mates, and how they are read."""
 
     reads: tuple[str, ...] = Field((), description="FASTA, FASTQ or BAM files or folders, plain or compressed; or -")
     mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
@@ -149,21 +160,6 @@ class ReadsSpec(Spec):
         if not self.named and getattr(self, "samples", None) is None:
             raise ConfigError("reads: none are named; name files or folders, or the files of pairs by -1 and -2")
         return self
-
-
-class ReadingSpec(Spec):
-    """How input is read."""
-
-    stage_workers: int = Field(
-        0, ge=0, le=256, description=f"processes that stage reads; 0: one a core, up to {MOST_STAGING_PROCESSES}"
-    )
-    on_error: Literal["stop", "skip"] = Field("stop", description="a broken record: stop, or skip it and count it")
-    strict: bool = Field(False, description="refuse duplicate read ids instead of keeping them apart")
-    email: str | None = Field(None, description="mail address that NCBI asks for, when reads are ncbi: accessions")
-
-
-class InputSpec(ReadsSpec, ReadingSpec):
-    """Which reads come in, and how they are read."""
 
 
 class VerdictSpec(Spec):
@@ -191,7 +187,7 @@ class ClassifySpec(VerdictSpec, ClusterSpec):
     parameters: dict[str, Any] = Field({}, description="all that the run was started with, and its sample's name")
 
 
-class RunSpec(InputSpec, ClassifySpec):
+class RunSpec(ReadsSpec, ClassifySpec):
     """One predict run: reads in, result files out."""
 
     stage_workers: int = Field(1, ge=0, le=256, description="processes that stage reads; others import the main script")

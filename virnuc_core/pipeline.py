@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import INPUTS, ClassifySpec, ClusterSpec, Devices, EngineSpec, InputSpec, RunSpec
+from virnuc_core.config import INPUTS, ClassifySpec, ClusterSpec, Devices, EngineSpec, ReadsSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
@@ -72,10 +72,10 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         return classify(run, staging, spec, watch=watch, pool=pool)
 
 
-def stage_spec(spec: InputSpec, models: Path) -> StageSpec:
+def stage_spec(spec: ReadsSpec, models: Path) -> StageSpec:
     """What is staged of these inputs for the head of a models directory."""
     return StageSpec(
-        model_length=model_length(models), **{name: getattr(spec, name) for name in InputSpec.model_fields}
+        model_length=model_length(models), **{name: getattr(spec, name) for name in ReadsSpec.model_fields}
     )
 
 

@@ -143,7 +143,7 @@ def test_a_script_gets_json_and_a_quiet_run_says_its_outcome_only(
     assert (told["state"], told["exit_code"], told["results"]) == ("Completed", 0, str(tmp_path / "out"))
     assert sum(told["data"]["fates"].values()) == 60
 
-    def in_vain(**_: object) -> None:
+    def in_vain(*_: object, **__: object) -> None:
         raise AssertionError("a server was started")
 
     monkeypatch.setattr("flows.start.own_server", in_vain)

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 from pydantic import Field
 
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, MOST_STAGING_PROCESSES, InputSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, MOST_STAGING_PROCESSES, ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
 from virnuc_core.reads.fast_parser import OnError, ParseLog, ReadBatch
 from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
@@ -34,7 +34,7 @@ SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
 
 
-class StageSpec(InputSpec):
+class StageSpec(ReadsSpec):
     """What is staged, and how."""
 
     model_length: int = Field(DEFAULT_MODEL_LENGTH, ge=1, description="the head's model length: chunk size in bases")
