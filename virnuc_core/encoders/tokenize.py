@@ -1,11 +1,9 @@
 """Sequences to token ids, many at once, and the packed batch in which they reach an encoder."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import tokenizers
@@ -39,12 +37,12 @@ class PackedBatch:
     def slots(self) -> int:
         return int(self.tokens.shape[0])
 
-    def to(self, device: torch.device) -> PackedBatch:
+    def to(self, device: torch.device) -> Self:
         """The same batch on `device`; asynchronous when the source is page-locked."""
         tokens, bounds = (one.to(device, non_blocking=True) for one in (self.tokens, self.cu_seqlens))
         return replace(self, tokens=tokens, cu_seqlens=bounds)
 
-    def pin(self) -> PackedBatch:
+    def pin(self) -> Self:
         """The same batch in page-locked host memory."""
         return replace(self, tokens=self.tokens.pin_memory(), cu_seqlens=self.cu_seqlens.pin_memory())
 

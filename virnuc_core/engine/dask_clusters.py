@@ -1,7 +1,5 @@
 """The Dask scheduler of a run: one that is there, one whose nodes a batch system starts, or one for trying it here."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import sys

@@ -1,7 +1,5 @@
 """One run's shards embedded by a pool of workers, watched and measured."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

@@ -4,8 +4,6 @@ The processes are those of a run on one machine (`LocalWorkers`), with the same 
 parent, here the Dask worker. Heartbeats stay here: the submitting side is told how long each has been still.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import json

@@ -7,8 +7,6 @@ memory gets the shard again with half the token budget. Errors of reads, weights
 A pool may serve several runs, one after the other or at once, by workers that load the weights once.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

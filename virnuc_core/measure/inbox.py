@@ -11,8 +11,6 @@ No file holds up the others. An attempt is counted before it begins, so that one
 a file that had all its attempts is failed, with the reason of the last.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import stat
@@ -20,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, Self
 
 import pandas as pd
 from pydantic import model_validator
@@ -53,13 +51,13 @@ class Fate(RunFile):
     attempts: int = 1
     seal: str = ""  # of what was written; none in older files
 
-    def sealed(self) -> Fate:
+    def sealed(self) -> Self:
         """The fate with its seal."""
         body = self.model_dump_json(exclude={"seal"}, exclude_defaults=True)
         return self.model_copy(update={"seal": hashlib.blake2b(body.encode(), digest_size=8).hexdigest()})
 
     @model_validator(mode="after")
-    def _is_whole(self) -> Fate:
+    def _is_whole(self) -> Self:
         if self.seal not in ("", self.sealed().seal):
             raise ValueError("not what was written (seal)")
         return self
@@ -78,7 +76,7 @@ class Row(RunFile):
     viral: str = ""
     note: str = ""
 
-    def but(self, **changes: Any) -> Row:
+    def but(self, **changes: Any) -> Self:
         """The row with some columns changed."""
         return self.model_copy(update=changes)
 
