@@ -31,6 +31,7 @@ from pydantic_core import to_jsonable_python
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
+from virnuc_core.lease import began
 from virnuc_core.rundir import RunDir, check_room
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def by_hand(flow: str, settings: Any) -> State[Any]:
     answers(Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser())
     devices = check(settings, base)
     module, _, name = flow.partition(":")
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # when this process began
+    ticks = int(began(os.getpid()))
 
     def tell(what: str) -> None:
         if not settings.quiet:

@@ -17,15 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, Final, NoReturn, TypeVar
 from uuid import uuid4
 
 import httpx
-import psutil
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
-from prefect.client.schemas.objects import FlowRun, State
+from prefect.client.schemas.objects import State
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 from prefect.context import FlowRunContext
@@ -34,13 +32,14 @@ from prefect.settings import PREFECT_API_REQUEST_TIMEOUT, PREFECT_CLIENT_MAX_RET
 from prefect.states import Crashed
 from prefect.utilities import callables
 
+from virnuc_core.lease import began, lives, place
 from virnuc_core.runfiles import Device
 
 T = TypeVar("T")
 Ask = Callable[[httpx.Request], httpx.Response]
 ANSWER_S: Final = 15.0  # for one request; a busy server has needed some seconds
 SILENT_S: Final = 30.0  # after a request that was not answered
-PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.began"  # labels
+PLACE, PROCESS, BEGAN = "virnuc.place", "virnuc.process", "virnuc.ticks"  # labels
 LEASE_S: Final = 60.0  # a killed holder's slot is free again after this
 UNTOLD: Final = (httpx.HTTPError, PrefectException, OSError, RuntimeError)
 _held: contextvars.ContextVar[frozenset[str]] = contextvars.ContextVar("slots this flow run holds", default=frozenset())
@@ -208,20 +207,13 @@ def _take(slots: ExitStack, names: list[str], wait_s: float | None) -> None:
         slots.enter_context(held)
 
 
-def place() -> str:
-    """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot}:{Path('/proc/self/ns/pid').readlink()}"
-
-
 def announce(*tags: str) -> None:
     """Write on the current flow run its process and tags; then end the runs of this machine whose process is gone:
     Prefect learns of a killed one from nobody, and its run would stay "Running" for ever."""
     context = FlowRunContext.get()
     if context is None or context.flow_run is None or not with_server():
         return
-    own = psutil.Process()
-    labels: dict[str, str | int | float | bool] = {PLACE: place(), PROCESS: own.pid, BEGAN: own.create_time()}
+    labels: dict[str, Any] = {PLACE: place(), PROCESS: os.getpid(), BEGAN: began(os.getpid())}
     running = {"type": {"any_": ["RUNNING", "CANCELLING"]}}
     ours = FlowRunFilter.model_validate({"tags": {"all_": ["virnuc"]}, "state": running})
     gone: State[Any] = Crashed(message="its process is gone, and had not told how it ended")
@@ -229,21 +221,10 @@ def announce(*tags: str) -> None:
         client.update_flow_run_labels(context.flow_run.id, labels)
         client.update_flow_run(context.flow_run.id, tags=sorted({*context.flow_run.tags, "virnuc", *tags}))
         for flow_run in client.read_flow_runs(flow_run_filter=ours):
-            if _is_dead(flow_run):
+            number, then = (str(flow_run.labels.get(name, "")) for name in (PROCESS, BEGAN))
+            if flow_run.labels.get(PLACE) == place() and then and lives(int(number), then) is False:
                 logger.warning("flow run %s: its process is gone; it is called crashed", flow_run.name)
                 client.set_flow_run_state(flow_run.id, gone, force=True)
-
-
-def _is_dead(flow_run: FlowRun) -> bool:
-    """Whether the run's process is known to be gone; never true of a run of another machine, or of unknown origin."""
-    labels = flow_run.labels
-    number, began = labels.get(PROCESS), labels.get(BEGAN)
-    if labels.get(PLACE) != place() or not isinstance(number, int) or not isinstance(began, (int, float)):
-        return False
-    try:
-        return bool(abs(psutil.Process(number).create_time() - began) > 1.0)  # else the number is another's by now
-    except psutil.NoSuchProcess:
-        return True
 
 
 _alone: contextvars.ContextVar[bool] = contextvars.ContextVar("runs without Prefect", default=False)

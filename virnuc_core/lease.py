@@ -64,11 +64,21 @@ def still_held(path: Path, *, look: bool = True) -> None:
             )
 
 
-def _lives(pid: int, started: str) -> bool | None:
-    """Whether a process of this machine, which started then, lives; None where that cannot be seen."""
+def place() -> str:
+    """Where a process number means something: this boot of this machine, and this namespace of process numbers."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{Path('/proc/self/ns/pid').readlink()}"
+
+
+def began(pid: int) -> str:
+    """When a process began, in ticks since this machine started; empty for one that has ended. Errors: `OSError`."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return "" if fields[0] in "ZX" else fields[19]
+
+
+def lives(pid: int, then: str) -> bool | None:
+    """Whether the process of this place that began then lives; None where that cannot be seen."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return fields[0] not in "ZX" and fields[19] == started
+        return began(pid) == then
     except OSError:
         with suppress(PermissionError):  # another user's, which /proc may hide
             try:
@@ -85,8 +95,7 @@ class Lease:
         self._name, self._number, self._beats, self.ended = name, 0, 0, threading.Event()
         self.ours, self.other = True, ""  # as far as is known; who has it if not
         self._token, self._host = secrets.token_hex(8), socket.gethostname()
-        self._kernel = f"{Path('/proc/sys/kernel/random/boot_id').read_text()}{Path('/proc/self/ns/pid').readlink()}"
-        self._started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
+        self._place, self._began = place(), began(os.getpid())
 
     def _path(self, number: int) -> Path:
         return self._name.with_name(f"{self._name.name}.{number}")
@@ -104,9 +113,9 @@ class Lease:
     def _who(self, body: bytes) -> tuple[str, bool | None]:
         """Who wrote a lease, in words, and whether it lives; None: its lease will tell."""
         try:
-            _, pid, started, host, kernel, _ = json.loads(body)
-            own = kernel == self._kernel
-            return f"process {pid}" + f" on {host}" * (not own), _lives(int(pid), started) if own else None
+            _, pid, then, host, where, _ = json.loads(body)
+            own = where == self._place
+            return f"process {pid}" + f" on {host}" * (not own), lives(int(pid), then) if own else None
         except (ValueError, TypeError):  # half written
             return "another process", None
 
@@ -144,13 +153,16 @@ class Lease:
             path.write_bytes(self._body())
             alone = {at: body for at, body in self._lying().items() if at != number} == judged
         finally:
-            for left in sorted(judged) if alone else [number]:
-                self._path(left).unlink(missing_ok=True)
+            if not alone:
+                path.unlink(missing_ok=True)
+        for at, body in self._lying().items() if alone else ():
+            if judged.get(at) == body:  # not a later one of the same number
+                self._path(at).unlink(missing_ok=True)
         return alone
 
     def _body(self) -> bytes:
         self._beats += 1
-        return json.dumps([self._token, os.getpid(), self._started, self._host, self._kernel, self._beats]).encode()
+        return json.dumps([self._token, os.getpid(), self._began, self._host, self._place, self._beats]).encode()
 
     def held(self) -> bool:
         """Whether the lease is ours: it lies there, and none of a higher number. Errors: `OSError`."""

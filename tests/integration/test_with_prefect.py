@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 from uuid import UUID
 
-import psutil
 import pytest
 from prefect import flow, task
 from prefect.artifacts import Artifact
@@ -34,7 +33,7 @@ from flows.parameters import FlowSettings
 from flows.predict import predict
 from flows.validate import ask
 from tasks.measure import Approval
-from tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots, place
+from tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots
 from tasks.step import (
     Markdown,
     core_logs,
@@ -45,6 +44,7 @@ from tasks.step import (
     step,
 )
 from virnuc_core.errors import InputError, VirnucError, WorkerError
+from virnuc_core.lease import began, place
 from virnuc_core.runfiles import Device
 
 from .processes import PATIENCE_S, wait_for
@@ -225,9 +225,9 @@ def test_a_run_whose_process_is_gone_is_called_crashed() -> None:
     with get_client(sync_client=True) as client:
         runs = {}
         for name, labels in {
-            "killed": {PLACE: place(), PROCESS: 1, BEGAN: 1.0},
-            "elsewhere": {PLACE: "another machine", PROCESS: 1, BEGAN: 1.0},
-            "alive": {PLACE: place(), PROCESS: os.getpid(), BEGAN: psutil.Process().create_time()},
+            "killed": {PLACE: place(), PROCESS: 1, BEGAN: "1"},
+            "elsewhere": {PLACE: "another machine", PROCESS: 1, BEGAN: "1"},
+            "alive": {PLACE: place(), PROCESS: os.getpid(), BEGAN: began(os.getpid())},
         }.items():
             made = client.create_flow_run(whole, parameters={"dead": None}, name=name, tags=["virnuc"])
             client.update_flow_run_labels(made.id, labels)

@@ -41,7 +41,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def elsewhere(root: Path, **changes: Any) -> Path:
     """A lease that a process of another machine, or `changes`, has in a directory."""
-    told = {"token": "t", "pid": 7, "started": "1", "host": "node3", "kernel": "another", "beat": 1} | changes
+    told = {"token": "t", "pid": 7, "began": "1", "host": "node3", "place": "another", "beat": 1} | changes
     path = root / ".virnuc.4"
     root.mkdir(exist_ok=True)
     path.write_text(json.dumps(list(told.values())))
@@ -90,7 +90,7 @@ def test_a_killed_holder_of_this_machine_is_followed_at_once_and_a_resting_one_i
 
 
 def test_a_number_that_another_process_has_by_now_proves_nothing(tmp_path: Path) -> None:
-    elsewhere(tmp_path, kernel=Lease(tmp_path / "x")._kernel, pid=os.getppid(), started="1")
+    elsewhere(tmp_path, place=module.place(), pid=os.getppid(), began="1")
     with run_lock(tmp_path):
         assert names(tmp_path) == [".virnuc", ".virnuc.5"]
 
@@ -206,15 +206,15 @@ def test_of_many_who_come_go_and_die_one_holds(tmp_path: Path, monkeypatch: pyte
     def come(dies: bool) -> None:
         for number in range(9):
             mine = Lease(tmp_path / "x")
-            if dies and number % 3 == 0:
-                mine._started = "1"  # nobody is alive who started then
             mine.take(wait=True)
-            taken[0] += 1
-            if mine._started != "1":
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(0.001)
-                inside[0] -= 1
+            inside[0] += 1
+            most[0], taken[0] = max(most[0], inside[0]), taken[0] + 1
+            time.sleep(0.001)
+            inside[0] -= 1
+            if dies and number % 3 == 0:
+                mine._began = "1"  # nobody is alive who began then
+                mine._path(mine._number).write_bytes(mine._body())
+            else:
                 mine.release()
 
     threads = [threading.Thread(target=come, args=(number % 2 == 0,)) for number in range(4)]
