@@ -39,6 +39,7 @@ from virnuc_core.telemetry.tables import StageClock
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
 ERROR: Final = re.compile(r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE)
+MIXED: Final = "nodes of other GPU models or versions of torch were allowed: not reproducible to the last bit"
 log = logging.getLogger(__name__)
 
 
@@ -166,7 +167,7 @@ def classify(
         threshold, uncertain = verdict(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
         job = prepare(run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None)
-        said = remarks(head, np.asarray(job.store.read_length))
+        said = (*remarks(head, np.asarray(job.store.read_length)), *[MIXED] * spec.mixed_devices)
         job = replace(job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said)
         for remark in said:
             log.warning("%s", remark)

@@ -27,8 +27,7 @@ from virnuc_core.config import ClusterSpec, Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.dask_clusters import connect
 from virnuc_core.engine.node import Facts, Order, Told
-from virnuc_core.engine.process import GRACE_S, Child, Closed, LocalWorkers, Message, Ready, WorkerSpec
-from virnuc_core.engine.shards import Computed
+from virnuc_core.engine.process import GRACE_S, Child, Closed, LocalWorkers, Message, WorkerSpec
 from virnuc_core.errors import DeviceError, VirnucError
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
@@ -38,6 +37,7 @@ ANSWER_S: Final = 60.0  # a node that has been found, at first
 SILENT_S: Final = 30.0  # a node answers every second
 END_S: Final = 5.0  # for word that a worker process has ended
 CLOCKS: Final = 100  # answers by which a node's clock is known: the fastest tells best
+MOMENTS: Final = ("started_s", "finished_s", "arrived_s", "launched_s")  # of a clock, in what workers say
 PROBE: Final = ".virnuc-probe-"
 log = logging.getLogger(__name__)
 
@@ -86,20 +86,7 @@ class RemoteChild(Child):
         """Whether its node is gone."""
         return self.lost
 
-    def hear(self, message: Message, offset_s: float) -> None:
-        """Pass on what it said, with its moments by the clock of this machine."""
-        if isinstance(message, Ready):
-            moved = message.record | {"started_s": message.record["started_s"] + offset_s}
-            message = message.model_copy(update={"record": moved})
-        elif isinstance(message, Computed) and (done := message.done) is not None:
-            batches = tuple(
-                replace(one, arrived_s=one.arrived_s + offset_s, launched_s=one.launched_s + offset_s)
-                for one in done.batches
-            )
-            started_s, finished_s = done.started_s + offset_s, done.finished_s + offset_s
-            moved_done = replace(done, batches=batches, started_s=started_s, finished_s=finished_s)
-            message = message.model_copy(update={"done": moved_done})
-        self._heard(message)
+    heard = Child._heard
 
     def close(self, *, status: int = -1, lost: bool = False) -> None:
         """It has ended, or its node is `lost`."""
@@ -126,10 +113,12 @@ class RemoteNode:
     offsets_s: deque[float] = field(default_factory=lambda: deque(maxlen=CLOCKS))  # of clocks, delays included
     task: asyncio.Task[None] | None = None
 
-    @property
-    def settled(self) -> bool:
-        """Whether it is known to be of use, or not."""
-        return self.devices is not None or self.problem is not None
+
+def moved(line: str, by_s: float) -> Message:
+    """A message of a node, with its moments by the clock of this machine."""
+    name, body = line.split(" ", 1)
+    found = json.loads(body, object_hook=lambda one: {k: v + by_s if k in MOMENTS else v for k, v in one.items()})
+    return Message.of(f"{name} {json.dumps(found)}")
 
 
 class ClusterWorkers(LocalWorkers):
@@ -141,7 +130,7 @@ class ClusterWorkers(LocalWorkers):
     def __init__(self, module: str, spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path) -> None:
         """`given`: models, devices, engine; `out`: the run's directory, which nodes must see."""
         super().__init__(module)
-        self._spec, self.inbox = spec, self._inbox
+        self._spec, self._local, self.inbox = spec, str(spec.cluster).startswith("local:"), self._inbox
         self._models, self._wanted_devices, self._silence_s = given[0], given[1], min(SILENT_S, given[2].silence_s)
         self._place = next(folder.resolve() for folder in (out, *out.absolute().parents) if folder.is_dir())
         self._nodes: dict[str, RemoteNode] = {}
@@ -189,6 +178,9 @@ class ClusterWorkers(LocalWorkers):
         """What a node last measured of its device."""
         return replace(self._samples.get(device, DeviceSample(time_s, device)), time_s=time_s)
 
+    def _problem(self, what: str) -> DeviceError:
+        return DeviceError(f"cluster {self._spec.cluster}: {what}")
+
     def _raise(self) -> None:
         if self._error is not None:
             raise self._error
@@ -208,7 +200,7 @@ class ClusterWorkers(LocalWorkers):
         except VirnucError as error:
             self._error = error
         except Exception as error:  # noqa: BLE001 - whatever Dask raises, who waits must hear of it
-            self._error = DeviceError(f"cluster {self._spec.cluster}: {type(error).__name__}: {error}")
+            self._error = self._problem(f"{type(error).__name__}: {error}")
         finally:
             for node in self._nodes.values():
                 self._lose(node)
@@ -235,10 +227,10 @@ class ClusterWorkers(LocalWorkers):
 
     async def _watch(self, client: Any, fewest: int) -> None:
         try:
-            there = (await client.scheduler.identity(n_workers=-1))["workers"]
+            async with asyncio.timeout(SILENT_S):
+                there = (await client.scheduler.identity(n_workers=-1))["workers"]
         except (OSError, TimeoutError) as error:
-            problem = "is gone; start it and run again, what was committed stays"
-            raise DeviceError(f"cluster {self._spec.cluster}: its scheduler {problem}") from error
+            raise self._problem("its scheduler is gone; start it and run again, what was committed stays") from error
         now = time.monotonic()
         for address, node in list(self._nodes.items()):
             quiet = now - node.heard_s > self._silence_s
@@ -247,8 +239,8 @@ class ClusterWorkers(LocalWorkers):
                 self._lose(self._nodes.pop(address))
         for address in there.keys() - self._nodes.keys():
             named = str(there[address]["name"])
+            place = int(named.partition("-")[2]) if self._local else 0
             label = address if named == address else f"{named} ({address})"
-            place = int(named.partition("-")[2]) if self._is_local else 0
             node = self._nodes[address] = RemoteNode(address, label, there[address]["nthreads"], place)
             node.task = asyncio.create_task(self._use(client, node))
         if any(node.devices for node in self._nodes.values()):
@@ -256,12 +248,8 @@ class ClusterWorkers(LocalWorkers):
         if not self._ready.is_set():
             self._settle(fewest, now)
         elif now - self._used_s > self._spec.node_wait_s:
-            problem = f"no node is left, and none has come for {self._spec.node_wait_s:.0f} s"
-            raise DeviceError(f"cluster {self._spec.cluster}: {problem}; start nodes and run again")
-
-    @property
-    def _is_local(self) -> bool:
-        return (self._spec.cluster or "").startswith("local:")
+            none = f"no node is left, and none has come for {self._spec.node_wait_s:.0f} s"
+            raise self._problem(f"{none}; start nodes and run again, what was committed stays")
 
     def _settle(self, fewest: int, now: float) -> None:
         """Begin once enough nodes are there and all of them are known to be of use."""
@@ -269,34 +257,31 @@ class ClusterWorkers(LocalWorkers):
         for node in nodes:
             if node.problem is not None:
                 raise node.problem
-        wait_s = min(self._spec.node_wait_s, ANSWER_S if self._is_local else math.inf)
-        if len(nodes) < fewest:
+        wait_s = min(self._spec.node_wait_s, ANSWER_S if self._local else math.inf)
+        if len(nodes) < fewest and not self._kind:
             if now - self._used_s < wait_s:
                 return
             if not nodes:
-                problem = f"no node has come in {wait_s:.0f} s; start Dask workers, or use --node-wait-s"
-                raise DeviceError(f"cluster {self._spec.cluster}: {problem}")
+                raise self._problem(f"no node has come in {wait_s:.0f} s; start Dask workers, or use --node-wait-s")
             log.warning("%d of %d nodes have come in %.0f s; they begin", len(nodes), fewest, wait_s)
         if not self._kind and all(node.facts for node in nodes):
             gpus = any(node.facts.gpus for node in nodes if node.facts) and self._wanted_devices.kind != "cpu"
             self._kind = "cuda" if gpus else "cpu"
-        if self._kind and all(node.settled for node in nodes):
+        if self._kind and all(node.devices is not None for node in nodes):
             self._ready.set()
 
     async def _use(self, client: Any, node: RemoteNode) -> None:
         """Start the actor on a node, see whether it is of use, and serve its worker processes as long as it lasts."""
         module = self._module
 
-        def actor(
-            module: str,
-        ) -> object:  # within: sent by value, so that it is the node's own error if it has no virnuc
+        def actor() -> object:  # within, and so sent by value: that a node has no virnuc is its own error
             from virnuc_core.engine.node import Node
 
             return Node(module)
 
         try:
             where = {"workers": [node.address], "allow_other_workers": False}
-            future = client.submit(actor, module, actor=True, key=f"{PROBE}{secrets.token_hex(8)}", **where)
+            future = client.submit(actor, actor=True, key=f"{PROBE}{secrets.token_hex(8)}", **where)
             async with asyncio.timeout(ANSWER_S):
                 remote = await future
                 facts = node.facts = Facts.model_validate_json(await remote.facts(str(self._wanted_devices)))
@@ -307,16 +292,14 @@ class ClusterWorkers(LocalWorkers):
             if self._spec.models_local is not None:
                 prints = json.dumps(await asyncio.to_thread(fingerprint, self._models), sort_keys=True)
                 await remote.bring(str(self._models.resolve()), str(self._spec.models_local), prints)
-        except ImportError as error:
-            node.problem = DeviceError(f"node {node.label}: {error}; install virnuc {virnuc_core.__version__} there")
-        except VirnucError as error:
-            node.problem = DeviceError(f"node {node.label}: {error}")
         except Exception as error:  # noqa: BLE001 - whatever Dask raises of a node
-            if self._ready.is_set():
+            if not isinstance(error, (VirnucError, ImportError)) and self._ready.is_set():
                 return  # it is tried again while it is there
-            why = "does not answer" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
-            node.problem = DeviceError(f"node {node.label}: {why}; take it out of the cluster, or mend it")
-        if node.problem is not None:
+            said = "does not answer" if isinstance(error, TimeoutError) else str(error) or repr(error)
+            way_out = f"; install virnuc {virnuc_core.__version__} there" * isinstance(error, ImportError)
+            node.problem = DeviceError(
+                f"node {node.label}: {said}{way_out or '; mend it, or take it out of the cluster'}"
+            )
             if self._ready.is_set():
                 log.warning("%s; it is left out", node.problem)
             return
@@ -324,7 +307,7 @@ class ClusterWorkers(LocalWorkers):
         try:
             async with asyncio.TaskGroup() as both:
                 both.create_task(self._tell(node, remote))
-                both.create_task(self._hear(node, remote, facts))
+                both.create_task(self._hear(node, remote))
         except* OSError as errors:  # if it is still there, it is tried again
             log.info("node %s: %r", node.label, errors.exceptions[0])
         except* Exception as errors:  # noqa: BLE001 - whatever Dask raises
@@ -335,14 +318,14 @@ class ClusterWorkers(LocalWorkers):
     def _check(self, facts: Facts) -> None:
         """Refuse a node that would not give the same bytes. Errors: `DeviceError`."""
         if facts.virnuc != virnuc_core.__version__:
-            raise DeviceError(f"has virnuc {facts.virnuc}, here is {virnuc_core.__version__}; install the same on all")
+            raise DeviceError(f"has virnuc {facts.virnuc}, here is {virnuc_core.__version__}")
         if self._kind == "cuda" and not facts.gpus:
-            raise DeviceError("has no GPU that virnuc may use; take it out of the cluster, or use --devices cpu")
+            raise DeviceError("has no GPU; use --devices cpu")
         device = (facts.gpus if self._kind == "cuda" else facts.cores)[0]
         first = self._alike = self._alike if any(self._alike) else (facts.torch, device.name)
         if first != (facts.torch, device.name) and not self._spec.mixed_devices:
             told = f"has {device.name} and torch {facts.torch}, another {first[1]} and torch {first[0]}"
-            raise DeviceError(f"{told}: results would not be bit-exact; use nodes of one kind, or --mixed-devices")
+            raise DeviceError(f"{told}: results would not be bit-exact; use --mixed-devices")
 
     async def _share(self, remote: Any) -> None:
         """See to it that a node sees the run's directory and the models, and that what it writes is seen here."""
@@ -354,7 +337,7 @@ class ClusterWorkers(LocalWorkers):
             probe.write_text(text)
             answer = Path(await remote.look(str(probe), text, str(models), head))
             if not answer.is_file() or answer.read_text() != text:
-                raise DeviceError(f"what it writes in {self._place} is not seen here; use a shared file system")
+                raise DeviceError(f"what it writes in {self._place} is not seen here: it is no shared file system")
         finally:
             probe.unlink(missing_ok=True)
             if answer is not None:
@@ -363,7 +346,7 @@ class ClusterWorkers(LocalWorkers):
     def _admit(self, node: RemoteNode, facts: Facts) -> None:
         """Give a node the devices of its machine that no other Dask worker there has."""
         wanted, cores = self._wanted_devices, facts.cores
-        at, turn = (f"local-{node.place}", node.place % len(cores)) if self._is_local else (facts.host, 0)
+        at, turn = (f"local-{node.place}", node.place % len(cores)) if self._local else (facts.host, 0)
         found = facts.gpus if self._kind == "cuda" else (*cores[turn:], *cores[:turn])
         most = len(wanted.ids) or (node.threads if self._kind == "cpu" else len(found))
         taken = {device.id for other in self._nodes.values() for device in other.devices or ()}
@@ -387,13 +370,14 @@ class ClusterWorkers(LocalWorkers):
             orders += [node.orders.get_nowait() for _ in range(node.orders.qsize())]
             await remote.tell(json.dumps(orders))
 
-    async def _hear(self, node: RemoteNode, remote: Any, facts: Facts) -> None:
+    async def _hear(self, node: RemoteNode, remote: Any) -> None:
+        names = {device.local: device.id for device in node.devices or ()}
         while True:
             told = Told.model_validate_json(await remote.hear())
             node.heard_s = time.monotonic()
             node.offsets_s.append(node.heard_s - told.now_s)
             for number, line in told.said:
-                node.children[number].hear(Message.of(line), min(node.offsets_s))
+                node.children[number].heard(moved(line, min(node.offsets_s)))
             for number, still_s in told.still_s.items():
                 child = node.children[number]
                 child.progress_s = max(child.progress_s, node.heard_s - still_s)
@@ -402,5 +386,4 @@ class ClusterWorkers(LocalWorkers):
                 child.last_words = words
                 child.close(status=status)
             for sample in told.samples:
-                name = f"{sample.device}@{facts.host}"
-                self._samples[name] = replace(sample, device=name)
+                self._samples[names[sample.device]] = replace(sample, device=names[sample.device])

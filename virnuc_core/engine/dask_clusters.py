@@ -12,12 +12,12 @@ from unittest import mock
 
 import dask
 import psutil
-import yaml
 from distributed import Client, Security
 from distributed.deploy import Adaptive
 from distributed.utils import get_ip
 
 from virnuc_core.config import ClusterSpec, reading, small_text
+from virnuc_core.engine.devices import visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError
 
 ANSWER_S: Final = 10.0  # a scheduler that is there
@@ -95,15 +95,11 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster {file} needs {error.name}; install virnuc[cluster]") from error
     with reading(f"cluster {file}", "YAML"):
-        try:
-            found = yaml.safe_load(small_text(file))
-        except yaml.YAMLError as error:
-            raise ValueError(" ".join(str(error).split())) from error
-    kinds = found.get("jobqueue") if isinstance(found, dict) else None
-    known, classes = dict[str, Any](), [dask_jobqueue.JobQueueCluster]
-    while classes:
-        classes += (one := classes.pop()).__subclasses__()
-        known |= {one.job_cls.config_name: one} if hasattr(one, "job_cls") else {}
+        small_text(file)
+        (found,) = dask.config.collect_yaml([str(file)])
+    kinds, named = found.get("jobqueue"), {**vars(dask_jobqueue), **vars(dask_jobqueue.local)}
+    known = {name[:-7].lower(): one for name, one in named.items() if name.endswith("Cluster")}
+    del known["jobqueue"]  # what they have in common
     if not isinstance(kinds, dict) or len(kinds) != 1 or not kinds.keys() <= known.keys():
         problem = f"its key jobqueue must hold one of {', '.join(sorted(known))}; see docs/cluster.md"
         raise ConfigError(f"cluster {file}: {problem}")
@@ -123,20 +119,23 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
 
 @asynccontextmanager
 async def _local(nodes: int, folder: Path) -> AsyncIterator[Path]:
-    """A scheduler and Dask workers of one thread each on this machine, as processes that end with this one."""
+    """A scheduler and Dask workers of one thread each on this machine, as processes that end with this one; its GPUs
+    are dealt out to them."""
     file, common = folder / "scheduler.json", ["--host", HERE, "--no-dashboard", "--scheduler-file"]
-    commands = [["scheduler", *common, str(file), "--port", "0"]]
+    commands, gpus = [(["scheduler", *common, str(file), "--port", "0"], dict(os.environ))], visible_gpus()
     for node in range(nodes):
         named = ["--name", f"local-{node}", "--nthreads", "1", "--local-directory", str(folder)]
-        commands.append(["worker", *common, str(file), *named])
+        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])} if gpus else {}
+        commands.append((["worker", *common, str(file), *named], {**os.environ, **own}))
     started = []
     with (folder / "log").open("w") as log:
         try:
-            for words in commands:
+            for words, own in commands:
                 program = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *words]
-                started.append(
-                    await asyncio.create_subprocess_exec(*program, stdout=log, stderr=log, start_new_session=True)
+                begun = asyncio.create_subprocess_exec(
+                    *program, stdout=log, stderr=log, env=own, start_new_session=True
                 )
+                started.append(await begun)
             async with asyncio.timeout(START_S):
                 while not file.exists():
                     if started[0].returncode is not None:

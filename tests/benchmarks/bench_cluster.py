@@ -1,0 +1,192 @@
+"""What the way through Dask costs: the submitting side under many workers, and pairs of runs on this machine.
+
+    python tests/benchmarks/bench_cluster.py sleepers --devices 512 --shards 200000
+    python tests/benchmarks/bench_cluster.py pairs --pairs 5 --reads 20000 --models DIR
+
+`sleepers`: nodes of one other process, whose workers sleep and then tell of a shard as real ones do, with its batches.
+`pairs`: `--devices cpu:2` against `--cluster local:2`, in turn; compared is the time from the first batch to the last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import h5py
+
+from virnuc_core.config import ClusterSpec, Devices, EngineSpec
+from virnuc_core.encoders.convert import init_random
+from virnuc_core.engine import node
+from virnuc_core.engine.process import Message, Ready, worker_specs
+from virnuc_core.engine.shards import Computed, JobSpec, ShardTask
+from virnuc_core.runfiles import Device
+from virnuc_core.telemetry.log import journal
+from virnuc_core.telemetry.tables import BatchRecord, ShardDone
+
+BATCHES = 32  # of a shard of 262,144 tokens
+
+
+class Sleeping(node.Node):
+    """A node whose workers take a while for each shard, and no processor."""
+
+    devices, sleep_s = 8, 1.0
+
+    def __init__(self, module: str) -> None:
+        super().__init__(module)
+        self.names: dict[int, str] = {}
+        self.said: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+        self.free_s: dict[int, float] = {}
+
+    def facts(self, devices: str) -> str:
+        facts = node.Facts.model_validate_json(super().facts("cpu"))
+        gpus = [Device(id=f"GPU-{id(self):x}-{i}", kind="cuda", name="asleep") for i in range(self.devices)]
+        return facts.model_copy(update={"gpus": tuple(gpus)}).model_dump_json()
+
+    async def tell(self, orders: str) -> None:
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        for order in map(node.Order.model_validate, json.loads(orders)):
+            if order.start is not None:
+                self.names[order.child] = order.start.device.id
+                record = {"device": order.start.device.id, "pid": order.child, "started_s": now, "ready_s": 0.0}
+                self.said.put_nowait((order.child, Ready(record=record).line()))
+            elif order.line is not None and isinstance(task := Message.of(order.line), ShardTask):
+                began_s = max(now, self.free_s.get(order.child, now))
+                self.free_s[order.child] = began_s + self.sleep_s
+                line = answer(task, self.names[order.child], began_s, self.sleep_s).line()
+                loop.call_later(began_s + self.sleep_s - now, self.said.put_nowait, (order.child, line))
+
+    async def hear(self) -> str:
+        said = []
+        try:
+            async with asyncio.timeout(node.HEAR_S):
+                said.append(await self.said.get())
+            await asyncio.sleep(node.GATHER_S)
+        except TimeoutError:
+            pass
+        said += [self.said.get_nowait() for _ in range(self.said.qsize())]
+        return node.Told(now_s=time.monotonic(), said=tuple(said)).model_dump_json()
+
+
+def answer(task: ShardTask, device: str, began_s: float, took_s: float) -> Computed:
+    """What a worker says of a shard."""
+    batch = BatchRecord(device, "esm2", task.shard, 0, 300, 16_000, 16_384, 0.1, began_s, began_s, 140.0)
+    counts: dict[str, Any] = {"rows": task.hi - task.lo, "protein_tokens": 262_144, "dna_tokens": 170_000}
+    times = {"started_s": began_s, "finished_s": began_s + took_s, "dnabert_s": 0.1, "esm2_s": 0.8}
+    done = ShardDone(device, task.shard, **counts, **times, head_s=0.01, commit_s=0.01, batches=(batch,) * BATCHES)
+    return Computed(done=done)
+
+
+async def serve(nodes: int, devices: int, sleep_s: float, folder: Path) -> None:
+    """A scheduler and nodes in this process, until it is killed."""
+    from distributed import Scheduler, Worker
+
+    node.Node, Sleeping.devices, Sleeping.sleep_s = Sleeping, devices // nodes, sleep_s  # type: ignore[misc]
+    async with Scheduler(host="127.0.0.1", port=0, dashboard=False) as scheduler, asyncio.TaskGroup() as group:
+        for _ in range(nodes):
+            worker = Worker(scheduler.address, nthreads=1, host="127.0.0.1", local_directory=str(folder))
+            group.create_task(worker.__aenter__())
+        (folder / "address").write_text(scheduler.address)
+        await asyncio.Event().wait()
+
+
+def sleepers(options: argparse.Namespace, folder: Path) -> None:
+    """Print how many shards a second the submitting side hears of, hands out and notes."""
+    from virnuc_core.engine.cluster import ClusterWorkers
+    from virnuc_core.engine.pool import Pool
+
+    words = [sys.executable, __file__, "serve", "--nodes", options.nodes, "--devices", options.devices]
+    words += ["--sleep-s", options.sleep_s, "--folder", folder]
+    child = subprocess.Popen([*map(str, words)], env={**os.environ, "DASK_LOGGING__DISTRIBUTED": "error"})
+    try:
+        while not (folder / "address").exists():
+            time.sleep(0.1)
+        init_random(folder / "models", "tiny", "tiny", seed=1)
+        engine, run = EngineSpec(precision="fp16"), folder / "run"
+        spec = ClusterSpec(cluster=(folder / "address").read_text(), nodes=str(options.nodes))
+        workers = ClusterWorkers("none", spec, (folder / "models", Devices.parse("auto"), engine), run)
+        job = JobSpec(run=str(run), store="none", reads="none")
+        tasks = [ShardTask(job=job, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
+        specs, heard = worker_specs(folder / "models", workers.devices, engine), list[float]()
+        began_s = time.process_time()
+        with ExitStack() as held:
+            ids = [one.device.id for one in specs]
+            keep = held.enter_context(journal(folder / "journal", time.monotonic(), datetime.now(UTC), ids))
+
+            def note(noted: ShardDone | str) -> None:
+                keep(noted)
+                heard.append(time.monotonic())
+
+            held.enter_context(Pool(specs, workers)).compute(tasks, run / "logs", note)
+        whole_s = heard[-1] - heard[0]
+        rates = sorted(1000 / (b - a) for a, b in zip(heard[::1000], heard[1000::1000], strict=False))
+        cost_ms = 1e3 * (time.process_time() - began_s) / len(heard)
+        print(
+            f"{len(heard)} shards by {len(specs)} workers of {options.nodes} nodes: {len(heard) / whole_s:.0f} a second"
+        )
+        print(f"by thousands {rates[0]:.0f} to {rates[-1]:.0f}; their sleep allows {len(specs) / options.sleep_s:.0f}")
+        print(f"the submitting side takes {cost_ms:.2f} ms of a core for a shard: {1e3 / cost_ms:.0f} a second at most")
+    finally:
+        child.kill()
+
+
+def one(words: Sequence[str], out: Path) -> float:
+    """Tokens a second of a run, from its first batch to its last."""
+    shutil.rmtree(out, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "flows.cli", "predict", *words, "-o", str(out), "--quiet"], check=True)
+    with h5py.File(next((out / "telemetry").glob("*.h5"))) as file:
+        shards = file["shards"]
+        return float(shards["protein_tokens"][:].sum() / (shards["finished_s"][:].max() - shards["started_s"][:].min()))
+
+
+def pairs(options: argparse.Namespace, folder: Path) -> None:
+    """Print the rates of pairs of runs, and their ratio."""
+    reads = folder / "reads.fastq"
+    words = ["simulate", str(reads), "--reads", str(options.reads)]
+    subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, stdout=subprocess.DEVNULL)
+    common = [str(reads), "--models", options.models, "--no-prefect", "--shard-tokens", str(options.shard_tokens)]
+    ways, ratios = {"local": ["--devices", "cpu:2"], "nodes": ["--devices", "cpu", "--cluster", "local:2"]}, []
+    for pair in range(options.pairs):
+        order = list(ways) if pair % 2 else list(ways)[::-1]
+        rates = {way: one([*common, *ways[way]], folder / way) for way in order}
+        ratios.append(rates["nodes"] / rates["local"])
+        print(
+            f"pair {pair}: {rates['local']:,.0f} and {rates['nodes']:,.0f} tokens/s, ratio {ratios[-1]:.4f}", flush=True
+        )
+    print(f"ratio: mean {statistics.mean(ratios):.4f}, median {statistics.median(ratios):.4f}, of {len(ratios)} pairs")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["sleepers", "serve", "pairs"])
+    parser.add_argument("--nodes", type=int, default=64)
+    parser.add_argument("--devices", type=int, default=512)
+    parser.add_argument("--shards", type=int, default=200_000)
+    parser.add_argument("--sleep-s", type=float, default=0.5)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--reads", type=int, default=20_000)
+    parser.add_argument("--shard-tokens", type=int, default=65_536)
+    parser.add_argument("--models")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    if options.what == "serve":
+        asyncio.run(serve(options.nodes, options.devices, options.sleep_s, options.folder))
+    with tempfile.TemporaryDirectory(prefix="virnuc-bench-") as name:
+        {"sleepers": sleepers, "pairs": pairs}[options.what](options, Path(name))
+
+
+if __name__ == "__main__":
+    main()
