@@ -56,10 +56,8 @@ def still_held(path: Path, *, look: bool = True) -> None:
     far as that is known."""
     for covers, mine in [*_leases.items()]:
         if (path.parent.resolve() / path.name).is_relative_to(covers) and not (mine.held() if look else mine.ours):
-            who = f"{mine.other} is working here now" if mine.other else "its lease was removed"
-            raise ConfigError(
-                f"{covers}: {who}; this run was held up for over {EXPIRY_S:.0f} s and writes no more here"
-            )
+            late = f"{mine.other} is working here now, for this run was held up for over {EXPIRY_S:.0f} s"
+            raise ConfigError(f"{covers}: {late if mine.other else 'its lease was removed'}; it writes no more here")
 
 
 def place() -> str:

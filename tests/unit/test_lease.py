@@ -35,7 +35,7 @@ with run_lock(Path(sys.argv[1])):
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leases that expire soon, of holders that write much more often."""
-    for name, seconds in (("BEAT_S", 0.02), ("EXPIRY_S", 0.3), ("POLL_S", 0.01), ("TOLD_S", 0.1)):
+    for name, seconds in (("BEAT_S", 0.02), ("EXPIRY_S", 0.2), ("POLL_S", 0.01), ("TOLD_S", 0.02)):
         monkeypatch.setattr(module, name, seconds)
 
 
@@ -96,17 +96,19 @@ def test_a_number_that_another_process_has_by_now_proves_nothing(tmp_path: Path)
 
 
 def test_a_holder_elsewhere_is_told_by_its_signs_of_life(
-    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, quick: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = elsewhere(tmp_path, beat=10**6)
+    monkeypatch.setattr(module, "EXPIRY_S", 60.0)  # however late a busy machine lets it write
     with renewing(path, threading.Event()), pytest.raises(ConfigError, match="process 7 on node3 is working here"):
         run_lock(tmp_path).__enter__()
+    monkeypatch.setattr(module, "EXPIRY_S", 0.2)
     with run_lock(tmp_path):
         assert names(tmp_path) == [".virnuc", ".virnuc.5"]
     assert "process 7 on node3 worked here; up to" in caplog.text
 
 
-@pytest.mark.parametrize("body", [b"", b'{"pid": 7', b"[]"])
+@pytest.mark.parametrize("body", [b"", b"[]"])
 def test_a_lease_that_says_nothing_is_watched(tmp_path: Path, quick: None, body: bytes) -> None:
     elsewhere(tmp_path).write_bytes(body)
     began_s = time.monotonic()
@@ -127,7 +129,7 @@ def test_who_was_stopped_for_too_long_writes_no_more(tmp_path: Path) -> None:
             lambda: write_text_whole(root / "run.json", "stale"),
             held.close,
         ):
-            with pytest.raises(ConfigError, match="process 7 on node3 is working here now; this run was held up"):
+            with pytest.raises(ConfigError, match="process 7 on node3 is working here now, for this run was held up"):
                 write()
         assert not late.exists()
         still_held(tmp_path / "elsewhere")
