@@ -152,19 +152,18 @@ def fetch(
 
 
 @models.command
-def quantize(out: Path, reads: str, /, *, device: str = "cuda:0", seed: int = 0) -> int:
+def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> int:
     """Measure on some of your reads what --precision int8 must know of a models directory, and keep it there.
 
     Args:
         out: models directory
         reads: FASTA or FASTQ file or folder, like those to come
         device: where: cuda:0 or cpu
-        seed: equal seeds draw equal reads
     """
     from virnuc_core.encoders.verify import torch_device
     from virnuc_core.measure.quantise import quantise
 
-    path, rows = quantise(out, reads, torch_device(device), seed)
+    path, rows = quantise(out, reads, torch_device(device))
     print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")
     return 0
 

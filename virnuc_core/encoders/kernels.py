@@ -42,45 +42,16 @@ def nearest(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def _two(block: tl.constexpr, turn: tl.constexpr) -> tl.tensor:
-    """0 to `block` - 1 in lines of `turn`."""
-    return tl.arange(0, block // turn)[:, None] * turn + tl.arange(0, turn)[None, :]
-
-
-@jit
-def _store_in_int8(
-    y: tl.tensor,  # [block // turn, turn], zero behind `width`
-    hadamard: tl.tensor,  # fp16 [turn, turn]
-    out: tl.tensor,
-    out_scale: tl.tensor,
-    row: tl.tensor,
-    width: tl.constexpr,
-    block: tl.constexpr,
-    turn: tl.constexpr,
-) -> None:
-    """Write a row, turned by stretches, as whole numbers, and the scale that undoes the rounding."""
-    turning = tl.load(hadamard + _two(turn * turn, turn))
-    y = tl.dot(y.to(tl.float16), turning)
-    scale = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), 1e-12) / 127.0
-    tl.store(out_scale + row, scale)
-    at = _two(block, turn)
-    tl.store(out + row.to(tl.int64) * width + at, nearest(y / scale), mask=at < width)
-
-
-@jit
 def _norm(
     x: tl.tensor,  # [rows, width]
-    hadamard: tl.tensor,
     shift: tl.tensor,  # float32 [width], seen by the norm only
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,  # [rows, width]
-    out_scale: tl.tensor,  # float32 [rows]: what undoes the rounding to int8
     eps: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
     has_shift: tl.constexpr,
-    turn: tl.constexpr,  # 0: not into int8
 ) -> None:
     """Layer norm of one row, in float32."""
     row = tl.program_id(0)
@@ -96,64 +67,74 @@ def _norm(
     y = centred * tl.rsqrt(spread + eps)
     y = y * tl.load(weight + at, mask=mask, other=0.0).to(tl.float32)
     y += tl.load(bias + at, mask=mask, other=0.0).to(tl.float32)
-    if turn:
-        y = tl.reshape(y, (block // turn, turn))
-        _store_in_int8(y, hadamard, out, out_scale, row, width, block, turn)
-    else:
-        tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + place, y.to(out.dtype.element_ty), mask=mask)
 
 
 def norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | None = None) -> Tensor:
-    """Layer norm of `x + shift` [rows, width]."""
+    """Layer norm of `x + shift` [rows, width]; its warps hold a row in registers, 16 numbers or so a thread."""
     out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
-    _norm[(len(x),)](
-        x, None, shift, *affine, out, None, eps, x.shape[1], block, shift is not None, 0, num_warps=_warps(block)
-    )  # fmt: skip
+    sizes = {"width": x.shape[1], "block": block, "num_warps": max(1, min(16, block // 512))}
+    _norm[(len(x),)](x, shift, *affine, out, eps, has_shift=shift is not None, **sizes)
     return out
-
-
-def int8_norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, turning: Tensor) -> tuple[Tensor, Tensor]:
-    """Layer norm of `x` [rows, width], turned, in int8, and the scales [rows, 1] of its rows."""
-    out, scale, *sizes = _int8_rows(x, turning)
-    _norm[(len(x),)](
-        x, turning, None, *affine, out, scale, eps, *sizes[:2], False, sizes[2], num_warps=_warps(sizes[1])
-    )  # fmt: skip
-    return out, scale
 
 
 @jit
 def _int8(
     x: tl.tensor,  # [rows, width]
-    hadamard: tl.tensor,
+    weight: tl.tensor,  # of a norm
+    bias: tl.tensor,
+    hadamard: tl.tensor,  # fp16 [turn, turn]
     out: tl.tensor,  # int8 [rows, width]
-    out_scale: tl.tensor,  # float32 [rows]
+    out_scale: tl.tensor,  # float32 [rows]: what undoes the rounding
+    rows: tl.tensor,
+    eps: tl.tensor,
     width: tl.constexpr,
-    block: tl.constexpr,
+    near: tl.constexpr,
+    far: tl.constexpr,
     turn: tl.constexpr,
+    programs: tl.constexpr,
+    first: tl.constexpr,
 ) -> None:
-    """One row in int8."""
-    row, at = tl.program_id(0), _two(block, turn)
-    y = tl.load(x + row.to(tl.int64) * width + at, mask=at < width, other=0.0)
-    _store_in_int8(y, hadamard, out, out_scale, row, width, block, turn)
+    """Every `programs`-th row in two parts: first a norm, exact GELU or nothing; turned by stretches; then rounded."""
+    within = tl.arange(0, turn)
+    turning = tl.load(hadamard + within[:, None] * turn + within[None, :])
+    at = tl.arange(0, near // turn)[:, None] * turn + within[None, :]
+    more = near + tl.arange(0, far // turn)[:, None] * turn + within[None, :]
+    real = more < width
+    for row in tl.range(tl.program_id(0), rows, programs, num_stages=2):
+        start = tl.full((), row, tl.int64) * width  # a plain number in the interpreter
+        y = tl.load(x + start + at).to(tl.float32)
+        z = tl.load(x + start + more, mask=real, other=0.0).to(tl.float32)
+        if first == "norm":
+            mean = (tl.sum(tl.sum(y, 1), 0) + tl.sum(tl.sum(z, 1), 0)) / width
+            y, z = y - mean, tl.where(real, z - mean, 0.0)
+            factor = tl.rsqrt((tl.sum(tl.sum(y * y, 1), 0) + tl.sum(tl.sum(z * z, 1), 0)) / width + eps)
+            y = y * factor * tl.load(weight + at).to(tl.float32) + tl.load(bias + at).to(tl.float32)
+            z = z * factor * tl.load(weight + more, mask=real, other=0.0).to(tl.float32)
+            z += tl.load(bias + more, mask=real, other=0.0).to(tl.float32)
+        if first == "gelu":
+            y, z = exact_gelu(y), exact_gelu(z)
+        y, z = tl.dot(y.to(tl.float16), turning), tl.dot(z.to(tl.float16), turning)
+        top = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), tl.max(tl.max(tl.abs(z), 1), 0))
+        top = tl.maximum(top, 1e-10)
+        tl.store(out_scale + row, top / 127.0)
+        tl.store(out + start + at, nearest(y * (127.0 / top)))
+        tl.store(out + start + more, nearest(z * (127.0 / top)), mask=real)
 
 
-def int8_rows(x: Tensor, turning: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` [rows, width], turned, in int8, and the scales [rows, 1] of its rows."""
-    out, scale, *sizes = _int8_rows(x, turning)
-    _int8[(len(x),)](x, turning, out, scale, *sizes, num_warps=_warps(sizes[1]))
-    return out, scale
-
-
-def _int8_rows(x: Tensor, turning: Tensor) -> tuple[Tensor, Tensor, int, int, int]:
-    """Room for the rows of `x` in int8, and for their scales; their width, block and stretch."""
+def int8_rows(
+    x: Tensor, turning: Tensor, *, norm: tuple[Tensor, Tensor] | None = None, eps: float = 0.0, gelu: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Rows of `x` [rows, width], after a norm or exact GELU, turned and in int8; and what undoes it, [rows, 1]."""
     (rows, width), turn = x.shape, len(turning)
-    room = torch.empty_like(x, dtype=torch.int8), x.new_empty(rows, 1, dtype=torch.float32)
-    return *room, width, max(16 * turn, triton.next_power_of_2(width)), turn
-
-
-def _warps(block: int) -> int:
-    """Warps that hold so many numbers in registers, 16 or so a thread."""
-    return max(1, min(16, block // 512))
+    out, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(rows, 1, dtype=torch.float32)
+    near = 1 << (width.bit_length() - 1)
+    parts = {"near": near, "far": max(turn, triton.next_power_of_2(width - near)), "turn": turn}
+    warps = max(1, min(4, near // 1024))
+    programs = _programs(x, rows, 16 // warps)
+    kind = {"first": "norm" if norm else "gelu" if gelu else "", "programs": programs, "num_warps": warps}
+    _int8[(programs,)](x, *(norm or (x, x)), turning, out, scale, rows, eps, width, **parts, **kind)
+    return out, scale
 
 
 @jit
@@ -283,7 +264,6 @@ def _int8_product(
     depth: tl.constexpr,
     tall: tl.constexpr,
     programs: tl.constexpr,
-    gelu: tl.constexpr,
     add: tl.constexpr,
 ) -> None:
     """Every `programs`-th block of x @ weight.T, summed in int32, scaled in float32."""
@@ -300,20 +280,16 @@ def _int8_product(
         y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
         y = y * tl.load(scale + column, mask=real, other=0.0)[None, :]
         y += tl.load(bias + column, mask=real, other=0.0)[None, :]
-        if gelu:
-            y = exact_gelu(y)
         place, inside = out + row.to(tl.int64)[:, None] * n + column[None, :], (row < m)[:, None] & real[None, :]
         if add:
             y += tl.load(place, mask=inside, other=0.0).to(tl.float32)
         tl.store(place, y.to(out.dtype.element_ty), mask=inside)
 
 
-def int8_product(
-    x: Tensor, row_scale: Tensor, layer: Linear, *, gelu: bool = False, onto: Tensor | None = None
-) -> Tensor:
+def int8_product(x: Tensor, row_scale: Tensor, layer: Linear, onto: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of int8 rows [m, k] and their scales [m, 1]: fp16 [m, n], or added `onto` what is given.
 
-    With `gelu` the exact GELU of that. Sums are exact: the sizes of blocks change no bit.
+    Sums are exact: the sizes of blocks change no bit.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -326,6 +302,6 @@ def int8_product(
         TensorDescriptor.from_tensor(weight, [columns, depth]),
     )
     programs = _programs(x, triton.cdiv(m, rows) * triton.cdiv(n, columns), INT8_SHARING)
-    scales, kind = (row_scale, scale, bias), {"gelu": gelu, "add": onto is not None, "programs": programs}
+    scales, kind = (row_scale, scale, bias), {"add": onto is not None, "programs": programs}
     _int8_product[(programs,)](*tensors, *scales, out, m, n, k, **kind, **INT8)
     return out

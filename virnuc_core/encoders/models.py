@@ -95,15 +95,15 @@ class Esm2(Encoder):
 
     def _in_int8(self, stream: Tensor, rows: Rows) -> Tensor:
         """The same in int8."""
-        from virnuc_core.encoders.kernels import int8_norm, int8_product, int8_rows, norm
+        from virnuc_core.encoders.kernels import int8_product, int8_rows, norm
 
         eps = self.shape.norm_eps
         turning, unit_turning = (hadamard(width, stream.device) for width in (self.width, self.shape.ffn_width))
         for layer in self.layers:
-            qkv = int8_product(*int8_norm(stream, layer.attn_norm, eps, turning), layer.qkv)
-            int8_product(*int8_rows(self._attend(qkv, rows), turning), layer.out, onto=stream)
-            active = int8_product(*int8_norm(stream, layer.ffn_norm, eps, turning), layer.up, gelu=True)
-            int8_product(*int8_rows(active, unit_turning), layer.down, onto=stream)
+            qkv = int8_product(*int8_rows(stream, turning, norm=layer.attn_norm, eps=eps), layer.qkv)
+            int8_product(*int8_rows(self._attend(qkv, rows), turning), layer.out, stream)
+            wide = int8_product(*int8_rows(stream, turning, norm=layer.ffn_norm, eps=eps), layer.up)
+            int8_product(*int8_rows(wide, unit_turning, gelu=True), layer.down, stream)
         return norm(stream, self._final_norm, eps)
 
 

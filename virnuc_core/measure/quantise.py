@@ -51,7 +51,7 @@ class Seen:
         }
 
 
-def quantise(models: Path, reads: str, device: torch.device, seed: int = 0) -> tuple[Path, int]:
+def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]:
     """The calibration that was written into a models directory, and how many rows of the reads it was made of.
 
     Errors: `InputError` for reads that cannot be used, or give too few rows; `WeightsError` for models.
@@ -59,14 +59,14 @@ def quantise(models: Path, reads: str, device: torch.device, seed: int = 0) -> t
     model_length = check_models(models).model_length
     with TemporaryDirectory(prefix="virnuc-quantise-") as name:
         drawn = Path(name, "reads")
-        sample(reads, READS, drawn, seed)
+        sample(reads, READS, drawn)
         spec = StageSpec(reads=(str(drawn),), model_length=model_length)
         store = OrfStore.open(stage(spec, Path(name, "orfs.h5")).store)
         proteins = store.protein(0, store.n_uniques)
     if len(proteins) < FEWEST_ROWS:
         problem = f"only {len(proteins)} distinct frames without a stop; {FEWEST_ROWS} are needed to tell what is usual"
         raise InputError(problem, file=Path(reads), hint="name more reads")
-    chosen = np.random.default_rng(seed).permutation(len(proteins))[:ROWS]
+    chosen = np.random.default_rng(0).permutation(len(proteins))[:ROWS]
     rows = sorted((proteins[i] for i in chosen), key=len)
     esm2 = load_encoder(Esm2, models, device, "auto", "reference")
     esm2.dense = seen = Seen(esm2)
