@@ -1,7 +1,5 @@
 """What each flow beside `predict` takes, one flat model each, and the command that starts it; and `virnuc approve`."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import tomllib
@@ -131,7 +129,7 @@ class ValidateSettings(MeasureSettings):
         return profile.model_copy(update={"baseline": profile.baseline.model_copy(update=given)})
 
 
-def _judged(settings: ValidateSettings, state: State[Any]) -> Ending:
+def _judged(settings: ValidateSettings, state: "State[Any]") -> Ending:
     folder = settings.newest / "report"
     facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
     code = _missed(state) or (NOT_JUDGED if state.result().outcome == "not judged" else 0)
@@ -141,7 +139,7 @@ def _judged(settings: ValidateSettings, state: State[Any]) -> Ending:
 validate = starts("flows.validate:validate", ValidateSettings, "reads", ending=_judged)
 
 
-def _missed(state: State[Any]) -> int:
+def _missed(state: "State[Any]") -> int:
     return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
 
 
@@ -206,7 +204,7 @@ class TuneSettings(RunSettings):
         return {name: values for name, values in lists.items() if values}
 
 
-def _tuned(settings: TuneSettings, _: State[Any]) -> Ending:
+def _tuned(settings: TuneSettings, _: "State[Any]") -> Ending:
     return Ending({"Use it": f"--settings {settings.out / 'settings.toml'}", "All figures": settings.out / "tune.json"})
 
 
@@ -224,7 +222,7 @@ class ProfileSettings(RunSettings):
     max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
 
 
-def _profiled(settings: ProfileSettings, _: State[Any]) -> Ending:
+def _profiled(settings: ProfileSettings, _: "State[Any]") -> Ending:
     tables = settings.out / "telemetry" / "traces" / "profile.md"
     return Ending({"Tables": tables}, tables.read_text(encoding="utf-8"))
 
@@ -280,7 +278,7 @@ class TrainSettings(TrainSpec, RunSettings):
             raise ConfigError("coding_only: the annotation needs the sequences it is of; give --genomes")
 
 
-def _trained(settings: TrainSettings, _: State[Any]) -> Ending:
+def _trained(settings: TrainSettings, _: "State[Any]") -> Ending:
     installed = settings.install or settings.install_anyway
     head = f"{settings.models / 'head'} (installed)" if installed else settings.out / "head"
     return Ending({"Head": head, "Figures": settings.out / "train.html"})

@@ -3,8 +3,6 @@
 Nothing heavy is imported before it is needed, so that `virnuc predict --help` answers at once.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import inspect
@@ -64,7 +62,7 @@ class Ending(NamedTuple):
 
 
 def starts(
-    flow: str, model: type[BaseModel], *positional: str, ending: Callable[[Any, State[Any]], Ending]
+    flow: str, model: type[BaseModel], *positional: str, ending: Callable[[Any, "State[Any]"], Ending]
 ) -> Callable[..., int]:
     """The command that runs `module:flow` by hand, with the model's fields as options, and says its ending."""
 
@@ -98,7 +96,7 @@ predict = starts(
 )
 
 
-def by_hand(flow: str, settings: Any) -> State[Any]:
+def by_hand(flow: str, settings: Any) -> "State[Any]":
     """The final state of `module:flow` on these settings, which are also those of the terminal."""
     base = EngineSpec()
     if profile := getattr(settings, "profile", None):
@@ -261,7 +259,7 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
 
 
 def readable(
-    reads: tuple[str, ...], on_error: OnError, model_length: int = DEFAULT_MODEL_LENGTH, *, alone: bool = True
+    reads: tuple[str, ...], on_error: "OnError", model_length: int = DEFAULT_MODEL_LENGTH, *, alone: bool = True
 ) -> int:
     """The rows that reads surely have, by the beginning of every file; `alone`: there are no others. Pipes and standard
     input are left for staging, and empty files among others. Errors: those of `parse`; `InputError` when all are

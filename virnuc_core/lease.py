@@ -8,8 +8,6 @@ nothing relies on flock, which network file systems keep to one machine. A holde
 it writes, and finds that it is one no more.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os
@@ -27,7 +25,7 @@ from virnuc_core.errors import ConfigError
 BEAT_S: Final = 5.0
 EXPIRY_S: Final = 90.0  # longer than a network file system shows what it knew before: up to 60 s, as commonly mounted
 POLL_S, TOLD_S = 0.1, 1.0  # between two looks; after which who waits is told why
-_leases: dict[Path, Lease] = {}  # that this process holds, by what each covers
+_leases: dict[Path, "Lease"] = {}  # that this process holds, by what each covers
 log = logging.getLogger(__name__)
 
 

@@ -5,8 +5,6 @@ lease. What is removed is removed by the names of our own files, never by folder
 signal are the operating system's: freed by death, so that a killed run leaves no process behind.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json
@@ -81,7 +79,7 @@ class _Inside:
 
     name: str
 
-    def __get__(self, run: RunDir, owner: type[RunDir]) -> Path:
+    def __get__(self, run: "RunDir", owner: type["RunDir"]) -> Path:
         return run.root / self.name
 
 
@@ -169,7 +167,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any) -> Iterator[h5py.File]:
+def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **options: Any) -> Iterator["h5py.File"]:
     """An HDF5 file to fill, which then appears whole; what `head` makes of its bytes stands before them.
 
     It is made in memory: HDF5 does not live through a disk that refuses, which is a `StorageError`.

@@ -7,8 +7,6 @@ A worker is started in its own session, so that a terminal's Ctrl-C reaches the 
 worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools
@@ -54,7 +52,7 @@ class Message(Spec):
         return f"{type(self).__name__} {self.model_dump_json()}\n"
 
     @staticmethod
-    def of(line: str) -> Message:
+    def of(line: str) -> "Message":
         """The message of a line, whose class has been imported by now."""
         name, body = line.split(" ", 1)
         kinds = {kind.__name__: kind for kind in Message.__subclasses__()}
@@ -103,7 +101,7 @@ def worker_specs(
     return tuple(WorkerSpec(models=root, device=device, engine=engine, trace=trace) for device in devices)
 
 
-_children: set[Child] = set()
+_children: set["Child"] = set()
 _children_lock = threading.Lock()
 _token = threading.Event()  # set when all children are ended; then another takes its place
 
@@ -113,7 +111,7 @@ class Child:
 
     lost = False  # whether its whole node is gone, through no fault of its own
 
-    def _begin(self, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None]) -> None:
+    def _begin(self, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
         self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
         self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
         self.last_words = "nothing"  # its last line on standard error
@@ -121,7 +119,7 @@ class Child:
         self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
         self._heard_s = self.started_s  # when it last said anything
 
-    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue[tuple[Child, Message] | None]) -> None:
+    def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
         self._begin(spec, inbox)
         self.process = subprocess.Popen(
             # -P: no module of the folder people stand in
