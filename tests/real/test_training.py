@@ -53,20 +53,20 @@ def test_reads_of_unknown_families_are_told_from_the_host(
         for one in trained[1].figures
         if (one.method, one.level, one.natural) == ("head", "read", True)
     }
-    for length, least in {"150 bases": 0.8, "300 bases": 0.9, "500 bases": 0.9}.items():
+    for length, least in {"150 bases": 0.85, "300 bases": 0.95, "500 bases": 0.95}.items():
         assert (of := auroc[length]) is not None
         assert of.value > least
         assert 0.5 < of.low < of.value < of.high < 1  # an interval that tells
 
 
-@pytest.mark.parametrize(("precision", "least"), [("fp16", 0.999), ("bf16", 0.98)])
+@pytest.mark.parametrize(("precision", "least"), [("fp16", 0.99), ("bf16", 0.98)])
 def test_half_precision_keeps_the_verdicts(
     precision: Resolved, least: float, trained: tuple[Path, TrainFile], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunDir(trained[0] / "out")
     store, plan = OrfStore.open(run.store), shards.read_plan(run)
     vectors = np.concatenate([shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))])
-    wide, few = torch.from_numpy(vectors), torch.arange(0, store.n_uniques, 3)
+    wide, few = torch.from_numpy(vectors), torch.arange(0, store.n_uniques, 6)  # half precision on a core is slow
     shape, read = open_part(trained[0] / "real", Esm2Shape)
     half = Esm2(shape, read, CPU, precision=precision, attention="reference")
     proteins = [store.protein(one, one + 1)[0] for one in few.tolist()]
