@@ -98,11 +98,11 @@ def _verdicts(report: Report, unlike: Unlike) -> dict[str, object]:
         for rows in (CRITERIA, (*further, *([SAME_BYTES] if report.many else [])))
     )
     figures = [*report.scaling]
-    for place, figure in enumerate(figures[1:], start=1):  # the first is of one device alone
-        run = next(run for run in several if len(run.devices) == figure.num_gpus)
-        title = {} if run is asked else {"title": f"Scaling on {figure.num_gpus} devices"}
-        judged = judge(SCALING.model_copy(update=title), report, scaled=run)
-        figures[place] = figure.model_copy(update={"judged": judged})
+    for run in several:
+        if (figure := report.figure_of(run)) is not None:
+            title = {} if run is asked else {"title": f"Scaling on {figure.num_gpus} devices"}
+            judged = judge(SCALING.model_copy(update=title), report, scaled=run)
+            figures[figures.index(figure)] = figure.model_copy(update={"judged": judged})
     return {"criteria": criteria, "checks": checks, "scaling": tuple(figures)}
 
 

@@ -48,6 +48,8 @@ def two_device_time(report: model.Report, run: Run) -> Finding:
 def _time(profile: Profile, run: Run, devices: int) -> Finding:
     if run is None:
         return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
+    if len(run.devices) != devices:
+        return Finding(absent=f"the run was on {len(run.devices)} devices, not {devices}")
     if run.stopped_at_limit:
         why = f"ended at the profile's limit of {profile.time_limit_s or 0:g} s: slower than it may be"
         return Finding(run.total_s, run.n_reads, note=why, failed=True)
@@ -63,7 +65,7 @@ def scaling(report: model.Report, run: Run) -> Finding:
     if run is None or report.single is None:
         return Finding(absent=f"there was no run on {'more than one' if run is None else 'one'} device")
     problem = report.single.untimed or run.untimed
-    found = next((one for one in report.scaling[1:] if one.num_gpus == len(run.devices)), None)
+    found = report.figure_of(run)
     if found is None:
         return Finding(samples=run.n_reads, problem=problem or "the two runs did not do the same work")
     note = "super-linear: check the one-device run" if found.speedup > found.num_gpus else ""

@@ -301,6 +301,11 @@ class Report(Record):
         """The run that is judged, where it is not the one-device run."""
         return None if self.run == self.single else self.run
 
+    def figure_of(self, run: RunMetrics) -> ScalingMetrics | None:
+        """What the run came to against the one on one device."""
+        of = (len(run.devices), run.times_s)
+        return next((figure for figure in self.scaling if (figure.num_gpus, figure.times_s) == of), None)
+
     @property
     def asked(self) -> tuple[Criterion, ...]:
         """The criteria and checks that the profile has a target for; the equality of bytes is asked by none."""
