@@ -174,7 +174,7 @@ def whole_hdf5(path: Path, head: Callable[[bytes], bytes] = lambda _: b"", **opt
     """
     import h5py  # takes a while, and few who name a path write HDF5
 
-    with h5py.File(path.name, "w", driver="core", backing_store=False, **options) as file:
+    with h5py.File(str(path), "w", driver="core", backing_store=False, **options) as file:  # no other of its name
         yield file
         file.flush()
         image = file.id.get_file_image()  # without the block for the user

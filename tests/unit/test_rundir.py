@@ -25,6 +25,7 @@ from virnuc_core.rundir import (
     lock_device,
     run_lock,
     whole_file,
+    whole_hdf5,
 )
 
 
@@ -237,3 +238,11 @@ def test_a_planted_link_in_a_shared_folder_does_nothing(monkeypatch: pytest.Monk
     device_holder("GPU-planted")
     os.close(lock_device("GPU-planted", 0))
     assert (victim.read_text(), victim.stat().st_mode & 0o777) == ("precious", 0o600)
+
+
+def test_files_of_one_name_are_made_at_once_in_two_folders(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "x.h5", tmp_path / "b" / "x.h5"
+    with whole_hdf5(first) as one, whole_hdf5(second) as two:
+        one["n"], two["n"] = 1, 2
+    assert first.is_file()
+    assert second.is_file()
