@@ -124,7 +124,7 @@ async def _local(nodes: int, folder: Path) -> AsyncIterator[Path]:
     file, common = folder / "scheduler.json", ["--host", HERE, "--no-dashboard", "--scheduler-file"]
     commands, gpus = [(["scheduler", *common, str(file), "--port", "0"], dict(os.environ))], visible_gpus()
     for node in range(nodes):
-        named = ["--name", f"local-{node}", "--nthreads", "1", "--local-directory", str(folder)]
+        named = ["--name", f"local-{node}", "--nthreads", "1", "--memory-limit", "0", "--local-directory", str(folder)]
         own = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])} if gpus else {}
         commands.append((["worker", *common, str(file), *named], {**os.environ, **own}))
     started = []
