@@ -77,9 +77,9 @@ class Esm2Shape(EncoderShape):
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w), "inv_freq": (self.head_dim // 2,)}
         for i in range(self.layers):
             p = f"layers.{i}"
-            shapes |= _norm(f"{p}.attn_norm", w) | _linear(f"{p}.qkv", 3 * w, w) | _linear(f"{p}.out", w, w)
-            shapes |= _norm(f"{p}.ffn_norm", w) | _linear(f"{p}.fc1", f, w) | _linear(f"{p}.fc2", w, f)
-        return shapes | _norm("final_norm", w)
+            shapes |= _layer(f"{p}.attn_norm", w) | _layer(f"{p}.qkv", 3 * w, w) | _layer(f"{p}.out", w, w)
+            shapes |= _layer(f"{p}.ffn_norm", w) | _layer(f"{p}.fc1", f, w) | _layer(f"{p}.fc2", w, f)
+        return shapes | _layer("final_norm", w)
 
 
 class DnabertShape(EncoderShape):
@@ -93,11 +93,11 @@ class DnabertShape(EncoderShape):
     def tensors(self) -> dict[str, tuple[int, ...]]:
         w, f = self.width, self.ffn_width
         shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, w)}
-        shapes |= {"token_type.weight": (self.token_types, w)} | _norm("embed_norm", w)
+        shapes |= {"token_type.weight": (self.token_types, w)} | _layer("embed_norm", w)
         for i in range(self.layers):
             p = f"layers.{i}"
-            shapes |= _linear(f"{p}.qkv", 3 * w, w) | _linear(f"{p}.out", w, w) | _norm(f"{p}.attn_norm", w)
-            shapes |= {f"{p}.gated.weight": (2 * f, w)} | _linear(f"{p}.wo", w, f) | _norm(f"{p}.ffn_norm", w)
+            shapes |= _layer(f"{p}.qkv", 3 * w, w) | _layer(f"{p}.out", w, w) | _layer(f"{p}.attn_norm", w)
+            shapes |= {f"{p}.gated.weight": (2 * f, w)} | _layer(f"{p}.wo", w, f) | _layer(f"{p}.ffn_norm", w)
         return shapes
 
 
@@ -149,9 +149,9 @@ class HeadShape(Shape):
         return self.dna_width + self.protein_width
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        shapes = _linear("hidden_layer", self.hidden, self.width) | _norm("bn1", self.hidden)
+        shapes = _layer("hidden_layer", self.hidden, self.width) | _layer("bn1", self.hidden)
         shapes |= {"bn1.running_mean": (self.hidden,), "bn1.running_var": (self.hidden,)}
-        return shapes | _linear("output_layer", 2, self.hidden)
+        return shapes | _layer("output_layer", 2, self.hidden)
 
 
 def verdict(head: HeadShape, asked: VerdictSpec) -> tuple[float, tuple[float, float] | None]:
@@ -192,12 +192,9 @@ RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begin
 S = TypeVar("S", bound=Shape)
 
 
-def _linear(name: str, out: int, into: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (out, into), f"{name}.bias": (out,)}
-
-
-def _norm(name: str, width: int) -> dict[str, tuple[int, ...]]:
-    return {f"{name}.weight": (width,), f"{name}.bias": (width,)}
+def _layer(name: str, out: int, *into: int) -> dict[str, tuple[int, ...]]:
+    """Weight and bias of a linear layer, or of a norm, which takes no width in."""
+    return {f"{name}.weight": (out, *into), f"{name}.bias": (out,)}
 
 
 _SIZES: Final = tomllib.loads(Path(__file__).with_name("sizes.toml").read_text(encoding="utf-8"))
@@ -231,7 +228,5 @@ def read_shape(path: Path, kind: type[S]) -> S:
 
 def origins(models: Path) -> str:
     """Where each encoder of a models directory comes from: `esm2: …; dnabert_s: random, seed 0`."""
-    kinds: tuple[type[EncoderShape], ...] = (Esm2Shape, DnabertShape)
-    return "; ".join(
-        f"{kind.part()}: {read_shape(models / kind.part() / 'config.json', kind).origin}" for kind in kinds
-    )
+    shapes = (read_shape(models / kind.part() / "config.json", kind) for kind in (Esm2Shape, DnabertShape))
+    return "; ".join(f"{shape.model}: {shape.origin}" for shape in shapes)

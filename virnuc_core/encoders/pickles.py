@@ -19,6 +19,7 @@ from torch import Tensor
 from virnuc_core.errors import WeightsError
 
 HEAD_CLASS: Final = "MLPClassifier"
+HEAD_PARTS: Final = ("linear.Linear", "batchnorm.BatchNorm1d", "dropout.Dropout", "activation.ReLU")
 HEAD_MAX_TENSORS: Final = 100  # it has 9; a pickle of a few lines can name one module within itself many times over
 SHARED: Final = 4  # tensors may share their numbers, so that they have more than the file, but not many times more
 BESIDES: Final = 1 << 30  # bytes for whatever else loading takes
@@ -57,14 +58,7 @@ class ModuleState:
 
 
 HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each becomes the inert stand-in
-    (ModuleState, name)
-    for name in (
-        f"__main__.{HEAD_CLASS}",
-        "torch.nn.modules.linear.Linear",
-        "torch.nn.modules.batchnorm.BatchNorm1d",
-        "torch.nn.modules.dropout.Dropout",
-        "torch.nn.modules.activation.ReLU",
-    )
+    (ModuleState, name) for name in (f"__main__.{HEAD_CLASS}", *(f"torch.nn.modules.{one}" for one in HEAD_PARTS))
 )
 
 

@@ -78,10 +78,9 @@ class DnabertTokenizer:
 
     def __init__(self, models: Path) -> None:
         self._bpe = read_tokenizer(models / "dnabert_s" / "tokenizer.json")
-        pad = self._bpe.token_to_id("[PAD]")
-        assert pad is not None  # it has been looked for
-        self.pad_id: Final[int] = pad
-        self.vocab: Final[int] = 1 + max(self._bpe.get_vocab().values())  # added tokens included; ids may have gaps
+        vocabulary = self._bpe.get_vocab()  # added tokens included; ids may have gaps
+        self.pad_id: Final[int] = vocabulary["[PAD]"]
+        self.vocab: Final[int] = 1 + max(vocabulary.values())
 
     def encode(self, sequences: list[bytes]) -> tuple[Tensor, Tensor]:
         """All tokens end to end (int64 [total]) and row offsets (int64 [n + 1])."""

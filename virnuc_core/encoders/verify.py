@@ -87,15 +87,12 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
     shape, dna_shape = open_part(models, Esm2Shape)[0], open_part(models, DnabertShape)[0]
     head_shape = open_part(models, HeadShape)[0]
     big, base = model_config.ESM2_SIZES["t36_3B"], model_config.DNABERT_SIZES["base"]
-    reason = None  # why the anchors say nothing about these weights
     if any(one.origin.startswith(model_config.RANDOM_ORIGIN) for one in (shape, dna_shape, head_shape)):
-        reason = "random weights"
-    elif any((a.width, a.layers) != (b.width, b.layers) for a, b in ((shape, big), (dna_shape, base))):
-        reason = "not ESM-2 3B and DNABERT-S"
-    elif head_shape.model_length != ANCHOR_LENGTH:
-        reason = f"the head is for {head_shape.model_length} bases, not 500"
-    if reason is not None:
-        return [Check("anchors", "not run", reason)]
+        return [Check("anchors", "not run", "random weights")]
+    if any((a.width, a.layers) != (b.width, b.layers) for a, b in ((shape, big), (dna_shape, base))):
+        return [Check("anchors", "not run", "not ESM-2 3B and DNABERT-S")]
+    if head_shape.model_length != ANCHOR_LENGTH:
+        return [Check("anchors", "not run", f"the head is for {head_shape.model_length} bases, not 500")]
     esm2, dnabert_s, head = load_all(models, device, EngineSpec(precision="fp32"))
     known = anchors()
     protein = embed(esm2, Esm2Tokenizer(), [anchor.protein.encode() for anchor in known], device)
@@ -107,8 +104,8 @@ def _anchors(models: Path, device: torch.device) -> list[Check]:
 def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: torch.device) -> Tensor:
     """Embeddings of a few rows in one batch."""
     tokens, offsets = tokenizer.encode(rows)
-    longest = int(offsets.diff().max())
-    return encoder.embed(PackedBatch(tokens, offsets.int(), len(rows), longest, len(tokens)).to(device))
+    batch = PackedBatch(tokens, offsets.int(), len(rows), int(offsets.diff().max()), len(tokens))
+    return encoder.embed(batch.to(device))
 
 
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:

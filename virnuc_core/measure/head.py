@@ -18,10 +18,9 @@ from virnuc_core.results import ResultSummary, write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunFile, read_record, write
 
-log = logging.getLogger(__name__)
-
 RESCORE: Final = "rescore.json"
 AS_EVER: Final = VerdictSpec()
+log = logging.getLogger(__name__)
 
 
 class RescoreSummary(RunFile):
@@ -52,8 +51,7 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
         raise ConfigError(f"{out.root} holds a run of its own; choose another directory")
     record = read_record(run)
     store, plan = shards.store_of(run, record), shards.read_plan(run)
-    missing = sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan)))
-    if missing:
+    if missing := sum(not shards.shard_path(run, shard).exists() for shard in range(len(plan))):
         raise ConfigError(f"{run.root}: {missing} of {len(plan)} shards are not computed yet; finish the run first")
     scores, failed = shards.read_scores(run)
     digest, threshold, uncertain = record.fingerprints["head"], asked.threshold, None
@@ -64,9 +62,10 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
     if new_head is not None:
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, read = open_folder(folder, HeadShape)
-        if shape.model_length != store.model_length:
-            cut = f"the run's reads were cut at {store.model_length}"
-            raise ConfigError(f"the head in {folder} is for length {shape.model_length}, {cut}")
+        if shape.model_length != (cut := store.model_length):
+            raise ConfigError(
+                f"the head in {folder} is for length {shape.model_length}, the run's reads were cut at {cut}"
+            )
         dna, protein = record.widths.get("dna"), record.widths.get("protein")
         if record.widths and (shape.dna_width, shape.protein_width) != (dna, protein):
             raise ConfigError(

@@ -82,21 +82,19 @@ def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, 
     for level in LEVELS:
         tables, rng = [one[level] for one in levels], np.random.default_rng(seed)
         own, of = float(tables[0]["label"].mean()), tables[0].groupby("cluster")["label"].mean()
-        of = of.where(
-            of.isin((0, 1)), 0.5
-        )  # clusters of both classes, which --groups may make, are a kind of their own
+        of = of.where(of.isin((0, 1)), 0.5)  # clusters of both classes, which --groups may make, are their own kind
         times = np.ones((1 + SAMPLES, int(of.index.max()) + 1))  # that each cluster is drawn, within its kind
         for value in of.unique():
             members = of.index[of == value]
             times[1:, members] = rng.multinomial(len(members), [1 / len(members)] * len(members), SAMPLES)
         for share in (None, prevalence):
-            found: dict[str, list[Floats]] = {name: [] for name in METRICS}
-            for table in tables:
-                parts = np.array_split(times, 1 + len(times) * len(table) // AT_ONCE)
-                pieces = [measure(table, _weights(table, part, share)) for part in parts]
-                for name, of_tables in found.items():
-                    of_tables.append(np.concatenate([one[name] for one in pieces]))
-            metrics = {name: _interval(np.mean(of_tables, axis=0), of) for name, of_tables in found.items()}
+            parts = np.array_split(times, 1 + len(times) * len(tables[0]) // AT_ONCE)
+            found = [[measure(table, _weights(table, part, share)) for part in parts] for table in tables]
+            means = {
+                name: np.mean([np.concatenate([one[name] for one in pieces]) for pieces in found], axis=0)
+                for name in METRICS
+            }
+            metrics = {name: _interval(mean, of) for name, mean in means.items()}
             told = {"rows": len(tables[0]), "clusters": len(of), "natural": share is None, "metrics": metrics}
             lines.append(Figures(method=method, asked=asked, level=level, prevalence=share or own, **told))
     return lines

@@ -62,8 +62,7 @@ class TraceTable(RunFile):
 def said(tables: Sequence[TraceTable]) -> str:
     """What was recorded, in words."""
     batches, shards = (sum(getattr(table, name) for table in tables) for name in ("batches", "shards"))
-    numbers = {"shard": shards, "device": len(tables)}
-    on = " on ".join(f"{number:,} {noun}{'s' * (number != 1)}" for noun, number in numbers.items())
+    on = f"{shards:,} shard{'s' * (shards != 1)} on {len(tables)} device{'s' * (len(tables) != 1)}"
     return f"{batches} batches of {on} recorded"
 
 
@@ -168,14 +167,13 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
 
 def _marks(averages: Any) -> tuple[Operation, ...]:
     """The launch loop's ranges; with shapes a range may come in several rows, and the device has a copy of each."""
-    found = []
-    for name in MARKS:
-        rows = [row for row in averages if row.key == name and _on(row) == "host"]
-        if rows:
-            host, device = sum(row.cpu_time_total for row in rows), sum(row.device_time_total for row in rows)
-            calls = sum(row.count for row in rows)
-            found.append(Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3))
-    return tuple(found)
+    by_name = {name: [row for row in averages if row.key == name and _on(row) == "host"] for name in MARKS}
+    totals = ("count", "cpu_time_total", "device_time_total")
+    sums = {name: [sum(getattr(row, of) for row in rows) for of in totals] for name, rows in by_name.items() if rows}
+    return tuple(
+        Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3)
+        for name, (calls, host, device) in sums.items()
+    )
 
 
 def _operations(averages: Any, limit: int) -> tuple[Operation, ...]:

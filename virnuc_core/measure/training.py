@@ -310,15 +310,12 @@ def learn(
 
 def _network(shape: HeadShape) -> nn.Sequential:
     """The head while it learns; its tensors bear the names of the head file."""
-    parts: dict[str, Any] = {
-        "hidden_layer": nn.Linear(shape.width, shape.hidden),
-        "bn1": nn.BatchNorm1d(shape.hidden, shape.norm_eps),
-    }
-    parts |= {"relu": nn.ReLU(), "dropout": nn.Dropout(0.5), "output_layer": nn.Linear(shape.hidden, len(CLASSES))}
-    for layer in (parts["hidden_layer"], parts["output_layer"]):
+    hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
+    for layer in (hidden, output):
         nn.init.xavier_uniform_(layer.weight)
         nn.init.zeros_(layer.bias)
-    return nn.Sequential(OrderedDict(parts))
+    learnt = {"hidden_layer": hidden, "bn1": nn.BatchNorm1d(shape.hidden, shape.norm_eps)}
+    return nn.Sequential(OrderedDict(**learnt, relu=nn.ReLU(), dropout=nn.Dropout(0.5), output_layer=output))
 
 
 def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[int, int, float]:

@@ -169,9 +169,8 @@ class Sweep:
             return str(error)
         # what a trial depends on: all that a measurement does, and the settings it is held against
         against = self.base.model_dump(mode="json") | ({"tokens": self.tokens} if self.tokens else {})
-        trials = self.out / "trials"
-        run = RunDir(trials / f"{self.bench.fingerprint(candidate.engine, against)[:16]}-{repeat}")
-        reference = trials / f"{self.bench.fingerprint(self.base, against)[:16]}.npy"  # the base's scores
+        own, base = (self.bench.fingerprint(engine, against)[:16] for engine in (candidate.engine, self.base))
+        run, reference = RunDir(self.out / "trials" / f"{own}-{repeat}"), self.out / "trials" / f"{base}.npy"
         kept = run.root / "trial.json"
         with run_lock(run.root):
             before = read_usable(kept, Trial)
@@ -194,9 +193,10 @@ class Sweep:
             if candidate.number == 0 and not reference.exists():  # those of its first trial stay
                 with whole_file(reference) as aside, aside.open("wb") as handle:
                     np.save(handle, scores)
-            known = np.load(reference)
-            # shards of other sizes end elsewhere
-            shared = None if self.tokens is None else min(len(known), len(scores))
+            known = np.load(reference)  # the base's scores
+            shared = (
+                None if self.tokens is None else min(len(known), len(scores))
+            )  # shards of other sizes end elsewhere
             difference, changed = compare_scores(known[:shared], scores[:shared])
             trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
             write(kept, trial)

@@ -5,10 +5,11 @@ a codon usage of their own; the others are rich in G and C, with genes far betwe
 """
 
 import re
+from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Final, Self
+from typing import Any, Final, NamedTuple, Self
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -16,7 +17,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from virnuc_core.config import Spec
+from virnuc_core.config import Share, Spec, reading
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.sources import reads_file
 from virnuc_core.rundir import whole_file
@@ -31,8 +32,6 @@ _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
 _CODING: Final = (0.35, 0.95)  # share of the genome within genes
-
-Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class SimulateSpec(Spec):
@@ -57,8 +56,7 @@ class SimulateSpec(Spec):
         return self
 
 
-@dataclass(frozen=True, slots=True)
-class SimulateSummary:
+class SimulateSummary(NamedTuple):
     """What was written, and where."""
 
     reads: int
@@ -69,15 +67,14 @@ class SimulateSummary:
     genomes_file: Path
 
 
-@dataclass(frozen=True, slots=True)
-class _Genomes:
+class _Genomes(NamedTuple):
     """All genomes end to end, in codes 0..3 of ACGT; others first."""
 
     codes: NDArray[np.uint8]
     starts: NDArray[np.int64]  # [n]
     lengths: NDArray[np.int64]  # [n]
+    kinds: NDArray[np.int64]  # [n], places in LABELS
     names: list[str]
-    viral: NDArray[np.bool_]  # [n]
 
 
 def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
@@ -86,15 +83,12 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
     match = _SUFFIX.search(out.name)
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
-    fastq = match[1] in ("fastq", "fq")
-    stem = out.name[: match.start()]
+    stem, fastq = out.name[: match.start()], match[1] in ("fastq", "fq")
     truth_file, genomes_file = out.with_name(f"{stem}.truth.tsv"), out.with_name(f"{stem}.genomes.fasta.gz")
     histogram = {spec.read_length: 1} if spec.lengths is None else read_histogram(spec.lengths)
     weights = np.array(list(histogram.values()), float)
     rng = np.random.default_rng(spec.seed)
-    genomes = _make_genomes(spec, max(histogram), rng)
-    labels = [LABELS[int(viral)] for viral in genomes.viral]
-    viral_reads = 0
+    genomes, viral_reads = _make_genomes(spec, max(histogram), rng), 0
     with ExitStack() as files:
         reads_out, genomes_out = (files.enter_context(reads_file(path)) for path in (out, genomes_file))
         truth_out = files.enter_context(files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8"))
@@ -114,58 +108,54 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
             reads_out.write(b"".join(pieces))
             for number, (name, (_, genome, start, reverse, source)) in enumerate(zip(ids, reads.tolist(), strict=True)):
                 strand, copied = "-" if reverse else "+", ids[source] if source != number else ""
-                truth_out.write(f"{name}\t{labels[genome]}\t{genomes.names[genome]}\t{start}\t{strand}\t{copied}\n")
-            viral_reads += int(np.count_nonzero(genomes.viral[reads.genome]))
+                label, of = LABELS[genomes.kinds[genome]], genomes.names[genome]
+                truth_out.write(f"{name}\t{label}\t{of}\t{start}\t{strand}\t{copied}\n")
+            viral_reads += int(genomes.kinds[reads.genome].sum())
     return SimulateSummary(spec.reads, viral_reads, len(genomes.names), out, truth_file, genomes_file)
 
 
 def read_histogram(path: Path) -> dict[int, int]:
     """Lengths and counts from lines `length count`, without `#` lines and a header; `InputError` names the line."""
-    try:
+    with reading(path, "length histogram", InputError):
         lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("the length histogram cannot be read", file=path, hint="expected text lines") from error
-    counts: dict[int, int] = {}
+    counts = Counter[int]()
     for number, line in enumerate(lines, 1):
         words = re.split(r"[\s,;]+", line.strip())
         if words == [""] or line.startswith("#") or (number == 1 and not words[0].isdecimal()):
             continue
         if len(words) != 2 or not all(word.isdecimal() for word in words) or int(words[0]) == 0:
             raise InputError(f"{line!r} is no pair of length and count", file=path, line=number)
-        counts[int(words[0])] = counts.get(int(words[0]), 0) + int(words[1])
-    if not sum(counts.values()):
+        counts[int(words[0])] += int(words[1])
+    if not counts.total():
         raise InputError("the length histogram counts no read", file=path, hint="expected lines 'length count'")
     return counts
 
 
 def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generator) -> _Genomes:
-    names = [f"{LABELS[0]}_{number:04d}" for number in range(1, spec.other_genomes + 1)]
-    names += [f"{LABELS[1]}_{number:04d}" for number in range(1, spec.viral_genomes + 1)]
-    viral = np.arange(len(names)) >= spec.other_genomes
-    least, mean = longest_read, spec.genome_length
-    pieces = [_genome(int(kind), max(int(mean * rng.uniform(0.5, 1.5)), least), rng) for kind in viral]
+    counts, mean = (spec.other_genomes, spec.viral_genomes), spec.genome_length
+    names = [f"{name}_{i + 1:04d}" for name, count in zip(LABELS, counts, strict=True) for i in range(count)]
+    kinds = np.repeat([0, 1], counts)
+    pieces = [_genome(kind, max(int(mean * rng.uniform(0.5, 1.5)), longest_read), rng) for kind in kinds.tolist()]
     lengths = np.array([len(piece) for piece in pieces], np.int64)
-    return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, names, viral)
+    return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, kinds, names)
 
 
 def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint8]:
     """Genes of a codon usage of the genome's own, on either strand, with random bases between. Codes 0..3."""
     gc = float(np.clip(rng.normal(_GC[kind], 0.02), 0.1, 0.9))
     base_shares = np.array([1 - gc, gc, gc, 1 - gc]) / 2
-    table = CodonTable.unambiguous_dna_by_id[1].stop_codons
-    stops = ["ACGT".index(a) * 16 + "ACGT".index(b) * 4 + "ACGT".index(c) for a, b, c in table]
-    codons = np.delete(np.indices((4, 4, 4)).reshape(3, 64).T, stops, axis=0).astype(np.uint8)  # the 61
+    stops = CodonTable.unambiguous_dna_by_id[1].stop_codons
+    words = [codon for codon in map("".join, product("ACGT", repeat=3)) if codon not in stops]  # the 61
+    codons = np.array([[*map("ACGT".index, word)] for word in words], np.uint8)
     usage = base_shares[codons].prod(axis=1) * rng.gamma(8, 1 / 8, len(codons))
     usage /= usage.sum()
-    pieces: list[NDArray[np.uint8]] = []
-    size = 0
+    pieces, size = list[NDArray[np.uint8]](), 0
     while size < length:
         gene = int(rng.integers(100, 600))  # codons
-        between = int(3 * gene * (1 / _CODING[kind] - 1))
         coding = codons[rng.choice(len(codons), gene, p=usage)].reshape(-1)
         pieces.append(coding if rng.random() < 0.5 else (3 - coding)[::-1])
-        pieces.append(rng.choice(4, between, p=base_shares).astype(np.uint8))
-        size += len(coding) + between
+        pieces.append(rng.choice(4, int(3 * gene * (1 / _CODING[kind] - 1)), p=base_shares).astype(np.uint8))
+        size += len(pieces[-2]) + len(pieces[-1])
     return np.concatenate(pieces)[:length]
 
 
@@ -180,8 +170,8 @@ def _make_reads(
     if n >= 2 and 0 < spec.viral_share < 1 and viral.all() | ~viral.any():
         viral[0] = ~viral[0]
     genome = np.empty(n, np.int64)
-    for kind in (False, True):
-        members = np.flatnonzero(genomes.viral == kind)
+    for kind in (0, 1):
+        members = np.flatnonzero(genomes.kinds == kind)
         weights = genomes.lengths[members] / genomes.lengths[members].sum()
         genome[viral == kind] = rng.choice(members, int(np.count_nonzero(viral == kind)), p=weights)
     start = (rng.random(n) * (genomes.lengths[genome] - lengths + 1)).astype(np.int64)

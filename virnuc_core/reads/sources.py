@@ -114,8 +114,7 @@ def reads_file(path: Path) -> Iterator[BinaryIO]:
 def find_inputs(reads: tuple[str, ...]) -> Inputs:
     """What the user named; folders give their read files in order of name, not those of sub-folders. Errors:
     `InputError` for what does not exist, is named twice, cannot be read, or a folder without reads."""
-    files: list[str] = []
-    ignored: list[str] = []
+    files, ignored = list[str](), list[str]()
     for name in reads:
         path = Path(name)
         if name != STDIN and path.is_dir():
@@ -269,8 +268,9 @@ def alignments_at(name: str) -> str:
 
 
 def _unreadable(name: str, error: OSError) -> InputError:
-    reason = error.strerror or str(error)
-    return InputError(f"cannot be read: {reason}", file=name, hint="check the path and its permissions")
+    return InputError(
+        f"cannot be read: {error.strerror or error}", file=name, hint="check the path and its permissions"
+    )
 
 
 def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:

@@ -69,8 +69,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
             out.parent.mkdir(parents=True, exist_ok=True)
             kept = held.enter_context(tempfile.NamedTemporaryFile(dir=out.parent, prefix=".sample."))
             with Source.open(STDIN) as stream:
-                while piece := stream.read(1 << 20):
-                    kept.write(piece)
+                kept.writelines(iter(lambda: stream.read(1 << 20), b""))
                 if stream.damage is not None:
                     raise stream.damage
             kept.flush()
@@ -78,26 +77,24 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
         if any(out.resolve() == Path(name).resolve() for name in files):
             raise ConfigError(f"{out}: is what is drawn from; choose another name")
         lengths = _lengths(files, out)
-        kinds, counts = np.unique(lengths, return_counts=True)
+        kinds, place, counts = np.unique(lengths, return_inverse=True, return_counts=True)
         bins = _bins(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))
         quotas = _quotas(np.array([part.before for part in bins], np.int64), n)
         bins = [replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
-        bin_of = np.searchsorted([part.longest for part in bins], lengths).astype(np.uint8)  # there are 101 at most
+        bin_of = np.searchsorted([part.longest for part in bins], kinds).astype(np.uint8)[place]  # of 101 at most
         picked, rng = np.zeros(len(lengths), bool), np.random.default_rng(seed)
         for number, part in enumerate(bins):
-            drawn = rng.choice(part.before, part.after, replace=False, shuffle=False)
-            picked[np.flatnonzero(bin_of == number)[drawn]] = True
+            picked[rng.choice(np.flatnonzero(bin_of == number), part.after, replace=False, shuffle=False)] = True
         read = 0
         with reads_file(out) as target:
             for batch in parse(files, ParseLog()):
                 for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
                     target.write(batch.text[i])
                 read += len(batch) if batch.part is None or batch.part.last else 0
-    both = [
-        np.searchsorted(np.sort(some), kinds, side="right") / max(1, len(some)) for some in (lengths, lengths[picked])
-    ]
-    distance = float(np.abs(both[0] - both[1]).max(initial=0.0)) if picked.any() else 0.0
-    return SampleSummary(len(lengths), int(picked.sum()), tuple(bins), distance)
+    before, after = (
+        np.cumsum(one) / max(1, one.sum()) for one in (counts, np.bincount(place[picked], None, len(kinds)))
+    )
+    return SampleSummary(len(lengths), int(picked.sum()), tuple(bins), float(np.abs(before - after).max(initial=0.0)))
 
 
 def _lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
@@ -133,11 +130,9 @@ def _bins(lengths: Mapping[int, int]) -> list[LengthBin]:
 
 def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
     """How many to draw of each bin: its share of `n`, the remainders to those that miss most by rounding down."""
-    total = int(before.sum())
-    n = min(n, total)
+    n = min(n, total := int(before.sum()))
     quotas, left = np.divmod(before * n, total)
-    order = np.argsort(-left, kind="stable")
-    quotas[order[: n - int(quotas.sum())]] += 1
+    quotas[np.argsort(-left, kind="stable")[: n - int(quotas.sum())]] += 1
     return quotas
 
 
