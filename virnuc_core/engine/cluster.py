@@ -92,6 +92,7 @@ class RemoteChild(Child):
         """It has ended, or its node is `lost`."""
         if not self._over.is_set():
             self.status, self.lost = status, lost
+            self.last_words = "its node is lost" if lost else self.last_words
             self._over.set()
             self._inbox.put((self, Closed()))
 
