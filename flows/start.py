@@ -229,7 +229,7 @@ def say(*lines: object) -> None:
 def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
     headers, devices, settings and output, and of the files one flow alone takes."""
-    from virnuc_core.encoders.checkpoint import check_models
+    from virnuc_core.encoders.checkpoint import calibration, check_models
     from virnuc_core.encoders.model_config import verdict
     from virnuc_core.engine.devices import resolve, resolve_engine
     from virnuc_core.reads.sources import is_remote
@@ -248,8 +248,8 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
     settings.check_place()
     settings.check_own_files()
     found = () if (remote := getattr(settings, "cluster", None)) else resolve(Devices.parse(settings.devices))
-    if found:
-        resolve_engine(settings.engine(base), found[0].kind)
+    if found and resolve_engine(settings.engine(base), found[0].kind).precision == "int8":
+        calibration(settings.models)
     begun = RunDir(settings.out).plan.exists()
     writable(settings.out, 0 if begun else 4 * head.width * rows, "the embeddings of these reads, by their first,")
     if remote:  # its nodes are looked at once they are asked for
