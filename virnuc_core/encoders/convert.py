@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -39,11 +39,9 @@ DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a rand
 
 
 def convert_esm2(source: Path, out: Path, dtype: Storage | None = None, drop_extra: bool = False) -> Esm2Shape:
-    """Write `out/esm2` from a folder or file of the public ESM-2, in HF layout or fair-esm's, stored as `dtype`.
-
-    Sizes come from the `config.json` beside the weights, else from the tensors; `drop_extra` leaves out tensors that
-    ESM-2 does not have. Errors: `WeightsError`.
-    """
+    """Write `out/esm2` from a folder or file of the public ESM-2, in HF layout or fair-esm's, stored as `dtype`. Sizes
+    come from the `config.json` beside the weights, else from the tensors; `drop_extra` leaves out tensors that ESM-2
+    does not have. Errors: `WeightsError`."""
     opened = open_public(source)
     config = _beside(source, "config.json")
     shape = read_shape(config, Esm2Shape) if config else guess_esm2_shape(opened)
@@ -63,15 +61,13 @@ def convert_dnabert_s(
     if file is None:
         raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
     read_tokenizer(file)
-    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype, functools.partial(shutil.copyfile, file))
+    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype, file.read_bytes())
 
 
 def convert_head(source: Path, out: Path, model_length: int | None = None, dna_width: int = DNABERT_WIDTH) -> HeadShape:
-    """Write `out/head` from a head of VirNucPro: pickled whole, as a dictionary, or as safetensors.
-
-    `model_length` is read from a name like `500_model.pth` when not given. What is left of the input beside `dna_width`
-    columns is the protein's. Nothing a pickle holds is executed.
-    """
+    """Write `out/head` from a head of VirNucPro: pickled whole, as a dictionary, or as safetensors. `model_length` is
+    read from a name like `500_model.pth` when not given. What is left of the input beside `dna_width` columns is the
+    protein's. Nothing a pickle holds is executed."""
     named = re.fullmatch(r"(\d+)_model\.pth", source.name)
     if (length := model_length or (int(named[1]) if named else None)) is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
@@ -90,9 +86,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
 
 def fetch(out: Path, head: Path, *, model_length: int | None = None, dtype: Storage | None = None) -> None:
     """Make a models directory of the public ESM-2 3B and DNABERT-S, and a head file of VirNucPro, which is at hand.
-
-    Parts that `out` already holds are left as they are. Raises `WeightsError` when the network does not answer.
-    """
+    Parts that `out` already holds are left as they are. Raises `WeightsError` when the network does not answer."""
     if not head.is_file():
         raise WeightsError(f"{head}: no such file; 300_model.pth and 500_model.pth come with VirNucPro's repository")
     if not (out / "head").exists():
@@ -148,17 +142,13 @@ def _beside(source: Path, name: str) -> Path | None:
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Read) -> None:
     """Write a safetensors file whole, one tensor of any floating type at a time: the library wants all in memory.
-
-    Rotary frequencies, which lose their meaning in half precision, are stored in float32, all others as `dtype`.
-    """
+    Rotary frequencies, which lose their meaning in half precision, are stored in float32, all others as `dtype`."""
     short = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
     kinds = {name: torch.float32 if name == "inv_freq" else dtype for name in shapes}
-    header: dict[str, Any] = {}
-    offset = 0
+    header, end = dict[str, Any](), 0
     for name, shape in shapes.items():
-        end = offset + math.prod(shape) * kinds[name].itemsize
-        header[name] = {"dtype": short[kinds[name]], "shape": list(shape), "data_offsets": [offset, end]}
-        offset = end
+        start, end = end, end + math.prod(shape) * kinds[name].itemsize
+        header[name] = {"dtype": short[kinds[name]], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with whole_file(path) as aside, aside.open("wb") as file:
@@ -173,12 +163,7 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torc
 
 
 def write_part(
-    out: Path,
-    shape: Shape,
-    read: Read,
-    origin: str,
-    dtype: Storage | None,
-    write_tokenizer: Callable[[Path], object] | None = None,
+    out: Path, shape: Shape, read: Read, origin: str, dtype: Storage | None, tokenizer: bytes | None = None
 ) -> None:
     """Write one part of a models directory, whole or not at all; stored as `dtype`, by default as its first tensor."""
     target = out / shape.model
@@ -190,8 +175,8 @@ def write_part(
     try:
         write_tensors(partial / WEIGHTS, shape.tensors(), stored, read)
         model_config.write_shape(shape.model_copy(update={"origin": origin}), partial / "config.json")
-        if write_tokenizer is not None:
-            write_tokenizer(partial / "tokenizer.json")
+        if tokenizer is not None:
+            (partial / "tokenizer.json").write_bytes(tokenizer)
         partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -206,22 +191,21 @@ def init_random(
     dtype: Storage = "fp32",
 ) -> None:
     """Write a models directory with random weights, its encoders stored as `dtype`; the same arguments, the same bytes.
-
-    Activations stay of the size of real ones, in half precision too. Errors: `WeightsError` when `out` holds a model.
-    """
+    Activations stay of the size of real ones, in half precision too. Errors: `WeightsError` when `out` holds a
+    model."""
     if taken := [part for part in PARTS if (out / part).exists()]:
         raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
     protein, dna = model_config.ESM2_SIZES[esm2], model_config.DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
-    vocabulary = functools.partial(train_tokenizer, vocab=dna.vocab, seed=seed)
-    for shape in (protein, dna, head):
+    parts: list[tuple[Shape, Storage, bytes | None]] = [(protein, dtype, None)]
+    parts += [(dna, dtype, train_tokenizer(dna.vocab, seed)), (head, "fp32", None)]
+    for shape, stored, tokenizer in parts:
         read = functools.partial(random_tensor, shape, seed=seed)
-        stored, write_tokenizer = "fp32" if shape is head else dtype, vocabulary if shape is dna else None
-        write_part(out, shape, read, f"{model_config.RANDOM_ORIGIN}, seed {seed}", stored, write_tokenizer)
+        write_part(out, shape, read, f"{model_config.RANDOM_ORIGIN}, seed {seed}", stored, tokenizer)
 
 
-def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
-    """Write a tokenizer of exactly `vocab` entries, learned from random DNA of `seed`, as DNABERT-2's file is."""
+def train_tokenizer(vocab: int, seed: int) -> bytes:
+    """A file with a tokenizer of exactly `vocab` entries, learned from random DNA of `seed`, as DNABERT-2's is."""
     letters = np.frombuffer(b"ACGT", dtype=np.uint8)
     # pieces of 60 bases, 500 bases for each entry of the vocabulary: rarer pairs than that are not worth one
     drawn = np.random.default_rng(seed).choice(letters, size=(vocab * 500 // 60, 60))
@@ -235,7 +219,7 @@ def train_tokenizer(path: Path, vocab: int, seed: int) -> None:
     bpe.post_processor = tokenizers.processors.TemplateProcessing(
         single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
-    bpe.save(str(path))
+    return bpe.to_str(pretty=True).encode()
 
 
 def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
@@ -259,10 +243,8 @@ def random_tensor(shape: Shape, name: str, seed: int = 0) -> Tensor:
 
 
 def _distribution(name: str, size: tuple[int, ...], shape: Shape) -> tuple[float, float]:
-    """Mean and standard deviation of a tensor's entries.
-
-    A matrix keeps the size of what passes through it; what is added to a stream is smaller the more layers add to it.
-    """
+    """Mean and standard deviation of a tensor's entries. A matrix keeps the size of what passes through it; what is
+    added to a stream is smaller the more layers add to it."""
     if name.endswith("running_var"):
         return 1.0, 0.1
     if "norm" in name or name.startswith("bn1"):

@@ -47,10 +47,8 @@ def kept_heads(models: Path) -> list[KeptHead]:
 
 
 def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
-    """Put the head in `new` in place as `models/head`; what there is to say of it.
-
-    Errors: those of `_put`; `WeightsError` unless `anyway` when it may be chance, or is worse on the same test.
-    """
+    """Put the head in `new` in place as `models/head`; what there is to say of it. Errors: those of `_put`;
+    `WeightsError` unless `anyway` when it may be chance, or is worse on the same test."""
     card, current = read_shape(new / CONFIG, HeadShape).card, models / "head" / CONFIG
     before = next((head.shape.card for head in kept_heads(models) if head.installed), None)
     problem, both = "", ""
@@ -69,10 +67,8 @@ def install_head(new: Path, models: Path, *, anyway: bool = False) -> str:
 
 
 def use_head(models: Path, number: int) -> Path:
-    """Put a kept head in place as `models/head`, and keep what stands there; where it is kept.
-
-    Errors: `ConfigError` when there is no such number; those of `_put`.
-    """
+    """Put a kept head in place as `models/head`, and keep what stands there; where it is kept. Errors: `ConfigError`
+    when there is no such number; those of `_put`."""
     heads = dict(_kept(models))
     if number not in heads:
         known = ", ".join(map(str, heads)) or "none"

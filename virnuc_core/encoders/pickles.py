@@ -64,9 +64,7 @@ HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each 
 
 def read_head(path: Path) -> dict[str, Tensor]:
     """The tensors of a pickled head: a whole module, as VirNucPro's are, a state dictionary, or one within another.
-
-    Errors: `WeightsError` names what the file asked for that a head has no use for.
-    """
+    Errors: `WeightsError` names what the file asked for that a head has no use for."""
     try:
         _check_archive(path, HEAD_MAX_BYTES)
         state = _tensors(path, list(HEAD_MODULES), "model_state_dict", mmap=False)

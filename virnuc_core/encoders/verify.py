@@ -2,7 +2,6 @@
 
 import tomllib
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 from typing import Final, Literal
 
@@ -48,7 +47,7 @@ class Anchor(Spec):
 
 def anchors() -> tuple[Anchor, ...]:
     """The published rows."""
-    body = tomllib.loads((resources.files(__package__) / "anchors.toml").read_text(encoding="utf-8"))
+    body = tomllib.loads(Path(__file__).with_name("anchors.toml").read_text(encoding="utf-8"))
     return tuple(map(Anchor.model_validate, body["anchors"]))
 
 

@@ -41,10 +41,8 @@ class Figures(RunFile):
 
 
 def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
-    """`score`, `label` and `cluster` of each frame, chunk and read, as a prediction judges them.
-
-    A chunk's score is the mean of the largest and the least of its frames', a read's the mean of its chunks'.
-    """
+    """`score`, `label` and `cluster` of each frame, chunk and read, as a prediction judges them. A chunk's score is the
+    mean of the largest and the least of its frames', a read's the mean of its chunks'."""
     frames = rows[["read", "chunk", "label", "cluster"]].assign(score=score)
     same = {"label": ("label", "first"), "cluster": ("cluster", "first")}
     chunks = frames.groupby(["read", "chunk"]).agg(high=("score", "max"), low=("score", "min"), **same)
@@ -118,10 +116,8 @@ def _interval(found: Floats, of: "pd.Series[float]") -> Estimate | None:
 
 
 def thresholds(table: pd.DataFrame, shares: Sequence[float], prevalence: float) -> dict[float, float]:
-    """The least score from which no more than each share of what is called viral is not, where there is one.
-
-    One more false read than there are is counted, above all others: of few reads nobody can tell a small share.
-    """
+    """The least score from which no more than each share of what is called viral is not, where there is one. One more
+    false read than there are is counted, above all others: of few reads nobody can tell a small share."""
     label, score, own = np.append(table["label"], 0), np.append(table["score"], 2.0), table["label"].mean()
     weights = np.where(label == 1, prevalence / own, (1 - prevalence) / (1 - own))
     precision, _, at = precision_recall_curve(label, score, sample_weight=weights)

@@ -4,9 +4,8 @@ A head is asked about what it has never met, so what is dealt is a cluster of ge
 either strand, a stated share of their k-mers, or a group that the user names.
 """
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -35,8 +34,7 @@ _CODES[np.frombuffer(b"ACGT", np.uint8)] = range(4)
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # spreads k-mers over all numbers
 
 
-@dataclass(frozen=True, slots=True)
-class Examples:
+class Examples(NamedTuple):
     """The rows that a head is made and judged with, and what was left out and why."""
 
     rows: pd.DataFrame  # read, chunk, unique, sequence (same DNA on either strand: equal), label, genome, cluster, side
@@ -45,10 +43,8 @@ class Examples:
 
 
 def _table(path: Path, wanted: tuple[str, ...], known: tuple[str, ...] = ()) -> pd.DataFrame:
-    """The wanted columns of a TAB-separated file as text, by line; lines that repeat others are left out.
-
-    Errors: `InputError` names the line, or both where two contradict each other on what stands in the first column.
-    """
+    """The wanted columns of a TAB-separated file as text, by line; lines that repeat others are left out. Errors:
+    `InputError` names the line, or both where two contradict each other on what stands in the first column."""
     with reading(path, "table with columns between TABs", InputError):
         table = pd.read_csv(path, sep="\t", quoting=3, dtype=str, keep_default_na=False, skip_blank_lines=False)
     if not isinstance(table.index, pd.RangeIndex):  # pandas takes what stands before the first column for names of rows
@@ -73,11 +69,9 @@ def _one_each(table: pd.DataFrame, path: Path, name: str) -> pd.DataFrame:
 
 
 def read_truth(path: Path) -> pd.DataFrame:
-    """What each read is known to be: columns `read`, `label` (index into CLASSES), `genome`, by line of the file.
-
-    The file is TAB-separated, a label `virus` or `others`. Errors: `InputError` names the line and what is wrong with
-    it: unknown columns, lines that contradict each other, too few genomes of a class.
-    """
+    """What each read is known to be: columns `read`, `label` (index into CLASSES), `genome`, by line of the file. The
+    file is TAB-separated, a label `virus` or `others`. Errors: `InputError` names the line and what is wrong with it:
+    unknown columns, lines that contradict each other, too few genomes of a class."""
     table = _table(path, TRUTH_COLUMNS, TRUTH_HEADER)
     if len(bad := table.index[~table["label"].isin(CLASSES)]):
         raise InputError("wanted a label virus or others", file=path, line=int(bad[0]))
@@ -90,15 +84,13 @@ def enough(counted: Any, file: Path | None = None, what: str = "") -> None:
     """`InputError` when a class has too few genomes, or clusters of them."""
     for label, name in enumerate(CLASSES):
         if (count := counted.get(label, 0)) < len(SIDES):
-            reason = f"{len(SIDES)} are needed: to learn from, to stop by, to test with"
-            raise InputError(f"{count} genomes labelled {name}{what}; {reason}", file=file)
+            problem = f"{count} genomes labelled {name}{what}; {len(SIDES)} are needed"
+            raise InputError(f"{problem}: to learn from, to stop by, to test with", file=file)
 
 
 def lines_of(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
     """Place in the truth of each read: by its own id (`r7.2`), by that in the file (`r7`), or by its pair's (`r7/1`).
-
-    Errors: `InputError` names reads that the truth does not know.
-    """
+    Errors: `InputError` names reads that the truth does not know."""
     known, line = pd.Index(truth["read"]), np.full(store.n_reads, -1)
     own, filed = (pd.Series(names(0, store.n_reads), dtype=object) for names in (store.read_ids, store.original_ids))
     for names in (own, filed, filed.str.replace(r"/[12]$", "", regex=True)):
@@ -110,9 +102,7 @@ def lines_of(truth: pd.DataFrame, store: OrfStore) -> NDArray[np.int64]:
 
 def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     """The rows to learn from and to be judged by, each genome in its cluster; nothing needs to be embedded for it.
-
-    Errors: `InputError` where truth and reads do not fit each other, or a sequence has both labels.
-    """
+    Errors: `InputError` where truth and reads do not fit each other, or a sequence has both labels."""
     table = read_truth(spec.truth)
     line, rng = lines_of(table, store), np.random.default_rng(spec.seed)
     names = pd.Index(table["genome"].unique())
@@ -158,9 +148,8 @@ def _one_label(rows: pd.DataFrame, store: OrfStore) -> None:
 
 def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator) -> "pd.Index[Any]":
     """Which of a table's entries (`label`, `genome`, `rows`) to take, so that no class has more than `limit` rows.
-
-    `even` sampling takes one of each genome in turn, so that a large genome gives no more than it must; else by chance.
-    """
+    `even` sampling takes one of each genome in turn, so that a large genome gives no more than it must; else by
+    chance."""
     table = table.iloc[rng.permutation(len(table))]
     if sampling == "even":
         table = table.iloc[np.argsort(table.groupby("genome").cumcount(), kind="stable")]
@@ -176,10 +165,8 @@ def same_dna(store: OrfStore) -> NDArray[np.int64]:
 
 def clusters(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", spec: TrainSpec) -> NDArray[np.int64]:
     """The cluster of each genome: two are kin that share a sequence, a group, or `similarity` of the fewer k-mers.
-
     K-mers are those of the genome's sequence, where it is given, and of its frames: those of few reads meet no others
-    of their genome, or are so few that one repeat in common is a large share.
-    """
+    of their genome, or are so few that one repeat in common is a large share."""
     known = {} if spec.genomes is None else read_genomes(spec.genomes)
     texts = [known.get(name, "").encode() for name in names]
     whole = pd.DataFrame({"unique": store.n_uniques + np.arange(len(names)), "genome": np.arange(len(names))})
@@ -226,11 +213,9 @@ def _sketch(letters: NDArray[np.uint8], offsets: NDArray[np.int64]) -> pd.DataFr
 
 
 def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
-    """The fold of each row, [rows]: all have about this share of each class's rows, and no cluster is in two.
-
-    The first one, which is what is held back, is the one with most clusters of the class that has fewer in it: a
-    cluster that holds much of a class would be alone in its fold.
-    """
+    """The fold of each row, [rows]: all have about this share of each class's rows, and no cluster is in two. The first
+    one, which is what is held back, is the one with most clusters of the class that has fewer in it: a cluster that
+    holds much of a class would be alone in its fold."""
     fewest = int(rows.groupby("label")["cluster"].nunique().min())
     folds = StratifiedGroupKFold(max(2, min(round(1 / share), fewest)), shuffle=True, random_state=seed)
     found = np.empty(len(rows), np.int64)

@@ -8,12 +8,11 @@ is seen. `train.json` keeps everything.
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -83,8 +82,7 @@ class TrainFile(RunFile):
     not_run: dict[str, str]  # what could not be measured, and why
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """Rows and what is learnt from."""
 
     rows: pd.DataFrame
@@ -103,20 +101,17 @@ BASELINES: Final[dict[str, Callable[[Inputs], Any]]] = {
 
 
 def inputs_of(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> tuple[Inputs, int]:
-    """The rows with vectors and words, and how many were left out because their embedding is not finite.
-
-    Errors: `VirnucError` when those are more than one in a hundred; `ShardError` for a missing or damaged shard.
-    """
+    """The rows with vectors and words, and how many were left out because their embedding is not finite. Errors:
+    `VirnucError` when those are more than one in a hundred; `ShardError` for a missing or damaged shard."""
     wanted, place = np.unique(rows["unique"], return_inverse=True)
     plan, vectors = shards.read_plan(run), torch.full((len(wanted), width), torch.nan)
     for shard in range(len(plan)):
         result, (low, high) = shards.read_shard(run, plan, shard), plan.range(shard)
         here = np.flatnonzero((wanted >= low) & (wanted < high))
         vectors[here] = torch.from_numpy(result.embeddings[wanted[here] - low])
-    shares = TfidfVectorizer(
-        analyzer="char", ngram_range=(4, 4), lowercase=False, norm="l1", vocabulary=WORDS, use_idf=False
-    )
-    words = shares.fit_transform([store.dna(one, one + 1)[0].decode() for one in wanted.tolist()]).toarray()
+    texts = [store.dna(one, one + 1)[0].decode() for one in wanted.tolist()]
+    four = {"analyzer": "char", "ngram_range": (4, 4), "lowercase": False, "vocabulary": WORDS}
+    words = TfidfVectorizer(norm="l1", use_idf=False, **four).fit_transform(texts).toarray()
     sound = np.flatnonzero(vectors.isfinite().all(dim=1)[place])
     if (lost := len(rows) - len(sound)) > len(rows) / 100:
         raise VirnucError(f"{run.root}: {lost} of {len(rows)} frames have no finite embedding; see its failed.tsv")
@@ -124,16 +119,14 @@ def inputs_of(run: RunDir, store: OrfStore, rows: pd.DataFrame, width: int) -> t
 
 
 def stand_in(models: Path, out: Path, shape: HeadShape) -> Path:
-    """A models directory in `out` with the encoders of `models` and a random head: embeddings depend on no head.
-
-    So training needs none, and no result can be mistaken for one of an earlier head.
-    """
-    targets, folder = {part: (models / part).resolve() for part in PARTS[:2]}, out / ENCODERS
-    discard(folder, *targets, "head/config.json", f"head/{WEIGHTS}")
+    """A models directory in `out` with the encoders of `models` and a random head: embeddings depend on no head. So
+    training needs none, and no result can be mistaken for one of an earlier head."""
+    folder = out / ENCODERS
+    discard(folder, *PARTS[:2], "head/config.json", f"head/{WEIGHTS}")
     shape = shape.model_copy(update={"hidden": 1, "card": None})
     write_part(folder, shape, partial(random_tensor, shape), f"{RANDOM_ORIGIN}, for training", "fp32")
-    for part, target in targets.items():
-        (folder / part).symlink_to(target)
+    for part in PARTS[:2]:
+        (folder / part).symlink_to((models / part).resolve())
     return folder
 
 
@@ -161,11 +154,9 @@ def write_cuts(examples: Examples, sequences: Path, out: Path) -> str | None:
 def train_head(
     run: RunDir, store: OrfStore, examples: Examples, spec: TrainSpec, cuts: RunDir | str = NO_GENOMES
 ) -> TrainFile:
-    """Fit a head on the run's embeddings, judge it, and write `head/` and `train.json` into the run.
-
-    `cuts`: the run over fragments of the test's genomes, or why there is none. The same run, truth and settings give
-    the same head on the same machine. Errors: `ShardError` for missing embeddings.
-    """
+    """Fit a head on the run's embeddings, judge it, and write `head/` and `train.json` into the run. `cuts`: the run
+    over fragments of the test's genomes, or why there is none. The same run, truth and settings give the same head on
+    the same machine. Errors: `ShardError` for missing embeddings."""
     encoders = run.root / ENCODERS
     shape = read_shape(encoders / "head" / "config.json", HeadShape).model_copy(update={"hidden": spec.hidden})
     inputs, lost = inputs_of(run, store, examples.rows, shape.width)
@@ -319,11 +310,9 @@ def _network(shape: HeadShape) -> nn.Sequential:
 
 
 def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[int, int, float]:
-    """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss.
-
-    The network is left with its best weights, to be used and not to learn. It learns from columns of equal spread, as
-    steps of one size want them, and its first layer then takes them as they are; one that hardly varies stays small.
-    """
+    """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss. The network
+    is left with its best weights, to be used and not to learn. It learns from columns of equal spread, as steps of one
+    size want them, and its first layer then takes them as they are; one that hardly varies stays small."""
     middle, spread = learnt.vectors.mean(0), learnt.vectors.std(0, correction=0).clamp_min(1e-3)
     own, asked = ((of.vectors - middle) / spread for of in (learnt, held))
     labels, answers = (torch.tensor(of.rows["label"].to_numpy(np.int64)) for of in (learnt, held))

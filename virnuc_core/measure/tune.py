@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +84,7 @@ class Candidate:
         return "usable" if self.difference <= tolerance else "changes scores"
 
 
-@dataclass(frozen=True, slots=True)
-class Recommendation:
+class Recommendation(NamedTuple):
     """The settings to use, and what speaks for them."""
 
     candidate: Candidate
@@ -210,6 +209,5 @@ def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) 
         return 1.0, len(scores)
     a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)
     alone = np.isnan(a) ^ np.isnan(b)
-    apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b)))
-    turned = alone | ((a >= THRESHOLD) != (b >= THRESHOLD))
-    return float(apart.max(initial=0.0)), int(turned.sum())
+    apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b))).max(initial=0.0)
+    return float(apart), int((alone | ((a >= THRESHOLD) != (b >= THRESHOLD))).sum())

@@ -9,10 +9,9 @@ import gzip
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,8 +27,7 @@ from virnuc_core.reads.translate import MATE
 from virnuc_core.rundir import MATES, RunDir, whole_file
 
 
-@dataclass(frozen=True, slots=True)
-class LengthBin:
+class LengthBin(NamedTuple):
     """Reads of `shortest` to `longest` bases: how many there were, how many were drawn."""
 
     shortest: int
@@ -38,8 +36,7 @@ class LengthBin:
     after: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SampleSummary:
+class SampleSummary(NamedTuple):
     """What was drawn, and how far its lengths are from those of the whole."""
 
     reads_before: int
@@ -80,7 +77,7 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
         kinds, place, counts = np.unique(lengths, return_inverse=True, return_counts=True)
         bins = _bins(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))
         quotas = _quotas(np.array([part.before for part in bins], np.int64), n)
-        bins = [replace(part, after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
+        bins = [part._replace(after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
         bin_of = np.searchsorted([part.longest for part in bins], kinds).astype(np.uint8)[place]  # of 101 at most
         picked, rng = np.zeros(len(lengths), bool), np.random.default_rng(seed)
         for number, part in enumerate(bins):
@@ -124,7 +121,7 @@ def _bins(lengths: Mapping[int, int]) -> list[LengthBin]:
         if last is None or last.before >= enough or count >= enough:
             bins.append(LengthBin(length, length, count))
         else:
-            bins[-1] = replace(last, longest=length, before=last.before + count)
+            bins[-1] = last._replace(longest=length, before=last.before + count)
     return bins
 
 
@@ -148,13 +145,10 @@ def write_reads(
     run: RunDir, store: OrfStore, inputs: Inputs, verdicts: Sequence[str] = ("viral",), *, on_error: OnError = "stop"
 ) -> int:
     """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
-    input; their number.
-
-    FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none is viral; the same
-    input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in step, reads
-    without a mate to `viral_orphans`. `inputs` and `on_error` are those the store was made from. Errors:
-    `InputError` when the input is not what was staged, or came through a pipe.
-    """
+    input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none
+    is viral; the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in
+    step, reads without a mate to `viral_orphans`. `inputs` and `on_error` are those the store was made from. Errors:
+    `InputError` when the input is not what was staged, or came through a pipe."""
     readable_twice(inputs.files)
     kinds, goes_to = _kinds(run, store, verdicts)
     read, log = 0, ParseLog(on_error)

@@ -70,12 +70,9 @@ def test_trained_vocabulary_has_the_special_ids_of_dnabert_2(models: Path) -> No
     assert (tokenizer.pad_id, tokenizer.vocab) == (3, 512)
 
 
-def test_training_a_vocabulary_gives_the_same_file_again(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        train_tokenizer(tmp_path / name, vocab=200, seed=4)
-    train_tokenizer(tmp_path / "other", vocab=200, seed=5)
-    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-    assert (tmp_path / "a").read_bytes() != (tmp_path / "other").read_bytes()
+def test_training_a_vocabulary_gives_the_same_file_again() -> None:
+    made = train_tokenizer(vocab=200, seed=4)
+    assert made == train_tokenizer(vocab=200, seed=4) != train_tokenizer(vocab=200, seed=5)
 
 
 def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path) -> None:

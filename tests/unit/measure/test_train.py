@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -275,7 +274,7 @@ def test_genomes_are_cut_to_lengths_and_scored(world: World, tmp_path: Path) -> 
     auroc = auroc_of(found, "150 bases")
     assert auroc is not None
     assert auroc.value > 0.95
-    absent = dataclasses.replace(examples, genomes=examples.genomes.assign(genome="nobody"))
+    absent = examples._replace(genomes=examples.genomes.assign(genome="nobody"))
     why = write_cuts(absent, world.made.genomes_file, tmp_path / "none.fasta")
     assert why is not None
     assert "have no sequence in reads.genomes.fasta.gz" in why
