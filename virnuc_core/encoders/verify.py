@@ -62,8 +62,7 @@ def torch_device(name: str) -> torch.device:
 
 def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
     """Every check of a models directory, in order. A part that cannot be opened is a `fail`, not an exception."""
-    kinds: tuple[type[Shape], ...] = (Esm2Shape, DnabertShape, HeadShape)
-    checks = [_part(models, kind) for kind in kinds]
+    checks = [_part(models, kind) for kind in (Esm2Shape, DnabertShape, HeadShape)]
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
     checks += [Check(f"{part} sha256", "ok", digest) for part, digest in fingerprint(models).items()]

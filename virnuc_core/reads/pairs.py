@@ -28,6 +28,7 @@ STEPS: Final = (
     "mates must follow in the same order; --on-error skip judges a read without its mate alone, "
     "--no-pairs each read, where names or flags told of pairs"
 )
+ASTRAY: Final = "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
 BATCH_READS: Final = 1 << 14
 _AT_ONCE: Final = 1 << 12
 _NEAR: Final = 1 << 6  # reads among which the next pair is looked for, at first
@@ -49,10 +50,7 @@ def arranged(spec: ReadsSpec, found: Inputs) -> Inputs:
             if follow := mates_follow(file, form):
                 told[file, file] = "by their flags; --no-pairs judges each read by itself"
             elif follow is not None:
-                said = (
-                    "%s: mates do not follow each other, so each read is judged by itself; samtools collate mends that"
-                )
-                _log.warning(said, file)
+                _log.warning(ASTRAY, file)
         elif match := MATE_FILE.fullmatch(Path(file).name):
             stem, letter, mate, part = match.groups()
             alike[Path(file).parent, stem, letter, part][mate == "2"].append(file)

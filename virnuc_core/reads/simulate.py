@@ -102,14 +102,13 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
             rows, reads = _make_reads(spec, genomes, lengths, rng)
             ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
             pieces, mark = [], b"@" if fastq else b">"
-            for name, row, length in zip(ids, rows, reads.length.tolist(), strict=True):
+            for name, row, (length, genome, start, reverse, source) in zip(ids, rows, reads.tolist(), strict=True):
                 quality = b"+\n%b\n" % (b"I" * length) if fastq else b""
                 pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row[:length].tobytes(), quality))
-            reads_out.write(b"".join(pieces))
-            for number, (name, (_, genome, start, reverse, source)) in enumerate(zip(ids, reads.tolist(), strict=True)):
-                strand, copied = "-" if reverse else "+", ids[source] if source != number else ""
+                strand, copied = "-" if reverse else "+", ids[source] if ids[source] != name else ""
                 label, of = LABELS[genomes.kinds[genome]], genomes.names[genome]
                 truth_out.write(f"{name}\t{label}\t{of}\t{start}\t{strand}\t{copied}\n")
+            reads_out.write(b"".join(pieces))
             viral_reads += int(genomes.kinds[reads.genome].sum())
     return SimulateSummary(spec.reads, viral_reads, len(genomes.names), out, truth_file, genomes_file)
 
