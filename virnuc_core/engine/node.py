@@ -70,6 +70,7 @@ class Node:
     """The actor. Its worker processes end when it is released, or its Dask worker dies."""
 
     def __init__(self, module: str) -> None:
+        os.environ.pop("MALLOC_TRIM_THRESHOLD_", None)  # Dask's: memory given back at once, and asked for again
         self._workers = LocalWorkers(module)
         self._starter = ThreadPoolExecutor(1)  # lives as long as the process: to the kernel it is the parent
         self._children: dict[int, Child] = {}
