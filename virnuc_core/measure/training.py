@@ -282,9 +282,8 @@ def learn(
         limit = int(rows["label"][side == number].value_counts().min())
         chosen.append(inputs.part(rng.permutation(draw(rows[side == number], limit, spec.sampling, rng).to_numpy())))
     torch.manual_seed(seed)
-    network, (own, stop) = _network(shape), chosen
-    epochs, best_epoch, loss = _fit(network, own, stop, spec)
-    told = {"learnt_from": len(own.rows), "epochs": epochs, "best_epoch": best_epoch, "validation_loss": loss}
+    own, stop = chosen
+    network, told = _fit(shape, own, stop, spec)
 
     def by_head(of: Inputs) -> Floats:
         with torch.inference_mode():
@@ -299,20 +298,17 @@ def learn(
     return network, told, scorers
 
 
-def _network(shape: HeadShape) -> nn.Sequential:
-    """The head while it learns; its tensors bear the names of the head file."""
+def _fit(shape: HeadShape, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[nn.Module, dict[str, Any]]:
+    """The head that was best when the validation loss had stayed up for `patience` epochs, to be used and not to learn,
+    and what its training tells. It learns from columns of equal spread, as steps of one size want them, and its first
+    layer then takes them as they are; one that hardly varies stays small."""
     hidden, output = nn.Linear(shape.width, shape.hidden), nn.Linear(shape.hidden, len(CLASSES))
     for layer in (hidden, output):
         nn.init.xavier_uniform_(layer.weight)
         nn.init.zeros_(layer.bias)
-    learnt = {"hidden_layer": hidden, "bn1": nn.BatchNorm1d(shape.hidden, shape.norm_eps)}
-    return nn.Sequential(OrderedDict(**learnt, relu=nn.ReLU(), dropout=nn.Dropout(0.5), output_layer=output))
-
-
-def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> tuple[int, int, float]:
-    """Train until the validation loss stays up for `patience` epochs: epochs, the best one, and its loss. The network
-    is left with its best weights, to be used and not to learn. It learns from columns of equal spread, as steps of one
-    size want them, and its first layer then takes them as they are; one that hardly varies stays small."""
+    bn1, relu, dropout = nn.BatchNorm1d(shape.hidden, shape.norm_eps), nn.ReLU(), nn.Dropout(0.5)
+    parts = OrderedDict(hidden_layer=hidden, bn1=bn1, relu=relu, dropout=dropout, output_layer=output)
+    network = nn.Sequential(parts)  # the names of its tensors are those of the head file
     middle, spread = learnt.vectors.mean(0), learnt.vectors.std(0, correction=0).clamp_min(1e-3)
     own, asked = ((of.vectors - middle) / spread for of in (learnt, held))
     labels, answers = (torch.tensor(of.rows["label"].to_numpy(np.int64)) for of in (learnt, held))
@@ -337,5 +333,5 @@ def _fit(network: nn.Module, learnt: Inputs, held: Inputs, spec: TrainSpec) -> t
     best["hidden_layer.weight"] /= spread
     best["hidden_layer.bias"] -= best["hidden_layer.weight"] @ middle
     network.load_state_dict(best)
-    network.eval()
-    return epoch, best_epoch, best_loss
+    told = {"learnt_from": len(learnt.rows), "epochs": epoch, "best_epoch": best_epoch, "validation_loss": best_loss}
+    return network.eval(), told

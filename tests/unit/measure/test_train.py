@@ -31,7 +31,6 @@ from virnuc_core.measure.training import (
     Inputs,
     TrainFile,
     _fit,
-    _network,
     inputs_of,
     remove_results,
     stand_in,
@@ -172,9 +171,8 @@ def test_columns_of_whatever_size_and_place_are_learnt_from_alike() -> None:
     for vectors in (plain, plain * torch.logspace(-2, 1, 8) + torch.linspace(-5, 5, 8)):
         inputs = Inputs(rows, vectors, np.zeros((400, 0)))
         torch.manual_seed(1)
-        network = _network(shape)
         with threadpool_limits(1):
-            _fit(network, inputs.part(np.arange(300)), inputs.part(np.arange(300, 400)), spec)
+            network, _ = _fit(shape, inputs.part(np.arange(300)), inputs.part(np.arange(300, 400)), spec)
         with torch.inference_mode():
             found.append(network(vectors).softmax(-1))
     assert torch.allclose(*found, atol=0.01)
