@@ -335,7 +335,7 @@ def test_an_answer_without_a_verdict_is_a_problem(copied: tuple[Path, Profile]) 
     write_json(out / "report" / "approval.json", {**ANSWER, "verdict": "perhaps"})
     report = build_report(out, profile)
     assert report.approval is None
-    assert any("approval.json holds verdict: " in warning for warning in report.warnings)
+    assert any("approval.json: verdict: input should be" in warning for warning in report.warnings)
 
 
 # --- stages over time ------------------------------------------------------------------------------------------------
