@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -34,7 +35,7 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.report.render import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import digest, read, read_record
+from virnuc_core.runfiles import digest, read, read_record, sha256_of
 from virnuc_core.validation import TuningFile
 
 from .processes import committed
@@ -317,7 +318,14 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, m
     (inbox / "copy.fasta").write_bytes((inbox / "1.fasta").read_bytes())
     (inbox / "broken.fasta").write_text("this is no sequence file\n")
     (inbox / os.fsdecode(b"latin-\xe9.fasta")).write_text(">a\nACGT\n")
-    (inbox / "unreadable.fasta").symlink_to("/proc/self/mem")
+    (inbox / "unreadable.fasta").write_text(">a\nACGT\n")
+
+    def hashed(path: Path) -> str:
+        if path.name == "unreadable.fasta":
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return sha256_of(path)
+
+    monkeypatch.setattr("virnuc_core.measure.inbox.sha256_of", hashed)  # who runs tests may be allowed to read all
     given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
     state = predict_inbox(**given, return_state=True)
     assert state.message == "1 duplicate, 3 failed, 2 predicted"
