@@ -42,7 +42,7 @@ from virnuc_core.telemetry import live
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
 WATCH_S: Final = 2.0
-kept: ContextVar[Pool | None] = ContextVar("workers that stay up from run to run", default=None)
+_kept: ContextVar[Pool | None] = ContextVar("workers that stay up from run to run", default=None)
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
                 _ended_when_cancelled(),
                 settings.hold(),
             ):
-                if kept.get() is None:  # not in a task: signals reach the main thread only
+                if kept() is None:  # not in a task: signals reach the main thread only
                     around.callback(end_all_children)
                 return function(_without_queries(settings))
 
@@ -139,6 +139,11 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     return stage(spec, store, label=label, force=settings.force).result()
 
 
+def kept() -> Pool | None:
+    """Workers that stay up from run to run, if there are; a function, as a flow that is served must be picklable."""
+    return _kept.get()
+
+
 @contextmanager
 def kept_workers(settings: FlowSettings) -> Iterator[Pool]:
     """Workers that stay up for all runs in the body, with their devices; they load the weights once."""
@@ -148,11 +153,11 @@ def kept_workers(settings: FlowSettings) -> Iterator[Pool]:
         device_slots(() if cluster else resolve(devices)),
         workers_for(settings.models, devices, engine, keep=True, cluster=cluster, out=settings.out) as pool,
     ):
-        before = kept.set(pool)
+        before = _kept.set(pool)
         try:
             yield pool
         finally:
-            kept.reset(before)
+            _kept.reset(before)
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:

@@ -53,7 +53,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
     with ExitStack() as held, ExitStack() as workers:
-        pool, incomplete = kept.get(), read_summary(run) is None
+        pool, incomplete = kept(), read_summary(run) is None
         if incomplete and pool is not None:
             pool.warm()
         elif incomplete:

@@ -182,7 +182,7 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
     file = tmp_path / "scheduler.json"
     process = subprocess.Popen([*words, "--scheduler-file", str(file)], stderr=subprocess.DEVNULL)
     try:
-        while not file.exists():
+        while not (file.exists() and file.read_text()):
             time.sleep(0.05)
         import json
 
