@@ -173,7 +173,7 @@ def windows(
         counts = _counts(own, "esm2")
         inside = None if samples is None else samples[samples.time_s.between(origin_s + start_s, origin_s + end_s)]
         used = {} if inside is None else inside.groupby("device", observed=True).utilisation.mean().dropna().to_dict()
-        rate = counts.tokens / (end_s - start_s) if end_s > start_s else None
+        rate = counts.tokens / (end_s - start_s) if end_s - start_s > 1e-9 else None  # less is no time to any clock
         told = {"start_s": start_s, "end_s": end_s, "tokens_per_s": rate, "gpu_util": used}
         found.append(Window(**dict(counts), **told, starved=int((own.wait_ms > STARVED_ABOVE_MS).sum())))
     return tuple(found)
