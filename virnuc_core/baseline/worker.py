@@ -10,6 +10,7 @@ import io
 import math
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Final, Literal
@@ -157,7 +158,7 @@ def placed(read: Callable[[str], Tensor], names: Iterable[str], device: torch.de
     return {name: read(name).to(device).to(torch.float32 if name == "inv_freq" else dtype) for name in names}
 
 
-class Padded:
+class Padded(ABC):
     """What both encoders do alike. The device and the precision of `tensors` are those of the run."""
 
     ENDS: ClassVar[int]  # tokens at either end of a row that do not enter its mean
@@ -167,9 +168,9 @@ class Padded:
         self.w, self.shape, self.tokenizer = tensors, shape, tokenizer
         self.device = tensors["embed.weight"].device
 
+    @abstractmethod
     def hidden(self, tokens: Tensor, real: Tensor) -> Tensor:
         """The last layer's output, [rows, longest, width]; it holds no meaning where no `real` token is."""
-        raise NotImplementedError
 
     def embed(self, sequences: list[bytes]) -> Tensor:
         """Mean over each sequence's tokens: float32 [rows, width] on the CPU.

@@ -10,6 +10,7 @@ import functools
 import importlib.util
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar, Final, Literal, NamedTuple
 
@@ -302,7 +303,7 @@ class WeightReader:
         return self._stored(name).to(self._device).to(self.dtype)
 
 
-class Encoder:
+class Encoder(ABC):
     """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations.
 
     Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
@@ -336,9 +337,9 @@ class Encoder:
         self.layers = tuple(weights.layer(i, *self.FEED_FORWARD) for i in range(shape.layers))
         self._take(weights)
 
+    @abstractmethod
     def _take(self, weights: WeightReader) -> None:
         """Read what stands outside the layers."""
-        raise NotImplementedError
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """Mean-pooled embeddings, float32 [row_capacity, width]; rows past `batch.rows` are zero.
@@ -349,13 +350,13 @@ class Encoder:
         with torch.inference_mode():
             return self._mean(self.hidden(batch), *self.pooled_spans(batch.cu_seqlens))
 
+    @abstractmethod
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """First and last-but-one slot of what is averaged of each row, int32 [row_capacity] each."""
-        raise NotImplementedError
 
 
 def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:

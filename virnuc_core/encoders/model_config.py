@@ -3,6 +3,7 @@
 import json
 import math
 import tomllib
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal, Self, TypeVar
@@ -34,9 +35,9 @@ class Shape(Spec):
         """The folder of such a model in a models directory."""
         return str(cls.model_fields["model"].default)
 
+    @abstractmethod
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every tensor of the model."""
-        raise NotImplementedError
 
 
 class EncoderShape(Shape):

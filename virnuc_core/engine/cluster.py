@@ -295,7 +295,8 @@ class ClusterWorkers(LocalWorkers):
                 await remote.bring(str(self._models.resolve()), str(self._spec.models_local), prints)
         except Exception as error:  # noqa: BLE001 - whatever Dask raises of a node
             if not isinstance(error, (VirnucError, ImportError)) and self._ready.is_set():
-                return  # it is tried again while it is there
+                log.info("node %s: %r; it is tried again while it is there", node.label, error)
+                return
             said = "does not answer" if isinstance(error, TimeoutError) else str(error) or repr(error)
             way_out = f"; install virnuc {virnuc_core.__version__} there" * isinstance(error, ImportError)
             node.problem = DeviceError(

@@ -51,14 +51,15 @@ def fastq(pysam: Any, pieces: Iterator[bytes], form: str, file: str) -> Iterator
     """Whole records of FASTQ, and how many alignments were left out between them; `pieces` hold a file of this `form`.
     Errors: `InputError` where the data is damaged or ends early."""
     outlet, inlet = os.pipe()
-    tail = b""
+    tail, ended = b"", False
 
     def feed() -> None:
-        nonlocal tail
-        with suppress(BrokenPipeError), open(inlet, "wb") as into:  # noqa: PTH123 - a descriptor
-            for piece in pieces:
+        nonlocal tail, ended
+        with suppress(Exception), open(inlet, "wb") as into:  # noqa: PTH123 - a descriptor
+            for piece in pieces:  # whatever stops this leaves the file not `ended`
                 tail = (tail + piece)[-_END_BYTES:]
                 into.write(piece)
+            ended = True
 
     feeder = threading.Thread(target=feed, daemon=True)
     count, left_out, name, held, letters = 0, 0, None, list[str](), 0
@@ -81,7 +82,7 @@ def fastq(pysam: Any, pieces: Iterator[bytes], form: str, file: str) -> Iterator
                         yield "".join(held), left_out
                         left_out, held, letters = 0, [], 0
         feeder.join()
-        if _END.get(form, b"") not in tail:
+        if not ended or _END.get(form, b"") not in tail:
             raise OSError
     except (OSError, ValueError) as error:
         yield "".join(held), left_out

@@ -6,12 +6,14 @@ import io
 import random
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from virnuc_core.errors import InputError
+from virnuc_core.reads import alignments
 from virnuc_core.reads.sources import Source, find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -117,6 +119,18 @@ def test_what_is_cut_off_is_named_with_its_last_record(tmp_path: Path, kept: int
         assert "read 'r299': the BAM data is damaged, or ends early, after record 300; copy it again" in str(told.value)
         assert staged(path, on_error="skip").counts.n_reads == 300
     assert not [one for one in threading.enumerate() if one not in before]
+
+
+@pytest.mark.parametrize("problem", [OSError(5, "Input/output error"), EOFError("ends early"), InputError("broken")])
+def test_a_file_that_cannot_be_read_on_after_a_whole_record_is_damaged(problem: Exception) -> None:
+    def pieces() -> Iterator[bytes]:
+        yield b"@HD\tVN:1.6\nr0\t4\t*\t0\t0\t*\t*\t0\t0\tACGT\tIIII\n"
+        raise problem
+
+    made = alignments.fastq(pysam, pieces(), "SAM", "a.sam")
+    assert next(made) == ("@r0\nACGT\n+\nIIII\n", 0)
+    with pytest.raises(InputError, match=r"a\.sam: .*ends early, after record 1"):
+        next(made)
 
 
 def test_a_cram_without_its_reference_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
