@@ -5,6 +5,7 @@ Only the asked-for command's module is imported, so that `virnuc --help` answers
 or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could not be judged here, 130 interrupted.
 """
 
+import gc
 import logging
 import os
 import sys
@@ -21,6 +22,7 @@ from cyclopts import App, Argument, CycloptsError, MissingArgumentError, UnusedC
 
 from flows.ending import ended_in_time
 from virnuc_core.errors import ConfigError, VirnucError, printable
+from virnuc_core.rundir import collect_seldom
 
 INTERRUPTED: Final = 130
 FAILURE: Final = 1
@@ -48,10 +50,13 @@ for _name, (_module, _help) in COMMANDS.items():
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line, this process's own where none is given; returns the exit code."""
+    collect_seldom()
     with ended_in_time(by_hand=True, final=arguments is None):
         code = _outcome(list(sys.argv[1:] if arguments is None else arguments))
-    if arguments is None and (server := sys.modules.get("tasks.server")) is not None:
-        server.connection.leave(code)
+    if arguments is None:
+        gc.freeze()  # what is there now need not be taken apart before the end
+        if (server := sys.modules.get("tasks.server")) is not None:
+            server.connection.leave(code)
     return code
 
 

@@ -145,13 +145,13 @@ def kept() -> Pool | None:
 
 
 @contextmanager
-def kept_workers(settings: FlowSettings) -> Iterator[Pool]:
-    """Workers that stay up for all runs in the body, with their devices; they load the weights once."""
+def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
+    """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
     cluster = settings if isinstance(settings, ClusterSpec) and settings.cluster else None
     devices, engine = Devices.parse(settings.devices), settings.engine(EngineSpec())
     with (
         device_slots(() if cluster else resolve(devices)),
-        workers_for(settings.models, devices, engine, keep=True, cluster=cluster, out=settings.out) as pool,
+        workers_for(settings.models, devices, engine, keep=True, warm=warm, cluster=cluster, out=settings.out) as pool,
     ):
         before = _kept.set(pool)
         try:

@@ -53,15 +53,12 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
     with ExitStack() as held, ExitStack() as workers:
-        pool, incomplete = kept(), read_summary(run) is None
-        if incomplete and pool is not None:
-            pool.warm()
-        elif incomplete:
+        pool = kept()
+        if pool is None and read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
                 of = spec.models, spec.devices, spec.engine
-                pool = workers.enter_context(workers_for(*of, cluster=spec, out=run.root))
-                pool.warm()
+                pool = workers.enter_context(workers_for(*of, warm=True, cluster=spec, out=run.root))
         yield StagedRun(run, stage_input(settings, label), label, spec, pool, workers)
 
 

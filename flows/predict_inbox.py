@@ -45,7 +45,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     rows = ledger.scan(settle_s=settings.settle_s)
     ledger.write_table(rows)
     left, wanted = settings.max_files, [ledger.wants_work(row, retry_failed=settings.retry_failed) for row in rows]
-    with kept_workers(settings) if any(wanted) else nullcontext():
+    with kept_workers(settings, warm=True) if any(wanted) else nullcontext():
         for position, row in enumerate(rows):
             if left and wanted[position]:
                 rows[position] = ledger.work(row, predicted, retry_failed=settings.retry_failed)

@@ -41,13 +41,12 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
     announce("samples", label)
     rows, table = {name: SampleRow(sample=name) for name in runs}, settings.out / SAMPLES
     write_samples(table, rows.values())
+    left = any(run.force or read_summary(RunDir(run.out)) is None for run in runs.values())
     with (
         progress_artifact(f"progress-{label}-samples", f"Samples of {label}") as show,
         ThreadPoolExecutor(UNDER_WAY, "sample") as threads,
-        kept_workers(settings) as pool,
+        kept_workers(settings, warm=left) as pool,
     ):
-        if any(run.force or read_summary(RunDir(run.out)) is None for run in runs.values()):
-            pool.warm()
         under_way = {threads.submit(copy_context().run, _predicted, name, runs[name], pool): name for name in runs}
         try:
             for number, future in enumerate(as_completed(under_way), start=1):

@@ -18,7 +18,7 @@ import threading
 import time
 import tomllib
 from collections.abc import Callable, MutableMapping
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -29,8 +29,8 @@ from pydantic_core import to_jsonable_python
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
-from virnuc_core.lease import began
-from virnuc_core.rundir import RunDir, check_room
+from virnuc_core.lease import command_s
+from virnuc_core.rundir import SAMPLES, RunDir, check_room
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -46,8 +46,9 @@ LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows af
 # a server's program, bound to its parent before what takes time is imported. Arguments: the parent's number, the socket
 SERVER: Final = """
 import sys
-from virnuc_core.rundir import die_with_parent
+from virnuc_core.rundir import collect_seldom, die_with_parent
 die_with_parent(int(sys.argv[1]))
+collect_seldom()
 import uvicorn
 uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.argv[2]), log_level="error")
 """
@@ -105,30 +106,34 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
         base = load_profile(profile).engine
     prepare_prefect()
     answers(Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser())
-    devices = check(settings, base)
     module, _, name = flow.partition(":")
-    ticks = int(began(os.getpid()))
 
     def tell(what: str) -> None:
         if not settings.quiet:
-            since_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-            sys.stderr.write(f"{time.strftime('%H:%M:%S')}  {what}, {since_s:.1f} s after the command\n")
+            sys.stderr.write(
+                f"{time.strftime('%X')}  {what}, {time.monotonic() - command_s():.1f} s after the command\n"
+            )
 
-    on = getattr(settings, "cluster", None) or devices
-    tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
-    from prefect.settings import PREFECT_API_URL
+    ready: Callable[[], object] | None = None
+    named, alone = False, getattr(settings, "no_prefect", False)
+    if not alone:
+        from prefect.settings import PREFECT_API_URL
 
-    ready: Callable[[], object] | None = None if getattr(settings, "no_prefect", False) else lambda: None
-    if ready is not None and PREFECT_API_URL.value() is None:
-        ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
-    from flows import flow_run
-    from virnuc_core.reads.sources import hidden
+        ready, named = lambda: None, PREFECT_API_URL.value() is not None
+    with ExitStack() as ahead:
+        devices = check(settings, base, None if named else ahead)  # a named server says whose turn it is
+        on = getattr(settings, "cluster", None) or devices
+        tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
+        if not named and not alone:
+            ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
+        from flows import flow_run
+        from virnuc_core.reads.sources import hidden
 
-    called = getattr(importlib.import_module(module), name)
-    values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
-    values |= {name: tuple(map(hidden, values[name])) for name in INPUTS if name in values}  # which Prefect keeps
-    tell("Prefect is loaded")
-    state = flow_run.run_flow(called, values, settings, ready)
+        called = getattr(importlib.import_module(module), name)
+        values = {name: getattr(settings, name) for name in inspect.signature(called).parameters}
+        values |= {name: tuple(map(hidden, values[name])) for name in INPUTS if name in values}  # which Prefect keeps
+        tell("Prefect is loaded")
+        state = flow_run.run_flow(called, values, settings, ready)
     tell("done")
     return state
 
@@ -226,12 +231,22 @@ def say(*lines: object) -> None:
     sys.stdout.write("".join(f"{printable(str(line))}\n" for line in lines))
 
 
-def check(settings: FlowSettings, base: EngineSpec) -> Devices:
+def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = None) -> Devices:
     """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
-    headers, devices, settings and output, and of the files one flow alone takes."""
+    headers, devices, settings and output, and of the files one flow alone takes.
+
+    Workers of a prediction that may have something to compute load meanwhile; `ahead` keeps them."""
+    from virnuc_core.engine import devices, process
+
+    run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
+    found = () if remote else devices.resolve(Devices.parse(settings.devices))
+    engine = devices.resolve_engine(settings.engine(base), found[0].kind) if found else base
+    over = any(map(Path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
+    if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
+        specs = process.worker_specs(settings.models, found, engine)
+        ahead.enter_context(process.LocalWorkers(process.WORKER, specs))
     from virnuc_core.encoders.checkpoint import calibration, check_models
     from virnuc_core.encoders.model_config import verdict
-    from virnuc_core.engine.devices import resolve, resolve_engine
     from virnuc_core.reads.sources import is_remote
 
     head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
@@ -247,11 +262,10 @@ def check(settings: FlowSettings, base: EngineSpec) -> Devices:
             readable_twice(local)
     settings.check_place()
     settings.check_own_files()
-    found = () if (remote := getattr(settings, "cluster", None)) else resolve(Devices.parse(settings.devices))
-    if found and resolve_engine(settings.engine(base), found[0].kind).precision == "int8":
+    if found and engine.precision == "int8":
         calibration(settings.models)
-    begun = RunDir(settings.out).plan.exists()
-    writable(settings.out, 0 if begun else 4 * head.width * rows, "the embeddings of these reads, by their first,")
+    room = 0 if run.plan.exists() else 4 * head.width * rows
+    writable(settings.out, room, "the embeddings of these reads, by their first,")
     if remote:  # its nodes are looked at once they are asked for
         return Devices.parse(settings.devices)
     names = tuple(device.id if device.kind == "cuda" else str(core) for core, device in enumerate(found))

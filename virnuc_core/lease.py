@@ -71,6 +71,12 @@ def began(pid: int) -> str:
     return "" if fields[0] in "ZX" else fields[19]
 
 
+def command_s() -> float:
+    """When this process began, by the clock of `time.monotonic()`."""
+    since_boot_s = int(began(os.getpid())) / os.sysconf("SC_CLK_TCK")
+    return since_boot_s + time.monotonic() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
 def lives(pid: int, then: str) -> bool | None:
     """Whether the process of this place that began then lives; None where that cannot be seen."""
     try:

@@ -22,9 +22,9 @@ from virnuc_core.encoders.checkpoint import fingerprint, open_part
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.engine.embedding import WORKER, Embedding, Job, Watch
+from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.pool import Pool
-from virnuc_core.engine.process import LocalWorkers, worker_specs
+from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.lease import still_held
 from virnuc_core.reads.sources import Inputs, hidden, is_remote, local_files
@@ -67,8 +67,8 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         held.enter_context(run_lock(run.root))
         pool = None
         if read_summary(run) is None:
-            pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=spec.out))
-            pool.warm()
+            of = spec.models, spec.devices, spec.engine
+            pool = held.enter_context(workers_for(*of, warm=True, cluster=spec, out=spec.out))
         staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force)
         return classify(run, staging, spec, watch=watch, pool=pool)
 
@@ -113,21 +113,22 @@ def workers_for(
     engine: EngineSpec,
     *,
     keep: bool = False,
+    warm: bool = False,
     cluster: ClusterSpec | None = None,
     out: Path = Path(),
 ) -> Pool:
-    """Workers for runs that are not staged yet; `keep`: for several of them. Those of a `cluster` must see the folder
-    `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
-    if cluster is None or cluster.cluster is None:
-        workers, found = LocalWorkers(WORKER), resolve(devices)
-    else:
+    """Workers for runs that are not staged yet, `warm` or not; `keep`: for several of them. Those of a `cluster` must
+    see the folder `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
+    workers = None
+    if cluster is not None and cluster.cluster is not None:
         try:
             from virnuc_core.engine.cluster import ClusterWorkers  # few runs need it
         except ModuleNotFoundError as error:
             raise ConfigError(f"cluster {cluster.cluster} needs {error.name}; install virnuc[cluster]") from error
         workers = ClusterWorkers(WORKER, cluster, (models, devices, engine), out)
-        found = workers.devices
-    return Pool(worker_specs(models, found, resolve_engine(engine, found[0].kind)), workers, keep=keep)
+    found = workers.devices if workers else resolve(devices)
+    specs = worker_specs(models, found, resolve_engine(engine, found[0].kind))
+    return Pool(specs, workers or local_workers(WORKER, specs), keep=keep, warm=warm)
 
 
 def model_length(models: Path) -> int:

@@ -7,6 +7,7 @@ signal are the operating system's: freed by death, so that a killed run leaves n
 
 import ctypes
 import errno
+import gc
 import json
 import logging
 import os
@@ -369,6 +370,11 @@ def lock_device(device: str, wait_s: float) -> int:
         time.sleep(0.2)
     holding.listen(socket.SOMAXCONN)  # so that others can ask who it is
     return holding.detach()
+
+
+def collect_seldom() -> None:
+    """Let Python look for garbage in circles seldom: while libraries load that takes a third of the time."""
+    gc.set_threshold(50_000, 50, 100)
 
 
 def die_with_parent(parent: int | None = None) -> None:

@@ -273,7 +273,7 @@ class ClusterWorkers(LocalWorkers):
 
     async def _use(self, client: Any, node: RemoteNode) -> None:
         """Start the actor on a node, see whether it is of use, and serve its worker processes as long as it lasts."""
-        module = self._module
+        module = self.module
 
         def actor() -> object:  # within, and so sent by value: that a node has no virnuc is its own error
             from virnuc_core.engine.node import Node

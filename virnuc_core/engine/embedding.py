@@ -10,7 +10,7 @@ from typing import Final
 
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.pool import MOST_NOT_FINITE, Pool, PooledJob
-from virnuc_core.engine.process import LocalWorkers, worker_specs
+from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.engine.shards import JobSpec, ShardPlan, ShardTask
 from virnuc_core.errors import StorageError, size
 from virnuc_core.lease import still_held
@@ -22,7 +22,6 @@ from virnuc_core.telemetry.log import journal, read_journal, write_telemetry
 from virnuc_core.telemetry.statistics import device_busy, embedding_span
 from virnuc_core.telemetry.tables import ENCODERS, OVERLAPPED, START_UP, ShardDone, StageClock, StageTime
 
-WORKER: Final = "virnuc_core.engine.worker"
 SHARD_BYTES: Final = 4_096  # of a shard's file besides embeddings and scores, and of its last block
 
 
@@ -90,7 +89,7 @@ class Embedding:
             else nullcontext() as live,
             nullcontext(pool)
             if pool is not None and (pool.specs == specs or job.spec.cluster)
-            else Pool(specs, LocalWorkers(job.worker)) as used,
+            else Pool(specs, local_workers(job.worker, specs)) as used,
         ):
 
             def note(noted: ShardDone | str) -> None:
@@ -129,12 +128,12 @@ class Embedding:
             imported_s, loaded_s, ready_s = (said["started_s"] + said[n] for n in ("import_s", "load_s", "ready_s"))
             spawned_s = min(said["spawned_s"], self._began_s)  # later for one that took the place of a dead one
             up_s, waited_s = ready_s + said["waited_s"], said["waited_s"]
-            start = [spawned_s, imported_s, loaded_s, up_s, launched_s]
+            start = [min(said["asked_s"], spawned_s), spawned_s, imported_s, loaded_s, up_s, launched_s]
             if up_s < self._began_s:  # for a job before this one
-                start, waited_s = [*[self._began_s] * 4, launched_s], 0.0
+                start, waited_s = [*[self._began_s] * 5, launched_s], 0.0
             for part, began_s, ended_s in zip(START_UP, start, start[1:], strict=False):
                 clock.add(part, ended_s - began_s, (began_s, ended_s))
-            clock.add(START_UP[2], -waited_s)  # for the job, with the weights loaded
+            clock.add(START_UP[-2], -waited_s)  # for the job, with the weights loaded
             clock.add(OVERLAPPED, max(0.0, self._began_s - start[0] - waited_s))
             still_s = max(0.0, finished_s - launched_s - busy.busy_s)
             waits_s = own.wait_ms[1:].sum() / 1e3  # the first batch's is part of the start

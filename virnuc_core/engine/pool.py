@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 
 from virnuc_core import errors
 from virnuc_core.engine import process
+from virnuc_core.engine.process import WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -38,7 +39,7 @@ MOST_NOT_FINITE: Final = 0.01  # of a run's rows: more are no odd rows, but weig
 class WorkerSlot:
     """A device's place in the pool: who works there now, and what it holds."""
 
-    spec: process.WorkerSpec
+    spec: WorkerSpec
     worker: process.Child | None = None
     record: dict[str, Any] | None = None  # what the present worker said when it was ready
     held: deque[ShardTask] = field(default_factory=deque)  # given and not answered, oldest first
@@ -69,12 +70,12 @@ class Pool(AbstractContextManager["Pool"]):
     """Workers, one a device, for the jobs that threads give it; they are gone when the `with` block ends.
 
     Several jobs may be computed at once, the shards of the first before those of the next. Workers stay up between jobs
-    if the pool is to `keep` them; else they are gone as soon as there is nothing left to compute. A thread of the
-    pool's own starts them, for they die with whoever did.
+    if the pool is to `keep` them; else they are gone as soon as there is nothing left to compute. In a `warm` pool all
+    load the weights while there is no job yet. A thread of the pool's own starts them, for they die with whoever did.
     """
 
     def __init__(
-        self, specs: Sequence[process.WorkerSpec], workers: process.LocalWorkers, *, keep: bool = False
+        self, specs: Sequence[WorkerSpec], workers: process.LocalWorkers, *, keep: bool = False, warm: bool = False
     ) -> None:
         self.specs, self._workers, self._keep = tuple(specs), workers, keep
         self._slots, self.reader = [WorkerSlot(spec) for spec in specs], workers.reader
@@ -82,7 +83,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._jobs: dict[str, PooledJob] = {}  # by run
         self._todo: deque[ShardTask] = deque()
         self._given: deque[tuple[PooledJob, Sequence[ShardTask]]] = deque()  # and not taken up yet
-        self._warm = self._closed = False
+        self._warm, self._closed = warm, False
         self._giving, self._thread = threading.Lock(), threading.Thread(target=self._work, name="pool", daemon=True)
 
     def __enter__(self) -> Self:
@@ -95,11 +96,6 @@ class Pool(AbstractContextManager["Pool"]):
         self._workers.wake()
         self._thread.join()
         self._workers.__exit__()
-
-    def warm(self) -> None:
-        """Start all workers, which load the weights while there is no job yet; they write to no file."""
-        self._warm = True
-        self._workers.wake()
 
     def compute(self, tasks: Sequence[ShardTask], logs: Path, note: Callable[..., None]) -> PooledJob:
         """Compute shards of one job; returns when all are committed, and no worker holds any when it raises.
@@ -193,7 +189,10 @@ class Pool(AbstractContextManager["Pool"]):
     def _hear(self, slot: WorkerSlot, worker: process.Child, heard: process.Message) -> None:
         match heard:
             case process.Ready(record=record):
-                slot.record, slot.unready_deaths = {"spawned_s": worker.started_s, **record}, 0
+                slot.record, slot.unready_deaths = (
+                    {"asked_s": worker.asked_s, "spawned_s": worker.started_s, **record},
+                    0,
+                )
                 for job in self._concerned(slot.held):
                     first = job.records.setdefault(worker.device, slot.record)
                     if first["pid"] != record["pid"]:

@@ -10,6 +10,7 @@ worker in order. Two nets catch a parent that could not: the kernel's parent-dea
 import contextlib
 import importlib
 import itertools
+import logging
 import os
 import queue
 import signal
@@ -19,25 +20,31 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import IO, Any, Final, NoReturn, cast
 
 from pydantic import Field
 
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment
 from virnuc_core.errors import WorkerError, named, storage_error
+from virnuc_core.lease import command_s
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
+log = logging.getLogger(__name__)
+
 GRACE_S: Final = 4.5  # for a worker to finish what it is at
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
+WORKER: Final = "virnuc_core.engine.worker"
 # a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
 PROGRAM: Final = """
 import sys
-from virnuc_core.rundir import die_with_parent
+from virnuc_core.rundir import collect_seldom, die_with_parent
 die_with_parent(int(sys.argv[2]))
+collect_seldom()
 from virnuc_core.engine.process import serve
 serve(sys.argv[1])
 """
@@ -55,8 +62,7 @@ class Message(Spec):
     def of(line: str) -> "Message":
         """The message of a line, whose class has been imported by now."""
         name, body = line.split(" ", 1)
-        kinds = {kind.__name__: kind for kind in Message.__subclasses__()}
-        return kinds[name].model_validate_json(body)
+        return next(kind for kind in Message.__subclasses__() if kind.__name__ == name).model_validate_json(body)
 
 
 class WorkerSpec(Message):
@@ -104,6 +110,7 @@ def worker_specs(
 _children: set["Child"] = set()
 _children_lock = threading.Lock()
 _token = threading.Event()  # set when all children are ended; then another takes its place
+_ahead: list["LocalWorkers"] = []  # that nobody has asked for yet
 
 
 class Child:
@@ -117,6 +124,7 @@ class Child:
         self.last_words = "nothing"  # its last line on standard error
         self.failed: Failed | None = None  # what it said of its failure
         self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
+        self.asked_s = self.started_s  # when the command began that could do with it
         self._heard_s = self.started_s  # when it last said anything
 
     def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
@@ -132,6 +140,8 @@ class Child:
             start_new_session=True,
             env={**os.environ, **environment(spec.device)},
         )
+        pipes = self.process.stdin, self.process.stdout, self.process.stderr
+        self._stdin, self._stdout, self._stderr = cast(tuple[IO[str], IO[str], IO[str]], pipes)
         self.pid = self.process.pid
         self._readers = [threading.Thread(target=read, daemon=True) for read in (self._read, self._read_errors)]
         for reader in self._readers:
@@ -139,17 +149,15 @@ class Child:
 
     def send(self, message: Message) -> None:
         """Write one message; of a child that no longer reads, its end is heard."""
-        assert self.process.stdin is not None
         self.progress_s = time.monotonic()
         with contextlib.suppress(ValueError, OSError):
-            self.process.stdin.write(message.line())
-            self.process.stdin.flush()
+            self._stdin.write(message.line())
+            self._stdin.flush()
 
     def _read(self) -> None:
-        assert self.process.stdout is not None
         try:
-            with contextlib.suppress(ValueError, OSError), self.process.stdout:
-                for line in self.process.stdout:
+            with contextlib.suppress(ValueError, OSError), self._stdout:
+                for line in self._stdout:
                     if line.endswith("\n"):  # else it was cut off by a kill
                         self._heard(Message.of(line))
         finally:
@@ -171,10 +179,9 @@ class Child:
         self._inbox.put((self, message))
 
     def _read_errors(self) -> None:
-        assert self.process.stderr is not None
         unlogged: list[str] = []  # as long as there is no log
-        with contextlib.suppress(ValueError, OSError), self.process.stderr:
-            for line in itertools.chain(self.process.stderr, [""]):
+        with contextlib.suppress(ValueError, OSError), self._stderr:
+            for line in itertools.chain(self._stderr, [""]):
                 self.last_words = line.strip() or self.last_words
                 unlogged.append(line)
                 with contextlib.suppress(OSError):  # of a full disk: the worker must not wait for it
@@ -198,8 +205,7 @@ class Child:
             for reader in self._readers:
                 reader.join(grace_s)
             with contextlib.suppress(OSError, ValueError):
-                assert self.process.stdin is not None
-                self.process.stdin.close()
+                self._stdin.close()
             self._forget()
         return status
 
@@ -210,11 +216,8 @@ class Child:
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
     """End several at once, so that the slowest sets the time."""
-    threads = [threading.Thread(target=child.end, args=(grace_s,)) for child in children]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(1 + len(_children)) as threads:
+        list(threads.map(lambda child: child.end(grace_s), children))
 
 
 def end_all_children(grace_s: float = GRACE_S) -> int:
@@ -231,15 +234,18 @@ def end_all_children(grace_s: float = GRACE_S) -> int:
 class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
-    The thread that starts them must live as long as they do: its end is the parent's death to the kernel.
+    The thread that starts them must live as long as they do: its end is the parent's death to the kernel. Those started
+    `ahead` load while a command finds out what they are for; then `local_workers` has them.
     """
 
     reader: Callable[[str, float], DeviceSample] | None = None  # of devices elsewhere
 
-    def __init__(self, module: str) -> None:
-        self._module, self._token = module, _token
+    def __init__(self, module: str, ahead: Sequence[WorkerSpec] = ()) -> None:
+        self.module, self._token = module, _token
         self._inbox: queue.Queue[tuple[Child, Message] | None] = queue.Queue()
-        self._started: list[Child] = []
+        self._started, self.ahead = list[Child](), list[Child]()
+        self.ahead = [self.start(spec) for spec in ahead]
+        _ahead.extend([self] if ahead else [])
 
     @property
     def cancelled(self) -> bool:
@@ -247,8 +253,13 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return self._token.is_set()
 
     def start(self, spec: WorkerSpec, log: Path | None = None) -> Child:
-        """A new worker, with its standard error in `log`; without one it is kept until there is. Errors: `WorkerError`
-        after `end_all_children`."""
+        """A worker, one started ahead if it lives, with its standard error in `log`; without one it is kept until there
+        is. Errors: `WorkerError` after `end_all_children`."""
+        for child in [one for one in self.ahead if one.spec == spec]:
+            self.ahead.remove(child)
+            if child.failed is None and child.process.poll() is None:
+                child.log, child.asked_s = log, command_s()
+                return child
         with _children_lock:
             if self.cancelled:
                 raise WorkerError(INTERRUPTED)
@@ -260,7 +271,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
         return child
 
     def _make(self, spec: WorkerSpec) -> Child:
-        return Child(self._module, spec, self._inbox)
+        return Child(self.module, spec, self._inbox)
 
     def joined(self, waiting: int) -> Iterable[Device]:
         """Devices that have come since this was last asked, while so many shards waited: none, but of a cluster."""
@@ -293,15 +304,27 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
             if isinstance(heard, Failed):
                 problem = f"worker on {child.device}: {heard.kind}: {heard.message}; see {child.log}"
                 raise named(heard.kind, heard.message) or WorkerError(problem, worker_traceback=heard.traceback)
-            if isinstance(heard, Closed):
-                if self.cancelled:
-                    raise WorkerError(INTERRUPTED)
-                ended = f"ended (status {child.end(0.5)}); last words: {child.last_words}"
-                raise WorkerError(f"worker on {child.device} {ended}; see {child.log}")
-            return received
+            if not isinstance(heard, Closed):
+                return received
+            ended = f"ended (status {child.end(0.5)}); last words: {child.last_words}"
+            raise WorkerError(INTERRUPTED if self.cancelled else f"worker on {child.device} {ended}; see {child.log}")
 
     def __exit__(self, *_: object) -> None:
+        if self in _ahead:
+            _ahead.remove(self)
+        end_children(self.ahead, 0)  # which nobody has told to do anything
         end_children(self._started)
+
+
+def local_workers(module: str, specs: Sequence[WorkerSpec]) -> LocalWorkers:
+    """Workers of this machine: those started ahead if they are for these specs; if not they are ended, for they hold
+    the devices."""
+    found = _ahead.pop() if _ahead else LocalWorkers(module)
+    if found.ahead and (found.module, [child.spec for child in found.ahead]) != (module, [*specs]):
+        log.warning("workers that were started ahead are ended: the run wants others")
+        found.__exit__()
+        return LocalWorkers(module)
+    return found
 
 
 def serve(module: str) -> NoReturn:

@@ -187,8 +187,8 @@ class Worker:
             return time.monotonic()
         return max(self._heard_s, self.runner.progress_s)
 
-    def _receive(self, *, once: bool = False) -> ShardTask | None:
-        """The next task, for `once` if it is there already; None also when told to stop."""
+    def _receive(self) -> ShardTask | None:
+        """The next task; None when told to stop."""
         while not self.stopping.is_set():
             message = self.parent.receive(POLL_S)
             if isinstance(message, ShardTask):
@@ -197,32 +197,25 @@ class Worker:
                 return message
             if message is not None:
                 self.stopping.set()
-            if once:
-                break
         return None
 
     def run(self) -> None:
-        """Load, then compute shards until told to stop. With a task at hand its first batches are packed meanwhile."""
-        first, runner, waited_s = self._receive(once=True), None, 0.0
-        if first is None and not self.stopping.is_set():
-            runner = self._load()
-            # until the reads are known: rows of full chunks
-            self._warm_up(runner, open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2)
-            loaded_s = time.monotonic()
-            first = self._receive()
-            waited_s = time.monotonic() - loaded_s
-        if first is not None:
-            self._work(first, runner, waited_s)
-
-    def _work(self, first: ShardTask, runner: Runner | None, waited_s: float) -> None:
+        """Load, then compute shards until told to stop."""
+        runner = self._load()
+        # until the reads are known: rows of full chunks
+        self._warm_up(runner, open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2)
+        loaded_s = time.monotonic()
+        if (first := self._receive()) is None:
+            return
+        waited_s = time.monotonic() - loaded_s
         spec, engine, given = self.spec, self.spec.engine, [first]
         pin = engine.pin_memory and spec.device.kind == "cuda"
         self.loader = Loader(Path(spec.models), engine, pin=pin)
         store, _ = self.loader.opened(first.job)
         depth = engine.prefetch_factor * max(1, engine.num_workers)
         taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
-        self.runner = runner or self._load()
-        self._warm_up(self.runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2)
+        self.runner = runner
+        self._warm_up(runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)

@@ -19,7 +19,7 @@ Stage = Literal[
 ENCODERS: Final[tuple[Encoder, ...]] = get_args(Encoder)
 STAGES: Final[tuple[str, ...]] = get_args(Stage)
 GPU_STAGES: Final = dict(zip(ENCODERS, STAGES[4:6], strict=True))
-START_UP: Final = ("Start-up: import", "Start-up: weights", "Start-up: kernels", "Start-up: first batch")
+START_UP: Final = tuple(f"Start-up: {part}" for part in ("command", "import", "weights", "kernels", "first batch"))
 OVERLAPPED: Final = "Overlapped"  # to be taken off: a start-up that passed while the reads were staged
 ROWS: Final = (  # all that takes time: together, less what overlapped, the whole
     *STAGES,

@@ -25,8 +25,7 @@ ONE = Devices.parse("cpu:1")
 
 @pytest.fixture
 def prewarmed(tiny_models: Path) -> Iterator[Pool]:
-    with workers_for(tiny_models, ONE, SMALL) as made:
-        made.warm()
+    with workers_for(tiny_models, ONE, SMALL, warm=True) as made:
         yield made
     assert no_children()
 

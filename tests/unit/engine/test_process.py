@@ -198,3 +198,42 @@ def test_a_worker_ends_with_its_parent_though_its_input_stays_open() -> None:
         parent.kill()
         os.close(given)
         os.close(held)
+
+
+@pytest.fixture
+def ahead(workers: process.LocalWorkers) -> WorkerSpec:
+    """What workers of this module are started for before anybody asks for them."""
+    return WorkerSpec(models="", device=CORE, engine=EngineSpec())
+
+
+def test_a_worker_started_ahead_is_the_first_ones_who_wants_it_and_nobody_elses(ahead: WorkerSpec) -> None:
+    with process.LocalWorkers("echo_worker", [ahead]), process.local_workers("echo_worker", [ahead]) as first:
+        (waited,) = first.ahead
+        assert first.start(ahead) is waited
+        assert waited.asked_s < waited.started_s
+        with process.local_workers("echo_worker", [ahead]) as second:
+            assert second is not first
+            assert not second.ahead
+    assert gone(waited.pid)
+
+
+@pytest.mark.parametrize("other", ["settings", "work", "nothing"])
+def test_workers_started_ahead_for_something_else_are_ended_at_once(
+    ahead: WorkerSpec, other: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with process.LocalWorkers("echo_worker", [ahead]):
+        (waiting,) = process._ahead[0].ahead
+        wanted = ahead.model_copy(update={"divisor": 2}) if other == "settings" else ahead
+        if other != "nothing":
+            process.local_workers("another" if other == "work" else "echo_worker", [wanted])
+            assert gone(waiting.pid)
+    assert gone(waiting.pid)
+    assert ("the run wants others" in caplog.text) == (other != "nothing")
+
+
+def test_one_that_died_before_it_was_wanted_is_replaced(ahead: WorkerSpec) -> None:
+    with process.LocalWorkers("echo_worker", [ahead]), process.local_workers("echo_worker", [ahead]) as taken:
+        (dead,) = taken.ahead
+        os.kill(dead.pid, signal.SIGKILL)
+        dead.process.wait(120)
+        assert taken.start(ahead).pid != dead.pid
