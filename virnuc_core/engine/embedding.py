@@ -131,6 +131,7 @@ class Embedding:
             start = [min(said["asked_s"], spawned_s), spawned_s, imported_s, loaded_s, up_s, launched_s]
             if up_s < self._began_s:  # for a job before this one
                 start, waited_s = [*[self._began_s] * 5, launched_s], 0.0
+            said["first_batch_s"] = launched_s - start[0]  # after the command began, or what first asked for a worker
             for part, began_s, ended_s in zip(START_UP, start, start[1:], strict=False):
                 clock.add(part, ended_s - began_s, (began_s, ended_s))
             clock.add(START_UP[-2], -waited_s)  # for the job, with the weights loaded
