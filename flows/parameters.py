@@ -296,7 +296,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     def is_done(self) -> bool:
         """Whether the directory holds a complete run, which is not to be made anew."""
         run = RunDir(self.out)
-        if self.force or self.many or not run.summary.exists():
+        if self.force or self.many or not os.access(run.summary, os.R_OK):
             return False
         from virnuc_core.pipeline import read_summary  # it brings the engine along
 

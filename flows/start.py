@@ -1,4 +1,4 @@
-"""How a flow is started. What can be refused at once is refused before any work, by hand even before Prefect is there.
+"""How a flow is started. What can be refused at once is refused before any work, by hand before the flow is loaded.
 
 Nothing heavy is imported before it is needed, so that `virnuc predict --help` answers at once.
 """
@@ -110,22 +110,21 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
 
     def tell(what: str) -> None:
         if not settings.quiet:
-            sys.stderr.write(
-                f"{time.strftime('%X')}  {what}, {time.monotonic() - command_s():.1f} s after the command\n"
-            )
+            told = f"{what}, {time.monotonic() - command_s():.1f} s after the command"
+            sys.stderr.write(f"{time.strftime('%X')}  {told}\n")
 
     ready: Callable[[], object] | None = None
-    named, alone = False, getattr(settings, "no_prefect", False)
-    if not alone:
+    named = False
+    if not getattr(settings, "no_prefect", False):
         from prefect.settings import PREFECT_API_URL
 
         ready, named = lambda: None, PREFECT_API_URL.value() is not None
+        if not named:
+            ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
     with ExitStack() as ahead:
         devices = check(settings, base, None if named else ahead)  # a named server says whose turn it is
         on = getattr(settings, "cluster", None) or devices
         tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
-        if not named and not alone:
-            ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
         from flows import flow_run
         from virnuc_core.reads.sources import hidden
 
@@ -241,7 +240,7 @@ def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = No
     run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
     found = () if remote else devices.resolve(Devices.parse(settings.devices))
     engine = devices.resolve_engine(settings.engine(base), found[0].kind) if found else base
-    over = any(map(Path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
+    over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
     if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
         specs = process.worker_specs(settings.models, found, engine)
         ahead.enter_context(process.LocalWorkers(process.WORKER, specs))
