@@ -14,15 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# blocks of a product of int8, and how many of its programs share a multiprocessor
+# blocks of the gated unit's product, and of a product of int8: `tall` blocks of rows share columns, for the cache
+GATED: Final = {"rows": 128, "columns": 128, "depth": 64, "tall": 8, "num_warps": 8, "num_stages": 3}
 INT8: Final = {"rows": 128, "columns": 128, "depth": 128, "tall": 8, "num_warps": 4, "num_stages": 3}
-INT8_SHARING: Final = 2
+INT8_SHARING: Final = 2  # programs of such a product that share a multiprocessor
 Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and of an int8 weight the scales of its rows
-# blocks of the gated unit's product
-GATED_ROWS: Final = 128
-GATED_COLUMNS: Final = 128  # its halves are interleaved in turns of so many rows of the weight
-GATED_DEPTH: Final = 64
-GATED_STRETCH: Final = 8  # blocks of rows that share a stretch of columns, for the cache
 
 
 def jit(function: Callable[..., Any]) -> Any:
@@ -36,9 +32,20 @@ def exact_gelu(x: tl.tensor) -> tl.tensor:
 
 
 @jit
-def nearest(x: tl.tensor) -> tl.tensor:
-    """The whole numbers nearest to float32 ones, as far as int8 goes on both sides of 0."""
-    return tl.clamp(tl.floor(x + 0.5), -127.0, 127.0).to(tl.int8)
+def quick_gelu(x: tl.tensor) -> tl.tensor:
+    """Exact GELU without a branch, which keeps rows in registers: the logarithm of the normal distribution's tail by a
+    polynomial, within 6e-7 and, where GELU is small, 4e-6 of itself: float32's own erf is no nearer there."""
+    a = tl.abs(x)
+    h = ((-1.7934565e-06 * a + 6.09042e-05) * a - 0.00092602923) * a + 0.008493758
+    h = (((h * a - 0.05393785) * a - 0.4584805) * a - 1.1512468) * a - 0.99999547
+    return tl.maximum(x, 0.0) - a * tl.exp2(h)
+
+
+@jit
+def whole(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
+    """`x * scale`, at most 127 on both sides of 0, in int8, halves to even: beside 1.5 * 2 ** 23 there is no room for
+    parts of 1 in a float32."""
+    return (x * scale + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
 @jit
@@ -113,13 +120,14 @@ def _int8(
             z = z * factor * tl.load(weight + more, mask=real, other=0.0).to(tl.float32)
             z += tl.load(bias + more, mask=real, other=0.0).to(tl.float32)
         if first == "gelu":
-            y, z = exact_gelu(y), exact_gelu(z)
-        y, z = tl.dot(y.to(tl.float16), turning), tl.dot(z.to(tl.float16), turning)
+            y, z = quick_gelu(y), quick_gelu(z)
+        # the matrix stands first: each warp works out all of the first factor that it needs, but the second only once
+        y, z = tl.dot(turning, y.to(tl.float16).T), tl.dot(turning, z.to(tl.float16).T)
         top = tl.maximum(tl.max(tl.max(tl.abs(y), 1), 0), tl.max(tl.max(tl.abs(z), 1), 0))
         top = tl.maximum(top, 1e-10)
         tl.store(out_scale + row, top / 127.0)
-        tl.store(out + start + at, nearest(y * (127.0 / top)))
-        tl.store(out + start + more, nearest(z * (127.0 / top)), mask=real)
+        tl.store(out + start + at, whole(y, 127.0 / top).T)
+        tl.store(out + start + more, whole(z, 127.0 / top).T, mask=real)
 
 
 def int8_rows(
@@ -130,8 +138,10 @@ def int8_rows(
     out, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(rows, 1, dtype=torch.float32)
     near = 1 << (width.bit_length() - 1)
     parts = {"near": near, "far": max(turn, triton.next_power_of_2(width - near)), "turn": turn}
-    warps = max(1, min(4, near // 1024))
-    programs = _programs(x, rows, 16 // warps)
+    warps = max(1, min(4, near // 512))
+    programs = _programs(
+        x, rows, 16 // warps
+    )  # 16 warps of up to 128 registers a thread run on a multiprocessor at once
     kind = {"first": "norm" if norm else "gelu" if gelu else "", "programs": programs, "num_warps": warps}
     _int8[(programs,)](x, *(norm or (x, x)), turning, out, scale, rows, eps, width, **parts, **kind)
     return out, scale
@@ -176,19 +186,13 @@ def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
 
 
 @jit
-def _place(tile: tl.tensor, blocks_m: tl.tensor, blocks_n: tl.tensor, tall: tl.constexpr) -> tl.tensor:
-    """Row and column of the block of a product that comes as number `tile`."""
-    stretch = tile // (tall * blocks_n)
-    height = tl.minimum(blocks_m - stretch * tall, tall)
-    within = tile % (tall * blocks_n)
-    return stretch * tall + within % height, within // height
-
-
-@jit
-def _gated_unit(
+def _product(
     x: tl.tensor,  # descriptor of [m, k], blocks [rows, depth]
-    weight: tl.tensor,  # descriptor of [2 n, k], interleaved, blocks [2 * columns, depth]
-    out: tl.tensor,  # descriptor of [m, n], blocks [rows, columns]
+    weight: tl.tensor,  # descriptor of [n, k], blocks [columns, depth]; of a gated unit [2 n, k], [2 * columns, depth]
+    row_scale: tl.tensor,  # float32 [m], or None
+    scale: tl.tensor,  # float32 [n], or None
+    bias: tl.tensor,  # float32 [n], or None
+    out: tl.tensor,  # [m, n]; of a gated unit its descriptor, blocks [rows, columns]
     m: tl.tensor,
     n: tl.tensor,
     k: tl.tensor,
@@ -197,28 +201,45 @@ def _gated_unit(
     depth: tl.constexpr,
     tall: tl.constexpr,
     programs: tl.constexpr,
+    end: tl.constexpr,
 ) -> None:
-    """Every `programs`-th block of gelu(first half) * second half of x @ weight.T."""
+    """Every `programs`-th block of x @ weight.T. To "gate" is to take gelu(first half) * second half, of interleaved
+    rows of the weight; sums of int8 are exact, scaled in float32, and are to "store" or to "add" to what is there."""
     blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
+    each: tl.constexpr = 2 if end == "gate" else 1
+    kind: tl.constexpr = tl.float32 if end == "gate" else tl.int32
     for tile in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
-        block_m, block_n = _place(tile, blocks_m, blocks_n, tall)
-        at_m, at_n = block_m * rows, block_n * columns
-        total = tl.zeros([rows, 2 * columns], tl.float32)
+        stretch, within = tile // (tall * blocks_n), tile % (tall * blocks_n)
+        height = tl.minimum(blocks_m - stretch * tall, tall)
+        at_m, at_n = (stretch * tall + within % height) * rows, within // height * columns
+        total = tl.zeros([rows, each * columns], kind)
         for step in range(tl.cdiv(k, depth)):
-            total = tl.dot(x.load([at_m, step * depth]), weight.load([2 * at_n, step * depth]).T, total)
-        first, second = tl.split(tl.permute(tl.reshape(total, (rows, 2, columns)), (0, 2, 1)))
-        out.store([at_m, at_n], (exact_gelu(first) * second).to(out.dtype))
+            some, others = x.load([at_m, step * depth]), weight.load([each * at_n, step * depth]).T
+            total = tl.dot(some, others, total, out_dtype=kind)
+        if end == "gate":
+            first, second = tl.split(tl.permute(tl.reshape(total, (rows, 2, columns)), (0, 2, 1)))
+            out.store([at_m, at_n], (exact_gelu(first) * second).to(out.dtype))
+        else:
+            row, column = at_m + tl.arange(0, rows), at_n + tl.arange(0, columns)
+            real = column < n
+            y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
+            y = y * tl.load(scale + column, mask=real, other=0.0)[None, :]
+            y += tl.load(bias + column, mask=real, other=0.0)[None, :]
+            place, inside = out + row.to(tl.int64)[:, None] * n + column[None, :], (row < m)[:, None] & real[None, :]
+            if end == "add":
+                y += tl.load(place, mask=inside, other=0.0).to(tl.float32)
+            tl.store(place, y.to(out.dtype.element_ty), mask=inside)
 
 
 def can_gate(width: int, device: torch.device) -> bool:
     """Whether the gated unit's kernel runs on `device` for units of `width`; Triton's interpreter runs it on a CPU."""
     able = device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
-    return able and width % GATED_COLUMNS == 0
+    return able and width % GATED["columns"] == 0
 
 
 def interleave(weight: Tensor) -> Tensor:
-    """The halves of a gated unit's weight [2 n, k], in turns of `GATED_COLUMNS` rows; n a multiple of that."""
-    first, second = (half.unflatten(0, (-1, GATED_COLUMNS)) for half in weight.chunk(2))
+    """The halves of a gated unit's weight [2 n, k], in turns of a block's columns; n a multiple of them."""
+    first, second = (half.unflatten(0, (-1, GATED["columns"])) for half in weight.chunk(2))
     return torch.stack((first, second), 1).flatten(0, 2).contiguous()
 
 
@@ -228,62 +249,8 @@ def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     `interleaved` is what `interleave` makes of the weight: each block reads its rows once and finds both halves of a
     column in the same registers.
     """
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    (m, k), n = x.shape, interleaved.shape[0] // 2
-    out = torch.empty(m, n, dtype=x.dtype, device=x.device)
-    programs = _programs(x, triton.cdiv(m, GATED_ROWS) * triton.cdiv(n, GATED_COLUMNS))
-    tensors = (
-        TensorDescriptor.from_tensor(x, [GATED_ROWS, GATED_DEPTH]),
-        TensorDescriptor.from_tensor(interleaved, [2 * GATED_COLUMNS, GATED_DEPTH]),
-        TensorDescriptor.from_tensor(out, [GATED_ROWS, GATED_COLUMNS]),
-    )
-    blocks = {"rows": GATED_ROWS, "columns": GATED_COLUMNS, "depth": GATED_DEPTH, "tall": GATED_STRETCH}
-    _gated_unit[(programs,)](*tensors, m, n, k, **blocks, programs=programs, num_warps=8, num_stages=3)
-    return out
-
-
-def _programs(x: Tensor, blocks: int, sharing: int = 1) -> int:
-    """Of so many blocks as many as run at once; in Triton's interpreter any small number will do."""
-    return min(sharing * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4, blocks)
-
-
-@jit
-def _int8_product(
-    x: tl.tensor,  # descriptor of int8 [m, k], blocks [rows, depth]
-    weight: tl.tensor,  # descriptor of int8 [n, k], blocks [columns, depth]
-    row_scale: tl.tensor,  # float32 [m]
-    scale: tl.tensor,  # float32 [n]
-    bias: tl.tensor,  # float32 [n]
-    out: tl.tensor,  # [m, n]
-    m: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    rows: tl.constexpr,
-    columns: tl.constexpr,
-    depth: tl.constexpr,
-    tall: tl.constexpr,
-    programs: tl.constexpr,
-    add: tl.constexpr,
-) -> None:
-    """Every `programs`-th block of x @ weight.T, summed in int32, scaled in float32."""
-    blocks_m, blocks_n = tl.cdiv(m, rows), tl.cdiv(n, columns)
-    for tile in tl.range(tl.program_id(0), blocks_m * blocks_n, programs, flatten=True):
-        block_m, block_n = _place(tile, blocks_m, blocks_n, tall)
-        at_m, at_n = block_m * rows, block_n * columns
-        total = tl.zeros([rows, columns], tl.int32)
-        for step in range(tl.cdiv(k, depth)):
-            factor = weight.load([at_n, step * depth]).T
-            total = tl.dot(x.load([at_m, step * depth]), factor, total, out_dtype=tl.int32)
-        row, column = at_m + tl.arange(0, rows), at_n + tl.arange(0, columns)
-        real = column < n
-        y = total.to(tl.float32) * tl.load(row_scale + row, mask=row < m, other=0.0)[:, None]
-        y = y * tl.load(scale + column, mask=real, other=0.0)[None, :]
-        y += tl.load(bias + column, mask=real, other=0.0)[None, :]
-        place, inside = out + row.to(tl.int64)[:, None] * n + column[None, :], (row < m)[:, None] & real[None, :]
-        if add:
-            y += tl.load(place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(place, y.to(out.dtype.element_ty), mask=inside)
+    out = torch.empty(len(x), len(interleaved) // 2, dtype=x.dtype, device=x.device)
+    return _multiplied("gate", out, x, interleaved)
 
 
 def int8_product(x: Tensor, row_scale: Tensor, layer: Linear, onto: Tensor | None = None) -> Tensor:
@@ -291,17 +258,26 @@ def int8_product(x: Tensor, row_scale: Tensor, layer: Linear, onto: Tensor | Non
 
     Sums are exact: the sizes of blocks change no bit.
     """
+    weight, bias, scale = layer
+    out = torch.empty(len(x), len(weight), dtype=torch.float16, device=x.device) if onto is None else onto
+    return _multiplied("store" if onto is None else "add", out, x, weight, row_scale, scale, bias)
+
+
+def _multiplied(end: str, out: Tensor, x: Tensor, weight: Tensor, *scales: Tensor | None) -> Tensor:
+    """`out` with the product in it."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    weight, bias, scale = layer
-    (m, k), n = x.shape, weight.shape[0]
-    out = torch.empty(m, n, dtype=torch.float16, device=x.device) if onto is None else onto
-    rows, columns, depth = INT8["rows"], INT8["columns"], INT8["depth"]
-    tensors = (
-        TensorDescriptor.from_tensor(x, [rows, depth]),
-        TensorDescriptor.from_tensor(weight, [columns, depth]),
-    )
-    programs = _programs(x, triton.cdiv(m, rows) * triton.cdiv(n, columns), INT8_SHARING)
-    scales, kind = (row_scale, scale, bias), {"add": onto is not None, "programs": programs}
-    _int8_product[(programs,)](*tensors, *scales, out, m, n, k, **kind, **INT8)
+    of, (m, k), n = TensorDescriptor.from_tensor, x.shape, out.shape[1]
+    blocks, halves, sharing = (GATED, 2, 1) if end == "gate" else (INT8, 1, INT8_SHARING)
+    rows, columns, depth = blocks["rows"], blocks["columns"], blocks["depth"]
+    factors, target = (of(x, [rows, depth]), of(weight, [halves * columns, depth])), out
+    if end == "gate":
+        scales, target = (None, None, None), of(out, [rows, columns])
+    programs = _programs(x, triton.cdiv(m, rows) * triton.cdiv(n, columns), sharing)
+    _product[(programs,)](*factors, *scales, target, m, n, k, programs=programs, end=end, **blocks)
     return out
+
+
+def _programs(x: Tensor, blocks: int, sharing: int = 1) -> int:
+    """Of so many blocks as many as run at once; in Triton's interpreter any small number will do."""
+    return min(sharing * torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 4, blocks)

@@ -12,15 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.layers import (
-    Encoder,
-    Read,
-    WeightReader,
-    alibi_slopes,
-    dense,
-    hadamard,
-    rotary_tables,
-)
+from virnuc_core.encoders.layers import Encoder, Read, WeightReader, alibi_slopes, dense, hadamard, rotary_tables
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 from virnuc_core.errors import WeightsError
