@@ -236,9 +236,9 @@ class LabelAgreement(RunFile):
 
 
 class CosineStats(RunFile):
-    """Cosine of pooled embeddings, row by row."""
+    """Cosine of pooled embeddings less their mean, row by row."""
 
-    part: str  # "joined", "DNABERT-S" or "ESM-2"
+    part: str  # "DNABERT-S" and "ESM-2", or "joined"
     n: int
     minimum: float
     p1: float

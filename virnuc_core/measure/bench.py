@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
 EXACT_TOKENS: Final = 4_096  # of a batch and of a shard in fp32, whose activations are large
-EXACT_UNIQUES: Final = 300
+EXACT_UNIQUES: Final = 1_000
 AHEAD: Final = 4  # passes launched before the oldest is waited for
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
 NEVER_S: Final = 86_400.0  # between samples: none is taken
@@ -205,7 +205,7 @@ def validated(out: Path) -> Profile:
 
 
 def measure_precision(out: Path, bench: Bench, engine: EngineSpec) -> bool:
-    """Whether some hundred sequences of a validation lie in `out/fp32`, embedded by plain torch on one device, now or
+    """Whether some thousand sequences of a validation lie in `out/fp32`, embedded by plain torch on one device, now or
     before: result files of the reads that are covered whole and `embeddings.h5` with its `uniques`. False where the
     runs compute in fp32 themselves. Errors: those of the pool."""
     run, orfs, kind = RunDir(out / EXACT), OrfStore.open(bench.store), resolve(bench.devices)[0].kind

@@ -53,6 +53,9 @@ class ProfileTargets(Spec):
     starved_share: Target | None = None
     checkpoint_overhead: Target | None = None
     device_time_spread: Target | None = None
+    centred_worst: Target | None = None
+    centred_mean: Target | None = None
+    verdicts_held: Target | None = None
 
 
 class Profile(Spec):

@@ -163,7 +163,7 @@ def compare(
         b=b.name,
         tolerance=tolerance,
         subset_reads=None if subset is None else len(subset),
-        cosines=cosines(a, b, record_a.widths.get("dna")) if bits or embeddings else (),
+        cosines=cosines(a, b, record_a.widths.get("dna")) if embeddings else (),
         bitwise=bitwise(a, b) if bits else None,
         **parts,
     )
@@ -304,8 +304,9 @@ def meets(comparison: validation.Comparison, minimum: float) -> bool:
 
 
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:
-    """Cosine of the embeddings of each sequence that both runs have, without failed rows (NaN); by encoder too, when
-    the DNA width is known. Empty when a run keeps no embeddings or they share no sequence."""
+    """Cosine of the embeddings of each sequence that both runs have, less the mean embedding of `a`, without failed
+    rows (NaN): of each encoder, where the DNA width is known. Empty when a run keeps no embeddings or they share no
+    sequence."""
     left, right = RunDir(a).embeddings, RunDir(b).embeddings
     if not left.is_file() or not right.is_file():
         return ()
@@ -317,17 +318,21 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.
                 return ()
             parts = {"joined": slice(0, width)}
             if dna_width is not None and 0 < dna_width < width:
-                parts |= {"DNABERT-S": slice(0, dna_width), "ESM-2": slice(dna_width, width)}
-            found = {name: np.empty(n) for name in parts}
-            for lo in range(0, n, BLOCK_ROWS):
-                block = slice(lo, lo + BLOCK_ROWS)
-                one, other = (_rows_at(rows, at[block]) for rows, at in zip((rows_a, rows_b), places, strict=True))
+                parts = {"DNABERT-S": slice(0, dna_width), "ESM-2": slice(dna_width, width)}
+            found, blocks = {name: np.full(n, np.nan) for name in parts}, range(0, n, BLOCK_ROWS)
+            total, good = np.zeros(width), 0
+            for lo in blocks:
+                one = _rows_at(rows_a, places[0][lo : lo + BLOCK_ROWS])
+                total, good = total + np.nansum(one, 0), good + int((~np.isnan(one[:, 0])).sum())
+            for lo in blocks:
+                block, middle = slice(lo, lo + BLOCK_ROWS), total / max(1, good)
+                one, other = (
+                    _rows_at(rows, at[block]) - middle for rows, at in zip((rows_a, rows_b), places, strict=True)
+                )
                 for name, columns in parts.items():
                     x, y = one[:, columns], other[:, columns]
                     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
-                    cosine = np.full(len(x), np.nan)
-                    np.divide(np.einsum("ij,ij->i", x, y), norms, out=cosine, where=norms > 0)
-                    found[name][block] = cosine
+                    np.divide(np.einsum("ij,ij->i", x, y), norms, out=found[name][block], where=norms > 0)
     except (OSError, KeyError, ShardError) as error:
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
     known = {name: cosine[~np.isnan(cosine)] for name, cosine in found.items()}

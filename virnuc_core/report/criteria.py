@@ -13,9 +13,11 @@ from virnuc_core.profiles import Profile, Target
 from virnuc_core.report import model
 from virnuc_core.report.files import BASELINE, RUN_PREFIX
 from virnuc_core.report.metrics import BASELINE_TITLES, short_name
+from virnuc_core.rundir import EXACT
 
 CORRECTNESS: Final = "correctness"
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
+NO_EXACT: Final = "no part was embedded in fp32, or the runs are in fp32 themselves"
 
 
 Run = model.RunMetrics | None
@@ -169,6 +171,30 @@ def device_time_spread(_: model.Report, run: Run) -> Finding:
     return Finding(100.0 * telemetry.device_time_spread, len(telemetry.busy), absent=idle)
 
 
+def centred_worst(report: model.Report, _: Run) -> Finding:
+    """least cosine of a sequence's mean embedding to the one in fp32, both less the mean of all; the lower encoder"""
+    return _centred(report, "minimum")
+
+
+def centred_mean(report: model.Report, _: Run) -> Finding:
+    """the same cosine, its mean over the sequences that were embedded in fp32 too; the lower encoder"""
+    return _centred(report, "mean")
+
+
+def _centred(report: model.Report, which: Literal["minimum", "mean"]) -> Finding:
+    found = [one for comparison in report.comparisons if comparison.a == EXACT for one in comparison.cosines]
+    least = min((getattr(one, which) for one in found), default=None)
+    return Finding(least, min((one.n for one in found), default=None), absent="" if found else NO_EXACT)
+
+
+def verdicts_held(report: model.Report, _: Run) -> Finding:
+    """chunks whose consensus is that of fp32 ÷ all chunks that were embedded whole in fp32"""
+    found = next((one.consensus for one in report.comparisons if one.a == EXACT), None)
+    if found is None or found.agreement is None:
+        return Finding(absent=NO_EXACT)
+    return Finding(100.0 * found.agreement, found.total)
+
+
 def same_bytes(report: model.Report, _: Run) -> Finding:
     """result files and shards of the one-device run and of each N-device run hold the same bytes (1 yes, 0 no)"""
     names = {run.name for run in report.runs}
@@ -208,10 +234,8 @@ def _rows(kind: str) -> tuple[Row, ...]:
     )
 
 
-SEVEN: Final = (one_device_time, two_device_time, scaling, speedup, consensus, gpu_utilisation, packing)
-FURTHER: Final = (starved_share, checkpoint_overhead, device_time_spread, same_bytes)
-FIND: Final = {find.__name__: find for find in (*SEVEN, *FURTHER)}
 CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
+FIND: Final = {row.id: globals()[row.id] for row in (*CRITERIA, *CHECKS, SAME_BYTES)}
 SCALING: Final = next(row for row in CRITERIA if row.id == "scaling")
 
 

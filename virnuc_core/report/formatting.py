@@ -132,7 +132,7 @@ def shown(found: Criterion) -> str:
         case "%":
             return f"{near(value, 2 if found.id == 'consensus' else 1, target).removesuffix('.0')}%"
         case _:
-            return near(value, 0, target)
+            return near(value, 0 if value == int(value) else 4, target)
 
 
 def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import h5py
 import pytest
 
 from virnuc_core.profiles import Profile, Target, load_profile, profile_names
@@ -15,7 +16,8 @@ from virnuc_core.report.criteria import CRITERIA, FIND, Finding, judge
 from virnuc_core.report.formatting import met_sentence
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
-from virnuc_core.report.render import fill
+from virnuc_core.report.render import fill, write_report
+from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
 
@@ -281,7 +283,8 @@ def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Pat
     assert by_id(report)["one_device_time"].verdict == "not asked"
     assert report.outcome == "failed", "scaling is 1.8 here"
     assert met_sentence(report) == (
-        "6 of 9 asked criteria met; not met: Scaling; not judged here: Time on two devices, Checkpoint overhead"
+        "6 of 12 asked criteria met; not met: Scaling; not judged here: Time on two devices, Checkpoint overhead, "
+        "Worst centred cosine to fp32, Mean centred cosine to fp32, Verdicts as in fp32"
     )
 
 
@@ -430,6 +433,34 @@ def test_further_checks_of_the_production_profile(tmp_path: Path) -> None:
     assert verdicts["starved_share"].verdict == "pass"
     assert verdicts["device_time_spread"].verdict == "pass"
     assert verdicts["checkpoint_overhead"].verdict == "not run"
+
+
+def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied[0], load_profile("h200-1m").model_copy(update={"device_names": (), "min_reads": 1})
+    ids, names = ("centred_worst", "centred_mean", "verdicts_held"), ("devices-1", "devices-2")
+    silent = by_id(build_report(out, profile))
+    assert {silent[name].verdict for name in ids} == {"not run"}
+    assert "fp32 themselves" in silent["centred_worst"].reason
+    shutil.copytree(out / "devices-1", out / "fp32")
+    compare_runs(out, names, tolerance=0.01, subset=False)
+    verdicts = by_id(build_report(out, profile))
+    assert [verdicts[name].verdict for name in ids] == ["pass"] * 3
+    assert verdicts["verdicts_held"].samples == verdicts["consensus"].samples
+    with h5py.File(out / "devices-2" / "embeddings.h5", "r+") as file:
+        values = file["embeddings"][:]
+        values[3] = 2 * values.mean(0) - values[3]  # one of many on the other side: the mean keeps, the worst does not
+        file["embeddings"][...] = values
+    compare_runs(out, names, tolerance=0.01, subset=False)
+    report = build_report(out, profile)
+    verdict = by_id(report)["centred_worst"]
+    assert (verdict.verdict, verdict.samples) == ("fail", len(values))
+    assert verdict.value is not None
+    assert verdict.value < -0.9
+    assert any("at worst" in note for note in report.notes)
+    edit_json(out / "comparison.json", lambda body: body["comparisons"][-1]["cosines"][-1].update(minimum=0.99))
+    write_report(out, profile)
+    said = "\n".join(verify_report(out).differences)
+    assert "comparison.json: fp32 and devices-2.cosines[1].minimum: says 0.99" in said
 
 
 def test_starved_batches_fail(tmp_path: Path) -> None:
