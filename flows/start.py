@@ -244,11 +244,13 @@ def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = No
     if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
         specs = process.worker_specs(settings.models, found, engine)
         ahead.enter_context(process.LocalWorkers(process.WORKER, specs))
-    from virnuc_core.encoders.checkpoint import calibration, check_models
+    from virnuc_core.encoders.checkpoint import calibration, check_models, fingerprint
     from virnuc_core.encoders.model_config import verdict
     from virnuc_core.reads.sources import is_remote
 
     head, rows = check_models(settings.models, getattr(settings, "model_length", None)), 0
+    if ahead is not None and isinstance(settings, PredictSettings):  # the digest of new weights takes seconds
+        threading.Thread(target=fingerprint, args=(settings.models,), daemon=True).start()
     if isinstance(settings, VerdictSpec):
         verdict(head, settings)
     if isinstance(settings, RunSettings) and not getattr(settings, "many", False):

@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import re
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Final, NamedTuple, TypeVar
@@ -30,15 +32,18 @@ from virnuc_core.encoders.layers import (
 from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
-from virnuc_core.errors import WeightsError, few
+from virnuc_core.errors import VirnucError, WeightsError, few
+from virnuc_core.rundir import write_text_whole
 from virnuc_core.runfiles import sha256_of
 
 log = logging.getLogger(__name__)
 
 PARTS: Final = ("esm2", "dnabert_s", "head")
 E = TypeVar("E", bound=Encoder)
+_hashing: Final = threading.Lock()  # who wants a digest that another thread computes waits for it
 WEIGHTS: Final = "model.safetensors"
 CALIBRATION: Final = "int8.safetensors"  # beside the weights of ESM-2
+LARGE_BYTES: Final = 1 << 26  # whose digest takes longer than looking it up
 INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
 
@@ -118,8 +123,9 @@ def _weights(folder: Path) -> list[Path]:
     return files
 
 
-def fingerprint(models: Path, precision: Precision = "auto") -> dict[str, str]:
+def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = False) -> dict[str, str]:
     """SHA-256 of each part's files, by the part's name, and of the calibration for int8; equal ones mean equal scores.
+    `anew`: computed also for large files of which it is remembered.
 
     Errors: `WeightsError` also for int8 without a calibration, or with that of other weights.
     """
@@ -127,7 +133,8 @@ def fingerprint(models: Path, precision: Precision = "auto") -> dict[str, str]:
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     folders = {part: _config(models, part).parent for part in PARTS}
-    found = {part: part_digest(at, *([tokenizer] if part == "dnabert_s" else [])) for part, at in folders.items()}
+    further = {"dnabert_s": (tokenizer,)}
+    found = {part: part_digest(at, *further.get(part, ()), anew=anew) for part, at in folders.items()}
     if precision == "int8":
         if calibration(models)[1] != found["esm2"]:
             problem = "was made for other weights of ESM-2; make it anew with virnuc models quantize"
@@ -151,18 +158,30 @@ def calibration(models: Path) -> tuple[Calibration, str]:
         raise WeightsError(f"{path}: is no calibration for this ESM-2; make it with virnuc models quantize") from error
 
 
-def part_digest(folder: Path, *further: Path) -> str:
+def part_digest(folder: Path, *further: Path, anew: bool = False) -> str:
     """The digest of one part, wherever its folder lies: of its config, its weights and `further` files."""
     body = ""
     for file in (folder / "config.json", *_weights(folder), *further):
-        state = file.stat()
-        body += f"{file.name} {_digest(file.resolve(), state.st_size, state.st_mtime_ns)}\n"
+        at = file.stat()
+        state = at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
+        with _hashing:
+            body += f"{file.name} {_digest(file.resolve(), state, anew)}\n"
     return hashlib.sha256(body.encode()).hexdigest()
 
 
-@functools.cache  # in this process, while size and time stay the same
-def _digest(path: Path, size: int, changed_ns: int) -> str:
-    return sha256_of(path)
+@functools.cache
+def _digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
+    """The digest of a file in this state; of a large one it is remembered in the user's own folder for such things."""
+    kept = Path("~/.cache/virnuc/sha256", hashlib.sha256(f"{path} {state}".encode()).hexdigest())
+    with suppress(OSError, RuntimeError):  # RuntimeError: nobody's home
+        if not anew and re.fullmatch("[0-9a-f]{64}", found := kept.expanduser().read_text("ascii", "replace")):
+            return found
+    found = sha256_of(path)
+    if path.stat().st_size >= LARGE_BYTES:
+        with suppress(OSError, RuntimeError, VirnucError):
+            kept.expanduser().parent.mkdir(parents=True, exist_ok=True)
+            write_text_whole(kept.expanduser(), found)
+    return found
 
 
 def load_encoder(

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from virnuc_core.encoders import checkpoint
 from virnuc_core.encoders.checkpoint import (
     Checkpoint,
     check_models,
@@ -29,6 +30,7 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Sha
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.errors import WeightsError
+from virnuc_core.runfiles import sha256_of
 
 from .encoder_batches import dnas, packed, proteins
 
@@ -238,6 +240,44 @@ def test_a_fingerprint_follows_the_content(copied: Path, models: Path, part: str
     after = fingerprint(copied)
     changed = [name for name in ("esm2", "dnabert_s", "head") if before[name] != after[name]]
     assert changed == [part]
+
+
+def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(checkpoint, "LARGE_BYTES", 1)
+    hashed: list[str] = []
+
+    def counted(path: Path) -> str:
+        hashed.append(path.name)
+        return sha256_of(path)
+
+    def asked(*, anew: bool = False) -> tuple[dict[str, str], int]:
+        checkpoint._digest.cache_clear()  # as in another process
+        hashed.clear()
+        return fingerprint(copied, anew=anew), len(hashed)
+
+    monkeypatch.setattr(checkpoint, "sha256_of", counted)
+    before, files = asked()
+    assert files == 7
+    assert asked() == (before, 0)
+    assert asked(anew=True) == (before, files)
+    for kept in (tmp_path / "home/.cache/virnuc/sha256").iterdir():
+        kept.write_text("no digest")
+    assert asked() == (before, files)
+    weights = copied / "head" / "model.safetensors"
+    times, weights_bytes = weights.stat(), weights.read_bytes()
+    weights.write_bytes(weights_bytes[:-1] + bytes([weights_bytes[-1] ^ 1]))
+    os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had been done
+    after, count = asked()
+    assert (after["head"] != before["head"], count) == (True, 1)
+
+
+def test_digests_need_no_home(copied: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/proc/nowhere")
+    monkeypatch.setattr(checkpoint, "LARGE_BYTES", 1)
+    assert fingerprint(copied) == fingerprint(models)
 
 
 def test_the_tokenizer_is_part_of_the_fingerprint(copied: Path) -> None:
