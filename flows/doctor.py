@@ -1,16 +1,13 @@
 """`virnuc doctor`: is this machine sound? Packages, room, locks, server, driver, weights, and whether it computes."""
 
-import json
 import logging
 import os
-import platform
 import re
 import shutil
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from contextvars import Context
@@ -27,13 +24,11 @@ import pynvml
 import torch
 from cyclopts import Parameter
 from numpy.typing import NDArray
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 
-from flows.parameters import ROOTS, Json
+from flows.parameters import ROOTS
 from flows.start import nearest, prepare_prefect
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_all
+from virnuc_core.encoders.checkpoint import check_models, load_all
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.encoders.verify import Check, Verdict, embed
@@ -51,7 +46,6 @@ Scores = NDArray[np.float32]  # of all uniques, [n, 2]
 
 GIB: Final = 1 << 30
 DISK_FAIL, DISK_WARN = GIB, 20 * GIB  # a million reads of 150 bases leave some 13 GiB of embeddings
-HASHED_BYTES: Final = 2 * GIB  # more is hashed only when asked: it would take longer than all else
 MEMORY_NEEDED: Final = 16 * GIB  # ESM-2 3B in half precision, DNABERT-S, and batches of the stock budget
 FSYNC_WARN_S: Final = 0.5
 READS, LENGTH, SEED = 40, 200, 11  # of what is computed for a try
@@ -67,36 +61,27 @@ def doctor(
     out: Annotated[Path, Parameter(name=("--out", "-o"), help="where runs would be written")] = Path(),
     models: Annotated[Path | None, Parameter(env_var="VIRNUC_MODELS", help="models directory")] = None,
     devices: Annotated[str, Parameter(help="devices to compute on: cuda:0,cuda:1, cpu:2 or auto")] = "auto",
-    hashed: Annotated[bool, Parameter(name="--hash", negative=(), help="hash weights of any size")] = False,
     compute: Annotated[bool, Parameter(help="embed a tiny model on each device")] = True,
-    as_json: Json = False,
 ) -> int:
     """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0."""
     prepare_prefect()
     asked = {  # the cheap ones first
-        "packages": requirements(),
-        "tested versions": tested_versions(CONSTRAINTS),
+        "packages": tested_versions(CONSTRAINTS),
         "disk": room(out),
         "file locks": file_system(out),
         "device locks": locks(),
         "Prefect server": prefect_server(),
         "driver": driver_and_gpus(),
-        "weights": weights(models, hashed=hashed),
+        "weights": weights(models),
         "compute": computes(devices) if compute else iter(()),
     }
-    started, told = time.perf_counter(), []
+    started, counts = time.perf_counter(), Counter[Verdict]()
     for check in findings(asked):
-        told.append({"check": check.name, "verdict": check.verdict, "detail": check.detail})
-        if not as_json:
-            print(f"{MARKS[check.verdict]}  {check.name}: {check.detail}", flush=True)
-    seconds, counts = time.perf_counter() - started, Counter(check["verdict"] for check in told)
-    sound = not counts["fail"]
-    if as_json:
-        print(json.dumps({"sound": sound, "seconds": round(seconds, 2), "checks": told}, indent=2, ensure_ascii=False))
-    else:
-        said = f"{counts['fail']} failed, {counts['warn']} warnings, {seconds:.1f} s"
-        print(f"\nThis machine is {'sound' if sound else 'not sound'}: {said}")
-    return int(not sound)
+        counts[check.verdict] += 1
+        print(f"{MARKS[check.verdict]}  {check.name}: {check.detail}", flush=True)
+    said = f"{counts['fail']} failed, {counts['warn']} warnings, {time.perf_counter() - started:.1f} s"
+    print(f"\nThis machine is {'not sound' if counts['fail'] else 'sound'}: {said}")
+    return int(counts["fail"] > 0)
 
 
 def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
@@ -108,28 +93,9 @@ def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
             yield Check(name, "fail", str(error))
 
 
-def unless(problems: Iterable[str], name: str, fine: str, *, verdict: Verdict = "warn") -> Check:
-    """A check that is fine, or has this verdict and says what the problems are; an empty text is none."""
-    said = "; ".join(filter(None, problems))
-    return Check(name, verdict if said else "ok", said or fine)
-
-
-def requirements() -> Iterator[Check]:
-    """Do the bounds of virnuc hold for this Python and the packages?"""
-    try:
-        told = metadata.metadata("virnuc")
-    except metadata.PackageNotFoundError:
-        yield Check("packages", "warn", "virnuc is not installed here, so nothing says what it needs; pip install it")
-        return
-    bounds, python = told["Requires-Python"], platform.python_version()
-    fits: Verdict = "ok" if python in SpecifierSet(bounds) else "fail"
-    yield Check("Python", fits, f"{python} ({sys.executable}); wanted {bounds}")
-    every = map(Requirement, told.get_all("Requires-Dist") or ())
-    wanted = [one for one in every if one.marker is None or one.marker.evaluate({"extra": ""})]
-    here = [(one, version_of(one.name, ABSENT)) for one in wanted]
-    misfits = [(one, version) for one, version in here if version == ABSENT or version not in one.specifier]
-    broken = [f"{one.name} {version} (wanted {one.specifier})" for one, version in misfits]
-    yield unless(broken, "packages", f"{len(wanted)} requirements hold", verdict="fail")
+def unless(problem: str, name: str, fine: str, *, verdict: Verdict = "warn") -> Check:
+    """A check that is fine, or has this verdict and says what the problem is; an empty text is none."""
+    return Check(name, verdict if problem else "ok", problem or fine)
 
 
 def tested_versions(constraints: Path) -> Iterator[Check]:
@@ -137,12 +103,12 @@ def tested_versions(constraints: Path) -> Iterator[Check]:
     here = {name: version_of(name, ABSENT) for name in IMPORTANT}
     listed = ", ".join(f"{name} {version}" for name, version in here.items())
     if not constraints.is_file():
-        yield Check("tested versions", "not run", f"no constraints.txt beside this copy; {listed}")
+        yield Check("packages", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
-    apart = {name for name, version in here.items() if pins.get(name) not in (None, version.split("+")[0])}
-    other = [f"{name} {here[name]} (tested: {pins[name]})" for name in IMPORTANT if name in apart]
-    yield unless(other, "tested versions", listed)
+    apart = {name: pins[name] for name in here if pins.get(name) not in (None, here[name].split("+")[0])}
+    other = "; ".join(f"{name} {here[name]} (tested: {pin})" for name, pin in apart.items())
+    yield unless(other, "packages", listed)
 
 
 def prefect_server() -> Iterator[Check]:
@@ -185,8 +151,8 @@ def schedules(server: httpx.Client) -> Check:
         said = f"no run of {', '.join(idle)} is planned; look for errors of its scheduler in the server's log"
         return Check("Prefect scheduler", "fail", said)
     late = count(state={"name": {"any_": ["Late"]}})
-    problems = [f"{late} runs are late; is a worker of their pool at work?"] * bool(late)
-    return unless(problems, "Prefect scheduler", f"{len(active)} active schedules are planned, no run is late")
+    problem = f"{late} runs are late; is a worker of their pool at work?" * bool(late)
+    return unless(problem, "Prefect scheduler", f"{len(active)} active schedules are planned, no run is late")
 
 
 def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
@@ -204,7 +170,7 @@ def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
         f"runs may name any path this account can open: set {ROOTS}": not os.environ.get(ROOTS),
     }
     fine = f"{'open to this machine only' if here else 'TLS'}, {'no password' if answers_anybody else 'a password'}"
-    yield unless((said for said, so in problems.items() if so), "Prefect doors", fine)
+    yield unless("; ".join(said for said, so in problems.items() if so), "Prefect doors", fine)
 
 
 def _is_loopback(host: str) -> bool:
@@ -213,7 +179,7 @@ def _is_loopback(host: str) -> bool:
 
 def driver_and_gpus() -> Iterator[Check]:
     """NVML, the driver and the CUDA that torch was built for; then each visible GPU."""
-    built = torch.version.cuda
+    built, problem = torch.version.cuda, ""
     try:
         pynvml.nvmlInit()
         version, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
@@ -223,34 +189,34 @@ def driver_and_gpus() -> Iterator[Check]:
         said = f"no NVIDIA driver is visible ({error}); virnuc computes on CPU cores"
         yield Check("driver", "warn" if built else "ok", said)
         return
-    text, problem = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs", ""
+    text = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs; torch is for {built}"
     if built is None:
-        problem = ": a torch without CUDA; install one that has it"
+        problem = f"{text}: a torch without CUDA; install one that has it"
     elif supported // 1000 < int(built.split(".")[0]):
-        problem = f": the driver is too old for CUDA {built}"
+        problem = f"{text}: the driver is too old for CUDA {built}"
     elif not torch.cuda.is_available():
-        problem = ": torch cannot start CUDA here"
-    yield Check("driver", "fail" if problem else "ok", f"{text}; torch is for {built}{problem}")
+        problem = f"{text}: torch cannot start CUDA here"
+    yield unless(problem, "driver", text, verdict="fail")
     if count and not problem:
         yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
 
 
 def gpu_finding(name: str, gpu: Any) -> Check:
     """One GPU, as nvitop tells of it."""
-    total, free = int(gpu.memory_total()), int(gpu.memory_free())
+    total, free, problem = int(gpu.memory_total()), int(gpu.memory_free()), ""
     others = [str(process.pid) for process in gpu.processes().values() if process.pid != os.getpid()]
-    text, problem = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free", ""
+    text = f"{gpu.name()}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, utilisation {gpu.gpu_utilization()} %"
     if others:
-        problem = f"; {len(others)} other processes compute here ({', '.join(others[:5])})"
+        problem = f"{text}; {len(others)} other processes compute here ({', '.join(others[:5])})"
     elif free < MEMORY_NEEDED:
-        problem = f"; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB"
-    return Check(name, "warn" if problem else "ok", f"{text}, utilisation {gpu.gpu_utilization()} %{problem}")
+        problem = f"{text}; ESM-2 3B at the stock token budget wants {MEMORY_NEEDED / GIB:.0f} GiB"
+    return unless(problem, name, text)
 
 
 def locks() -> Iterator[Check]:
     """Devices that virnuc runs hold on this machine."""
     held = [f"{name} ({holder})" for name in held_devices() if (holder := device_holder(name))]
-    yield unless([", ".join(held)], "device locks", "no device is held by a run")
+    yield unless(", ".join(held), "device locks", "no device is held by a run")
 
 
 def room(folder: Path) -> Iterator[Check]:
@@ -281,19 +247,13 @@ def file_system(folder: Path) -> Iterator[Check]:
         yield Check("commits", "warn" if seconds > FSYNC_WARN_S else "ok", said)
 
 
-def weights(models: Path | None, *, hashed: bool) -> Iterator[Check]:
-    """Is the models directory whole, and what are the digests of its parts?"""
+def weights(models: Path | None) -> Iterator[Check]:
+    """Is the models directory whole?"""
     if models is None:
         yield Check("weights", "not run", "no models directory named (--models, VIRNUC_MODELS)")
         return
     check_models(models)
-    size = sum(path.stat().st_size for path in models.glob("*/*.safetensors"))
-    yield Check("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit ({size / GIB:.2f} GiB)")
-    if size > HASHED_BYTES and not hashed:
-        yield Check("weights sha256", "not run", f"{size / GIB:.1f} GiB take a while; --hash does it")
-        return
-    prints = fingerprint(models).items()
-    yield Check("weights sha256", "ok", ", ".join(f"{part} {digest[:16]}" for part, digest in prints))
+    yield Check("weights", "ok", f"{models}: esm2, dnabert_s and head are there and fit")
 
 
 def computes(devices: str) -> Iterator[Check]:
@@ -316,40 +276,37 @@ def computes(devices: str) -> Iterator[Check]:
         with ThreadPoolExecutor(max_workers=len(found)) as threads:
             running = [(device, threads.submit(scored, device)) for device in found]
             reference = _reference(models, OrfStore.open(store))
-    answers = []
+    answers: dict[Device, Scores] = {}
     for device, future in running:
         try:
-            answers.append((device, future.result()))
+            answers[device] = future.result()
+            yield judge(device, reference, answers[device])
         except VirnucError as error:
             taken = isinstance(error, DeviceError)  # another run's device is no fault of the machine
             yield Check(f"compute {device.id}", "warn" if taken else "fail", str(error))
-        else:
-            yield judge(device, reference, answers[-1][1])
     yield from together(answers)
 
 
 def judge(device: Device, reference: Scores, answer: Scores) -> Check:
     """One device's scores beside the reference's."""
     # of P(virus): float32 sums in another order; half precision has a thousandth of the digits
-    tolerance = 5e-3 if device.kind == "cuda" else 1e-5
+    name, tolerance = f"compute {device.id}", 5e-3 if device.kind == "cuda" else 1e-5
     if reference.shape != answer.shape or np.isnan(answer).any():
-        return Check(f"compute {device.id}", "fail", "scores are missing")
+        return Check(name, "fail", "scores are missing")
     apart = float(np.abs(reference.astype(np.float64) - answer).max(initial=0.0))
-    same = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
-    fine = apart <= tolerance
-    what = f"{'equals' if fine else 'DIFFERS from'} the float32 reference {same}"
-    text = f"{device.name}: {len(answer)} sequences, end to end, {what}"
-    return Check(f"compute {device.id}", "ok" if fine else "fail", text)
+    how = "bit for bit" if reference.tobytes() == answer.tobytes() else f"to {apart:.1e} (allowed {tolerance:.0e})"
+    text, what = f"{device.name}: {len(answer)} sequences, end to end,", f"the float32 reference {how}"
+    return unless(f"{text} DIFFERS from {what}" * (apart > tolerance), name, f"{text} equals {what}", verdict="fail")
 
 
-def together(found: Sequence[tuple[Device, Scores]]) -> Iterator[Check]:
+def together(found: Mapping[Device, Scores]) -> Iterator[Check]:
     """Do devices of one name give the same bytes? Nothing is said of a name that stands alone."""
-    for name in dict.fromkeys(device.name for device, _ in found):
-        (first, scores), *others = [(device, answer) for device, answer in found if device.name == name]
+    for name in dict.fromkeys(device.name for device in found):
+        first, *others = [device for device in found if device.name == name]
         if others:
-            odd = ", ".join(device.id for device, answer in others if answer.tobytes() != scores.tobytes())
-            problems, fine = [odd and f"{odd} not equal to {first.id}"], f"{len(others) + 1} agree bit for bit"
-            yield unless(problems, f"devices agree: {name}", fine, verdict="fail")
+            odd = ", ".join(one.id for one in others if found[one].tobytes() != found[first].tobytes())
+            problem, fine = odd and f"{odd} not equal to {first.id}", f"{len(others) + 1} agree bit for bit"
+            yield unless(problem, f"devices agree: {name}", fine, verdict="fail")
 
 
 def _reference(models: Path, orfs: OrfStore) -> Scores:

@@ -7,23 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import Annotated, Any, Final, Literal, Self
 from uuid import UUID
 
 from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, RunSettings, command
-from flows.start import Ending, prepare_prefect, say, starts, writable
+from flows.start import prepare_prefect, say, starts, writable
 from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import DATED, LATEST, keep_newest
 
-if TYPE_CHECKING:
-    from prefect.client.schemas.objects import State
-
-CRITERION_FAILED, NOT_JUDGED = 5, 7
-NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
 
 
@@ -45,9 +40,7 @@ class InboxSettings(VerdictSpec, FlowSettings):
         Ledger(self.inbox, self.out)
 
 
-predict_inbox = starts(
-    "flows.predict_inbox:predict_inbox", InboxSettings, ending=lambda of, _: Ending({"Fates": of.out / "inbox.tsv"})
-)
+predict_inbox = starts("flows.predict_inbox:predict_inbox", InboxSettings, facts={"Fates": "{of.out}/inbox.tsv"})
 
 
 class MeasureSettings(RunSettings):
@@ -129,30 +122,13 @@ class ValidateSettings(MeasureSettings):
         return profile.model_copy(update={"baseline": profile.baseline.model_copy(update=given)})
 
 
-def _judged(settings: ValidateSettings, state: "State[Any]") -> Ending:
-    folder = settings.newest / "report"
-    facts = {"Report": folder / "report.html", "In the UI": _in_the_ui(state.state_details.flow_run_id)}
-    code = _missed(state) or (NOT_JUDGED if state.result().outcome == "not judged" else 0)
-    return Ending(facts, (folder / "report.txt").read_text(encoding="utf-8"), code)
-
-
-validate = starts("flows.validate:validate", ValidateSettings, "reads", ending=_judged)
-
-
-def _missed(state: "State[Any]") -> int:
-    return CRITERION_FAILED if state.name in (NOT_MET, REJECTED) else 0
-
-
-def _in_the_ui(flow_run_id: UUID | None) -> str:
-    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
-
-    from tasks.server import connection
-
-    address, run, first = PREFECT_UI_URL.value(), f"/runs/flow-run/{flow_run_id}", ""
-    if connection.embedded is not None:
-        home = "" if PREFECT_HOME.value() == Path.home() / ".prefect" else f"PREFECT_HOME={PREFECT_HOME.value()} "
-        address, first = "http://127.0.0.1:4200", f"{home}prefect server start, then "
-    return f"{first}{address}{run}"
+validate = starts(
+    "flows.validate:validate",
+    ValidateSettings,
+    "reads",
+    facts={"Report": "{of.newest}/report/report.html", "In the UI": "{ui}"},
+    text="{of.newest}/report/report.txt",
+)
 
 
 class ScaleSettings(MeasureSettings):
@@ -162,12 +138,7 @@ class ScaleSettings(MeasureSettings):
     repeats: int = Field(1, ge=1, le=20, description="runs on each number of devices; their median counts")
 
 
-scale = starts(
-    "flows.validate:scale",
-    ScaleSettings,
-    "reads",
-    ending=lambda of, state: Ending({"Report": of.newest / "report" / "report.html"}, code=_missed(state)),
-)
+scale = starts("flows.validate:scale", ScaleSettings, "reads", facts={"Report": "{of.newest}/report/report.html"})
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
 Tokens = Annotated[int, Field(ge=64)]
 Loaders = Annotated[int, Field(ge=0, le=64)]
@@ -204,11 +175,12 @@ class TuneSettings(RunSettings):
         return {name: values for name, values in lists.items() if values}
 
 
-def _tuned(settings: TuneSettings, _: "State[Any]") -> Ending:
-    return Ending({"Use it": f"--settings {settings.out / 'settings.toml'}", "All figures": settings.out / "tune.json"})
-
-
-tune = starts("flows.tools:tune", TuneSettings, "reads", ending=_tuned)
+tune = starts(
+    "flows.tools:tune",
+    TuneSettings,
+    "reads",
+    facts={"Use it": "--settings {of.out}/settings.toml", "All figures": "{of.out}/tune.json"},
+)
 
 
 class ProfileSettings(RunSettings):
@@ -222,12 +194,8 @@ class ProfileSettings(RunSettings):
     max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
 
 
-def _profiled(settings: ProfileSettings, _: "State[Any]") -> Ending:
-    tables = settings.out / "telemetry" / "traces" / "profile.md"
-    return Ending({"Tables": tables}, tables.read_text(encoding="utf-8"))
-
-
-profile = starts("flows.tools:profile", ProfileSettings, "reads", ending=_profiled)
+_TABLES: Final = "{of.out}/telemetry/traces/profile.md"
+profile = starts("flows.tools:profile", ProfileSettings, "reads", facts={"Tables": _TABLES}, text=_TABLES)
 
 
 class OverheadSettings(FlowSettings):
@@ -247,10 +215,7 @@ class OverheadSettings(FlowSettings):
 
 
 overhead = starts(
-    "flows.tools:overhead",
-    OverheadSettings,
-    "out",
-    ending=lambda settings, _: Ending({"All figures": settings.out / "checkpoint_overhead.json"}),
+    "flows.tools:overhead", OverheadSettings, "out", facts={"All figures": "{of.out}/checkpoint_overhead.json"}
 )
 
 
@@ -278,15 +243,9 @@ class TrainSettings(TrainSpec, RunSettings):
             raise ConfigError("coding_only: the annotation needs the sequences it is of; give --genomes")
 
 
-def _trained(settings: TrainSettings, _: "State[Any]") -> Ending:
-    installed = settings.install or settings.install_anyway
-    head = f"{settings.models / 'head'} (installed)" if installed else settings.out / "head"
-    return Ending({"Head": head, "Figures": settings.out / "train.html"})
-
-
-train = starts("flows.tools:train", TrainSettings, "reads", ending=_trained)
-
-
+train = starts(
+    "flows.tools:train", TrainSettings, "reads", facts={"Head": "{of.out}/head", "Figures": "{of.out}/train.html"}
+)
 YesOrNo = Literal["yes", "no"]
 
 

@@ -1,6 +1,5 @@
 """Commands that start no flow: reads and weights to begin with, what finished runs say, what this machine has."""
 
-import json
 import os
 import sys
 from collections.abc import Iterable
@@ -352,18 +351,14 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
     return code
 
 
-def devices(*, as_json: Json = False) -> int:
+def devices() -> int:
     """The devices of this machine, as --devices wants them."""
     from virnuc_core.engine.devices import cpu_name, visible_gpus
 
     gpus = visible_gpus()
     cores = len(os.sched_getaffinity(0))
-    found = [{"devices": f"cuda:{i}", "name": gpu.name, "id": gpu.id} for i, gpu in enumerate(gpus)]
-    found.append({"devices": f"cpu:{cores}", "name": cpu_name(), "id": f"{cores} cores this process may use"})
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return 0
-    show(("--devices", "name", "id"), (row.values() for row in found))
+    rows = [(f"cuda:{number}", gpu.name, gpu.id) for number, gpu in enumerate(gpus)]
+    show(("--devices", "name", "id"), [*rows, (f"cpu:{cores}", cpu_name(), f"{cores} cores this process may use")])
     if not gpus:
         print("No NVIDIA driver or GPU is visible; virnuc computes on CPU cores.")
     return 0

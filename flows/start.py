@@ -17,11 +17,11 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
@@ -37,7 +37,8 @@ if TYPE_CHECKING:
 
     from virnuc_core.reads.fast_parser import OnError
 
-PARTIAL: Final = 6  # done, but some rows had to be set aside
+PARTIAL, CRITERION_FAILED, NOT_JUDGED = 6, 5, 7  # exit codes; the first: some rows had to be set aside
+NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
 HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
 ANSWERS_S: Final = 10.0  # a disk that is there
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
@@ -54,33 +55,51 @@ uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.arg
 """
 
 
-class Ending(NamedTuple):
-    """What a command says of a flow's end."""
-
-    facts: dict[str, object]  # below the state's message: where something is
-    text: str = ""  # above it; not in JSON
-    code: int = 0
-
-
 def starts(
-    flow: str, model: type[BaseModel], *positional: str, ending: Callable[[Any, "State[Any]"], Ending]
+    flow: str, model: type[BaseModel], *positional: str, facts: Mapping[str, str], text: str = ""
 ) -> Callable[..., int]:
-    """The command that runs `module:flow` by hand, with the model's fields as options, and says its ending."""
+    """The command that runs `module:flow` by hand, with the model's fields as options, and says its end: what the file
+    `text` holds (not in JSON), the state's message, and `facts`; these name settings (`{of.out}`), and `{ui}` the run's
+    page in the UI."""
 
     @command(create_model(model.__name__, __base__=(model, OnTerminal)), *positional)
     def started(settings: Any) -> int:
         state = by_hand(flow, settings)
-        facts, text, code = ending(settings, state)
+        code, page = exit_code(state), _in_the_ui(state.state_details.flow_run_id)
+        told = {name: fact.format(of=settings, ui=page) for name, fact in facts.items()}
         if settings.as_json:
             data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
-            told = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
-            told |= {name.lower().replace(" ", "_"): fact for name, fact in facts.items()}
-            say(json.dumps(told, indent=2, default=str))
-        else:
-            say(*filter(None, [text, state.message]), *(f"{name}: {fact}" for name, fact in facts.items()))
+            body = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
+            say(json.dumps(body | {name.lower().replace(" ", "_"): fact for name, fact in told.items()}, indent=2))
+            return code
+        if text:
+            say(Path(text.format(of=settings)).read_text(encoding="utf-8"))
+        say(state.message, *(f"{name}: {fact}" for name, fact in told.items()))
         return code
 
     return started
+
+
+def exit_code(state: "State[Any]") -> int:
+    """A flow's, by how it ended: 0, or one of those above."""
+    if state.name in (NOT_MET, REJECTED):
+        return CRITERION_FAILED
+    found = state.result()
+    if getattr(found, "outcome", "") == "not judged":
+        return NOT_JUDGED
+    return PARTIAL if getattr(found, "fates", {}).get("failed") else 0
+
+
+def _in_the_ui(flow_run_id: object) -> str:
+    from prefect.settings import PREFECT_HOME, PREFECT_UI_URL
+
+    from tasks.server import connection
+
+    address, run, first = PREFECT_UI_URL.value(), f"/runs/flow-run/{flow_run_id}", ""
+    if connection.embedded is not None:
+        home = "" if PREFECT_HOME.value() == Path.home() / ".prefect" else f"PREFECT_HOME={PREFECT_HOME.value()} "
+        address, first = "http://127.0.0.1:4200", f"{home}prefect server start, then "
+    return f"{first}{address}{run}"
 
 
 class PredictOptions(PredictSettings):
@@ -89,12 +108,7 @@ class PredictOptions(PredictSettings):
     no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
 
 
-predict = starts(
-    "flows.predict:predict",
-    PredictOptions,
-    "reads",
-    ending=lambda of, state: Ending({"Results": of.out}, code=PARTIAL if state.result().fates["failed"] else 0),
-)
+predict = starts("flows.predict:predict", PredictOptions, "reads", facts={"Results": "{of.out}"})
 
 
 def by_hand(flow: str, settings: Any) -> "State[Any]":

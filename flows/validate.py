@@ -21,7 +21,7 @@ from prefect.flow_runs import pause_flow_run
 from prefect.states import Completed, Failed
 
 from flows import start
-from flows.flow_commands import NOT_MET, REJECTED, MeasureSettings, ScaleSettings, ValidateSettings
+from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, stage_input, with_parameters
 from flows.tools import tune_round, tuned
 from tasks import measure as steps
@@ -104,7 +104,7 @@ def ended(
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
     if verdict != "rejected" and judged.outcome != "failed":
         return done(result, message)
-    name = REJECTED if verdict == "rejected" else NOT_MET
+    name = start.REJECTED if verdict == "rejected" else start.NOT_MET
     if settings.fail_on_criteria:
         return Failed(name=name, message=message, data=NotMetError(message))
     return Completed(name=name, message=message, data=result)

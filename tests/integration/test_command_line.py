@@ -208,7 +208,7 @@ def test_models_simulate_devices_and_profiles(tmp_path: Path, capsys: pytest.Cap
     with gzip.open(tmp_path / "r.fastq.gz", "rt") as handle:
         assert sum(1 for _ in handle) == 40
     assert inside(capsys, "simulate", tmp_path / "r.odd")[0] == 2
-    assert json.loads(inside(capsys, "devices", "--json")[1])[-1]["devices"].startswith("cpu:")
+    assert "cpu:" in inside(capsys, "devices")[1]
     assert "ci-smoke" in inside(capsys, "profiles")[1]
     assert inside(capsys, "profiles", "absent")[0] == 2
 
