@@ -12,7 +12,7 @@ from collections.abc import Collection
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from virnuc_core.runfiles import Device, ModelFlops, RunSummary, digest, read_or
 from virnuc_core.telemetry.live import pipeline_summary
 from virnuc_core.telemetry.log import ended, read_journal, write_telemetry
 from virnuc_core.telemetry.tables import StageClock
+
+if TYPE_CHECKING:
+    from virnuc_core.engine.cluster import Cluster
 
 LINE_BYTES: Final = 40  # of a line in the result files, without the id
 ERROR: Final = re.compile(r"error\b|\b(critical|fatal|traceback|segmentation fault|core dumped)\b", re.IGNORECASE)
@@ -119,16 +122,20 @@ def workers_for(
 ) -> Pool:
     """Workers for runs that are not staged yet, `warm` or not; `keep`: for several of them. Those of a `cluster` must
     see the folder `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
-    workers = None
     if cluster is not None and cluster.cluster is not None:
-        try:
-            from virnuc_core.engine.cluster import ClusterWorkers  # few runs need it
-        except ModuleNotFoundError as error:
-            raise ConfigError(f"cluster {cluster.cluster} needs {error.name}; install virnuc[cluster]") from error
-        workers = ClusterWorkers(WORKER, cluster, (models, devices, engine), out)
-    found = workers.devices if workers else resolve(devices)
+        return nodes_of(cluster, (models, devices, engine), out).pool(keep=keep, warm=warm)
+    found = resolve(devices)
     specs = worker_specs(models, found, resolve_engine(engine, found[0].kind))
-    return Pool(specs, workers or local_workers(WORKER, specs), keep=keep, warm=warm)
+    return Pool(specs, local_workers(WORKER, specs), keep=keep, warm=warm)
+
+
+def nodes_of(spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path) -> "Cluster":
+    """The nodes of a cluster for `given` models, devices and engine. Errors: `DeviceError`, `ConfigError`."""
+    try:
+        from virnuc_core.engine.cluster import Cluster  # few runs need it
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]") from error
+    return Cluster(spec, given, out)
 
 
 def model_length(models: Path) -> int:

@@ -30,7 +30,7 @@ import h5py
 from virnuc_core.config import ClusterSpec, Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine import node
-from virnuc_core.engine.process import Message, Ready, worker_specs
+from virnuc_core.engine.process import Message, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, JobSpec, ShardTask
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.log import journal
@@ -57,16 +57,16 @@ class Sleeping(node.Node):
 
     async def tell(self, orders: str) -> None:
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        for order in map(node.Order.model_validate, json.loads(orders)):
-            if order.start is not None:
-                self.names[order.child] = order.start.device.id
-                record = {"device": order.start.device.id, "pid": order.child, "started_s": now, "ready_s": 0.0}
-                self.said.put_nowait((order.child, Ready(record=record).line()))
-            elif order.line is not None and isinstance(task := Message.of(order.line), ShardTask):
-                began_s = max(now, self.free_s.get(order.child, now))
-                self.free_s[order.child] = began_s + self.sleep_s
-                line = answer(task, self.names[order.child], began_s, self.sleep_s).line()
-                loop.call_later(began_s + self.sleep_s - now, self.said.put_nowait, (order.child, line))
+        for child, line, _ in json.loads(orders):
+            if isinstance(message := Message.of(line), WorkerSpec):
+                self.names[child] = message.device.id
+                record = {"device": message.device.id, "pid": child, "started_s": now, "ready_s": 0.0}
+                self.said.put_nowait((child, Ready(record=record).line()))
+            elif isinstance(message, ShardTask):
+                began_s = max(now, self.free_s.get(child, now))
+                self.free_s[child] = began_s + self.sleep_s
+                said = answer(message, self.names[child], began_s, self.sleep_s).line()
+                loop.call_later(began_s + self.sleep_s - now, self.said.put_nowait, (child, said))
 
     async def hear(self) -> str:
         said = []
@@ -104,8 +104,7 @@ async def serve(nodes: int, devices: int, sleep_s: float, folder: Path) -> None:
 
 def sleepers(options: argparse.Namespace, folder: Path) -> None:
     """Print how many shards a second the submitting side hears of, hands out and notes."""
-    from virnuc_core.engine.cluster import ClusterWorkers
-    from virnuc_core.engine.pool import Pool
+    from virnuc_core.engine.cluster import Cluster
 
     words = [sys.executable, __file__, "serve", "--nodes", options.nodes, "--devices", options.devices]
     words += ["--sleep-s", options.sleep_s, "--folder", folder]
@@ -116,11 +115,10 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         init_random(folder / "models", "tiny", "tiny", seed=1)
         engine, run = EngineSpec(precision="fp16"), folder / "run"
         spec = ClusterSpec(cluster=(folder / "address").read_text(), nodes=str(options.nodes))
-        workers = ClusterWorkers("none", spec, (folder / "models", Devices.parse("auto"), engine), run)
+        pool = Cluster(spec, (folder / "models", Devices.parse("auto"), engine), run).pool()
         job = JobSpec(run=str(run), store="none", reads="none")
         tasks = [ShardTask(job=job, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
-        specs, heard = worker_specs(folder / "models", workers.devices, engine), list[float]()
-        began_s = time.process_time()
+        specs, heard, began_s = pool.specs, list[float](), time.process_time()
         with ExitStack() as held:
             ids = [one.device.id for one in specs]
             keep = held.enter_context(journal(folder / "journal", time.monotonic(), datetime.now(UTC), ids))
@@ -129,7 +127,7 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
                 keep(noted)
                 heard.append(time.monotonic())
 
-            held.enter_context(Pool(specs, workers)).compute(tasks, run / "logs", note)
+            held.enter_context(pool).compute(tasks, run / "logs", note)
         whole_s = heard[-1] - heard[0]
         rates = sorted(1000 / (b - a) for a, b in zip(heard[::1000], heard[1000::1000], strict=False))
         cost_ms = 1e3 * (time.process_time() - began_s) / len(heard)

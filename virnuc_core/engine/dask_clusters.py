@@ -5,7 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -22,6 +22,7 @@ from virnuc_core.errors import ConfigError, DeviceError
 
 ANSWER_S: Final = 10.0  # a scheduler that is there
 START_S: Final = 60.0  # of a scheduler here
+LOOK_S: Final = 0.1
 HERE: Final = "127.0.0.1"
 ENCRYPTED: Final = "distributed.comm.require-encryption"
 # a scheduler or nanny of our own, bound to this process. Arguments: its parent's number, which of them, its options
@@ -41,35 +42,25 @@ async def connect(spec: ClusterSpec, wanted: Callable[[], int]) -> AsyncIterator
     `wanted` says, now and then, how many nodes there is work for. Errors: `DeviceError`, `ConfigError`.
     """
     name, fewest, most = spec.cluster or "", *([int(n) for n in spec.nodes.split(":")] * 2)[:2]
-    if name.startswith("local:"):
-        with tempfile.TemporaryDirectory(prefix="virnuc-cluster-") as folder:
-            async with _local(int(name.partition(":")[2]), Path(folder)) as file, _client(name, file) as client:
-                yield client, int(name.partition(":")[2])
-    elif "://" in name:
-        async with _client(name, name) as client:
-            yield client, fewest
-    else:
-        async with _batch_system(Path(name)) as cluster:
+    async with AsyncExitStack() as held:
+        where: dict[str, Any] = {"address": name}
+        if name.startswith("local:"):
+            fewest = int(name.partition(":")[2])
+            where = {"scheduler_file": str(await held.enter_async_context(_local(fewest)))}
+        elif "://" not in name:
+            cluster = where["address"] = await held.enter_async_context(_batch_system(Path(name)))
             limits = {"minimum_jobs": fewest, "maximum_jobs": max(fewest, most), "interval": "2s"}
             cluster.adapt(Adaptive=type("ByShards", (_ByShards,), {"wanted": staticmethod(wanted)}), **limits)
-            async with _client(name, cluster) as client:
-                yield client, fewest
-
-
-@asynccontextmanager
-async def _client(name: str, where: Any) -> AsyncIterator[Any]:
-    how = {"scheduler_file": str(where)} if isinstance(where, Path) else {"address": where}
-    told = {"asynchronous": True, "direct_to_workers": True, "set_as_default": False, "timeout": ANSWER_S}
-    try:
-        client = await Client(**how, **told)
-    except (OSError, TimeoutError, TypeError, ValueError) as error:
-        problem = f"no Dask scheduler answers there ({type(error).__name__}: {error}); start one, or mend the address"
-        raise DeviceError(f"cluster {name}: {problem}") from error
-    try:
-        with client.as_current():  # by which actors find it
-            yield client
-    finally:
-        await client.close()
+        told = {"asynchronous": True, "direct_to_workers": True, "set_as_default": False, "timeout": ANSWER_S}
+        try:
+            client = await held.enter_async_context(Client(**where, **told))
+        except (OSError, TimeoutError, TypeError, ValueError) as error:
+            problem = (
+                f"no Dask scheduler answers there ({type(error).__name__}: {error}); start one, or mend the address"
+            )
+            raise DeviceError(f"cluster {name}: {problem}") from error
+        held.enter_context(client.as_current())  # by which actors find it
+        yield client, fewest
 
 
 class _ByShards(Adaptive):  # type: ignore[misc]  # Dask is not type-checked here
@@ -118,38 +109,36 @@ async def _batch_system(file: Path) -> AsyncIterator[Any]:
 
 
 @asynccontextmanager
-async def _local(nodes: int, folder: Path) -> AsyncIterator[Path]:
+async def _local(nodes: int) -> AsyncIterator[Path]:
     """A scheduler and Dask workers of one thread each on this machine, as processes that end with this one; its GPUs
-    are dealt out to them."""
-    file, common = folder / "scheduler.json", ["--host", HERE, "--no-dashboard", "--scheduler-file"]
-    commands, gpus = [(["scheduler", *common, str(file), "--port", "0"], dict(os.environ))], visible_gpus()
-    for node in range(nodes):
-        named = ["--name", f"local-{node}", "--nthreads", "1", "--memory-limit", "0", "--local-directory", str(folder)]
-        own = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])} if gpus else {}
-        commands.append((["worker", *common, str(file), *named], {**os.environ, **own}))
-    started = []
-    with (folder / "log").open("w") as log:
+    are dealt out to them. The scheduler's file."""
+    with tempfile.TemporaryDirectory(prefix="virnuc-cluster-") as folder:
+        file, said = Path(folder) / "scheduler.json", Path(folder) / "log"
+        common = ["--host", HERE, "--no-dashboard", "--scheduler-file", str(file)]
+        commands, gpus = [(["scheduler", *common, "--port", "0"], dict[str, str]())], visible_gpus()
+        for node in range(nodes):
+            named = ["--name", f"local-{node}", "--nthreads", "1", "--memory-limit", "0", "--local-directory", folder]
+            own = {"CUDA_VISIBLE_DEVICES": ",".join(gpu.id for gpu in gpus[node::nodes])} if gpus else {}
+            commands.append((["worker", *common, *named], own))
+        started = []
         try:
             for words, own in commands:
                 program = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *words]
-                begun = asyncio.create_subprocess_exec(
-                    *program, stdout=log, stderr=log, env=own, start_new_session=True
-                )
-                started.append(await begun)
-            async with asyncio.timeout(START_S):
-                while not file.exists():
-                    if started[0].returncode is not None:
-                        raise TimeoutError
-                    await asyncio.sleep(0.1)
+                with said.open("a") as log:
+                    how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
+                    started.append(psutil.Popen(program, env={**os.environ, **own}, **how))
+            for _ in range(int(START_S / LOOK_S)):
+                if file.exists() or started[0].poll() is not None:
+                    break
+                await asyncio.sleep(LOOK_S)
+            if not file.exists():
+                last = said.read_text(errors="replace").strip().splitlines()[-1:]
+                raise DeviceError(f"a scheduler of this machine's own does not start: {' '.join(last)}")
             yield file
-        except TimeoutError as error:
-            said = (folder / "log").read_text(errors="replace").strip().splitlines()[-1:]
-            raise DeviceError(f"a scheduler of this machine's own does not start: {' '.join(said)}") from error
         finally:
-            for process in started:
+            living = [process for process in started if process.poll() is None]
+            for one in [one for process in living for one in (*process.children(recursive=True), process)]:
                 with suppress(psutil.Error):  # a nanny's own is not ended by its death where it is stopped
-                    for child in psutil.Process(process.pid).children(recursive=True):
-                        child.kill()
-                with suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
+                    one.kill()
+            for process in started:
+                process.wait()

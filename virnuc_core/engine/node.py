@@ -36,14 +36,17 @@ DEVICE_WAIT_S: Final = 30.0  # for a GPU whose former worker is being ended
 MESSAGES: Final = shards.__name__  # imported here: its messages are read here
 
 
-class Order(Spec):
-    """What the submitting side wants of one worker process; what is not set is not wanted."""
+class End(Message):
+    """To a worker process's node: end it, with so much time for what it is at."""
 
-    child: int
-    start: WorkerSpec | None = None
-    log: str | None = None  # file for its standard error; empty: none for now
-    line: str | None = None  # a message for it
-    end_s: float | None = None  # end it, with so much time for what it is at
+    grace_s: float
+
+
+class Ended(Message):
+    """A node's last word on a worker process, in the place of `Closed`."""
+
+    status: int
+    last_words: str
 
 
 class Told(Spec):
@@ -52,7 +55,6 @@ class Told(Spec):
     now_s: float
     said: tuple[tuple[int, str], ...] = ()  # messages of its worker processes, in order
     still_s: dict[int, float] = Field({})  # how long each has done nothing
-    ended: dict[int, tuple[int, str]] = Field({})  # status and last words
     samples: tuple[DeviceSample, ...] = ()
 
 
@@ -74,7 +76,6 @@ class Node:
         self._workers = LocalWorkers(module)
         self._starter = ThreadPoolExecutor(1)  # lives as long as the process: to the kernel it is the parent
         self._children: dict[int, Child] = {}
-        self._numbers: dict[Child, int] = {}
         self._sampled: list[str] = []
         self._read: Any = None
         self._local_models: str | None = None
@@ -123,18 +124,16 @@ class Node:
         await asyncio.get_running_loop().run_in_executor(self._starter, self._follow, orders)
 
     def _follow(self, orders: str) -> None:
-        for order in map(Order.model_validate, json.loads(orders)):
-            child = self._children.get(order.child)
-            if order.start is not None:
-                child = self._children[order.child] = self._workers.start(self._here(order.start))
-                self._numbers[child] = order.child
-            assert child is not None
-            if order.log is not None:
-                child.log = Path(order.log) if order.log else None
-            if order.line is not None:
-                child.send(Message.of(order.line))
-            if order.end_s is not None:
-                threading.Thread(target=child.end, args=(order.end_s,)).start()
+        for number, line, log in json.loads(orders):
+            message = Message.of(line)
+            if isinstance(message, WorkerSpec):
+                self._children[number] = self._workers.start(self._here(message))
+            elif (child := self._children.get(number)) is not None:  # else it has ended, as will be heard
+                child.log = Path(log) if log else None
+                if isinstance(message, End):
+                    threading.Thread(target=child.end, args=(message.grace_s,)).start()
+                else:
+                    child.send(message)
 
     def _here(self, spec: WorkerSpec) -> WorkerSpec:
         """A worker's settings as they are here."""
@@ -149,20 +148,18 @@ class Node:
         return await asyncio.to_thread(self._collect)
 
     def _collect(self) -> str:
-        said, ended = [], {}
+        said = []
         if (received := self._workers.receive(HEAR_S)) is not None:
             time.sleep(GATHER_S)
         while received is not None:
             child, message = received
-            number = self._numbers[child]
+            number = next(number for number, one in list(self._children.items()) if one is child)
             if isinstance(message, Closed):
-                ended[number] = child.end(0.5), child.last_words
+                message = Ended(status=child.end(0.5), last_words=child.last_words)
                 del self._children[number]
-            else:
-                said.append((number, message.line()))
+            said.append((number, message.line()))
             received = self._workers.receive(0)
         now_s = time.monotonic()
         still_s = {number: now_s - child.progress_s for number, child in list(self._children.items())}
         samples = [self._read(uuid, now_s) for uuid in self._sampled] if self._read else []
-        told = Told(now_s=now_s, said=tuple(said), still_s=still_s, ended=ended, samples=tuple(samples))
-        return told.model_dump_json()
+        return Told(now_s=now_s, said=tuple(said), still_s=still_s, samples=tuple(samples)).model_dump_json()
