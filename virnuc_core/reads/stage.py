@@ -7,11 +7,12 @@ import shutil
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import psutil
@@ -19,17 +20,16 @@ from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, MOST_STAGING_PROCESSES, ReadsSpec
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, SpentInputError, WorkerError, storage_error
-from virnuc_core.reads.fast_parser import OnError, ParseLog, ReadBatch
-from virnuc_core.reads.fingerprint import Fingerprint, leaves_of
+from virnuc_core.reads.fast_parser import OnError, ParseLog
+from virnuc_core.reads.fingerprint import Fingerprint
 from virnuc_core.reads.parse import parse_by
 from virnuc_core.reads.sources import Inputs, alignments_at, can_be_read_twice, find_inputs
 from virnuc_core.reads.store import STORES, OrfStore, StoreCounts, StoreWriter, is_intact
 from virnuc_core.reads.translate import DUPLICATE_ID, EMPTY, MATE, Segment, long_segments, process
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import whole_file
-from virnuc_core.runfiles import InputFile, RunFile, RunRecord, other_files, read_or_set_aside, write
+from virnuc_core.runfiles import InputFile, RunFile, RunRecord, digest, other_files, read_or_set_aside, write
 
-T = TypeVar("T")
 SKIPPED_LIST: Final = "skipped.tsv"
 _log = logging.getLogger(__name__)
 
@@ -46,22 +46,18 @@ class StageSpec(ReadsSpec):
         return self.stage_workers or min(MOST_STAGING_PROCESSES, len(os.sched_getaffinity(0)))
 
 
-class Timings(RunFile):
-    """Seconds that making a store took; what several workers did at once counts as shared evenly among them."""
+class StageSummary(RunFile):
+    """What staging read and made, kept beside the store. Seconds are those of making it, also where it is reused; what
+    several workers did at once counts as shared evenly among them."""
 
-    fingerprint: str  # of the store
     parse_s: float = 0.0  # unpacking and cutting, which one process does for all, and parsing
     chunk_s: float = 0.0
     translate_s: float = 0.0
     store_s: float = 0.0
     total_s: float = 0.0
-
-
-class StageSummary(Timings):
-    """What staging read and made; the seconds are those of making it, also where the store was reused now."""
-
     store: Path
-    reused: bool  # the store was there already, made from the same reads with the same settings
+    reused: bool = False  # the store was there already, made from the same files with the same settings
+    fingerprint: str
     model_length: int
     counts: StoreCounts
     files: tuple[str, ...]
@@ -103,21 +99,21 @@ class StageSummary(Timings):
 
 def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord | None = None) -> StageSummary:
     """Read everything, cut it, translate it and write the store `out`; or find, unless it is to be made `anew`, that it
-    is there already, to the last bit.
+    is there already, made from files of the same content, to the last bit.
 
     The store appears whole or not at all. Skipped records are listed in `skipped.tsv` beside it.
     Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
     naming what is other, for reads that are not of the `expected` run; `SpentInputError` for what another try might
-    mend, where reads came through a pipe.
-    """
-    inputs, began, seconds = _find(spec), time.perf_counter(), dict[str, float]()
+    mend, where reads came through a pipe."""
+    inputs = _find(spec)
     try:
-        with _scratch(out) as folder, _logs(spec, out) as new_log, Workers(spec.workers, folder) as workers:
-            log = new_log()
-            reused = not anew and _is_current(spec, inputs, out, log, workers, expected)
-            if not reused:
-                log = new_log()
-                seconds = _make(spec, inputs, out, folder, log, workers, expected)
+        with _scratch(out) as folder:
+            if (summary := None if anew else _kept(spec, inputs, out)) is not None:
+                _accept(spec, inputs, out, summary.fingerprint, expected)
+            else:
+                with _log_of(spec, out) as log, Workers(spec.workers, folder) as workers:
+                    summary = _make(spec, inputs, out, folder, log, workers, expected)
+                write(_summary_of(out), summary)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -129,11 +125,14 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
             f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone; "
             "send it again, or put it into a file"
         ) from error
-    seconds["total_s"] = time.perf_counter() - began
-    summary = _summary(spec, inputs, out, log, seconds, reused)
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
+
+
+def _summary_of(out: Path) -> Path:
+    """Where what is known of a store lies."""
+    return out.with_name(f"{out.stem}.made.json")
 
 
 def _find(spec: StageSpec) -> Inputs:
@@ -145,19 +144,6 @@ def _find(spec: StageSpec) -> Inputs:
     return arranged(spec, found)
 
 
-def _work_on_all(workers: Workers, work: Callable[[ReadBatch], T], inputs: Inputs, log: ParseLog) -> Iterator[T]:
-    if inputs.pairs:
-        from virnuc_core.reads.pairs import pair_batches
-
-        yield from workers.map(work, pair_batches(inputs, log, text=False), lambda batch: len(batch.bases.data))
-    yield from parse_by(workers, work, inputs.singles, log)
-
-
-def _fingerprint(spec: StageSpec, inputs: Inputs) -> Fingerprint:
-    of_pairs = f" pairs, {len(inputs.singles)} other files" if inputs.pairs else ""
-    return Fingerprint(f"{STORES} {spec.model_length}{of_pairs}")
-
-
 def _make(
     spec: StageSpec,
     inputs: Inputs,
@@ -166,13 +152,20 @@ def _make(
     log: ParseLog,
     workers: Workers,
     expected: RunRecord | None,
-) -> dict[str, float]:
-    """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
-    writer, fingerprint = StoreWriter(folder, spec.model_length), _fingerprint(spec, inputs)
-    seconds = defaultdict[str, float](float)
+) -> StageSummary:
+    """Read and translate everything, find what repeats, write the store."""
+    began, seconds = time.perf_counter(), defaultdict[str, float](float)
+    of_pairs = f" pairs, {len(inputs.singles)} other files" if inputs.pairs else ""
+    writer, fingerprint = StoreWriter(folder, spec.model_length), Fingerprint(f"{STORES} {spec.model_length}{of_pairs}")
     work = partial(process, model_length=spec.model_length, folder=folder)
+    batches = parse_by(workers, work, inputs.singles, log)
+    if inputs.pairs:
+        from virnuc_core.reads.pairs import pair_batches
+
+        paired = workers.map(work, pair_batches(inputs, log, text=False), lambda batch: len(batch.bases.data))
+        batches = chain(paired, batches)
     ambiguous = False  # the long read whose parts are coming in
-    for made, leaves, taken in _work_on_all(workers, work, inputs, log):
+    for made, leaves, taken in batches:
         before = time.perf_counter()
         fingerprint.add(leaves)
         if isinstance(made, Segment):
@@ -190,21 +183,38 @@ def _make(
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
         raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
-    _accept(spec, inputs, out, log, fingerprint, expected)
+    _accept(spec, inputs, out, fingerprint.hexdigest(), expected)
+    for name, first in log.first_broken.items():
+        if not log.reads_by_file[name]:
+            problem = f"none of its records can be read: {log.skipped_by_file[name]:,} broken, the first is {first}"
+            raise InputError(problem, file=name, hint="mend the file or leave it out")
     before = time.perf_counter()
     twice = writer.find_repeats(workers)
     if spec.strict and twice is not None:
         raise _shared_id(writer, inputs, log, *twice)
     writer.write(out, fingerprint.hexdigest(), workers, paired=bool(inputs.pairs))
     seconds["store_s"] += time.perf_counter() - before
-    return seconds
+    seconds["total_s"] = time.perf_counter() - began
+    store = OrfStore.open(out, check=False)
+    return StageSummary(
+        **seconds,
+        store=out,
+        fingerprint=store.fingerprint,
+        model_length=store.model_length,
+        counts=store.counts,
+        files=inputs.files,
+        by_file=_by_file(inputs, log, store),
+        pairs=inputs.pairs,
+        n_pairs=int(np.count_nonzero(store.read_flags & MATE)) if inputs.pairs else 0,
+        ignored_files=inputs.ignored,
+        skipped_records=log.skipped_by_file.total(),
+        on_error=spec.on_error,
+    )
 
 
-def _accept(
-    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, found: Fingerprint, expected: RunRecord | None
-) -> None:
-    """Refuse reads of another run than the one beside `out`, and files of which nothing was left."""
-    if expected is not None and expected.fingerprints.get("reads", "") != found.hexdigest():
+def _accept(spec: StageSpec, inputs: Inputs, out: Path, found: str, expected: RunRecord | None) -> None:
+    """Refuse reads, by the fingerprint `found`, of another run than the one beside `out`."""
+    if expected is not None and expected.fingerprints.get("reads", "") != found:
         before = {"model length": expected.model_length, "on_error": expected.spec.get("on_error")}
         now: dict[str, object] = {"model length": spec.model_length, "on_error": spec.on_error}
         if expected.spec:
@@ -215,11 +225,6 @@ def _accept(
             f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said}); "
             "choose another directory or --force"
         )
-    for name in inputs.files:
-        if (broken := log.skipped_by_file[name]) and not log.reads_by_file[name]:
-            first = log.first_broken[name]
-            problem = f"none of its records can be read: {broken:,} broken, the first is {first}"
-            raise InputError(problem, file=name, hint="mend the file or leave it out")
 
 
 def _shared_id(writer: StoreWriter, inputs: Inputs, log: ParseLog, read: int, first: int) -> InputError:
@@ -232,52 +237,26 @@ def _shared_id(writer: StoreWriter, inputs: Inputs, log: ParseLog, read: int, fi
     return InputError(problem, file=file, line=line, read_id=name, hint=hint)
 
 
-def _is_current(
-    spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, workers: Workers, expected: RunRecord | None
-) -> bool:
-    """Whether `out` holds these very reads already: they are read again, which takes a fraction of staging them."""
+def _kept(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
+    """What was staged of these very files, with these settings, and lies in `out` still; None if something differs."""
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
-        return False
-    if not (intact := is_intact(out)):
-        why = "not what was staged (checksum)" if intact is False else "of an earlier version, without a checksum"
-        _log.warning("%s: %s; the reads are staged again", out, why)
-        return False
-    try:
-        store = OrfStore.open(out, check=False)
-    except InputError:
-        return False  # unreadable, or of an earlier version: made anew
-    if store.model_length != spec.model_length or (spec.strict and store.counts.n_duplicate_ids):
-        return False
-    fingerprint = _fingerprint(spec, inputs)
-    for leaves in _work_on_all(workers, leaves_of, inputs, log):
-        fingerprint.add(leaves)
-    _accept(spec, inputs, out, log, fingerprint, expected)
-    return fingerprint.hexdigest() == store.fingerprint
-
-
-def _summary(
-    spec: StageSpec, inputs: Inputs, out: Path, counted: ParseLog, seconds: dict[str, float], reused: bool
-) -> StageSummary:
-    store = OrfStore.open(out, check=False)
-    kept = out.with_name(f"{out.stem}.made.json")
-    timings = read_or_set_aside(kept, Timings) if reused else None
-    if timings is None or timings.fingerprint != store.fingerprint:  # not kept: then the times of now
-        timings = Timings(fingerprint=store.fingerprint, **seconds)
-        write(kept, timings)
-    return StageSummary(
-        **timings.model_dump(),
-        store=out,
-        reused=reused,
-        model_length=store.model_length,
-        counts=store.counts,
-        files=inputs.files,
-        by_file=_by_file(inputs, counted, store),
-        pairs=inputs.pairs,
-        n_pairs=int(np.count_nonzero(store.read_flags & MATE)) if inputs.pairs else 0,
-        ignored_files=inputs.ignored,
-        skipped_records=counted.skipped_by_file.total(),
-        on_error=spec.on_error,
-    )
+        return None
+    made = read_or_set_aside(_summary_of(out), StageSummary)
+    asked = spec.model_length, spec.on_error, inputs.pairs
+    if made is None or (made.model_length, made.on_error, made.pairs) != asked:
+        return None
+    if (spec.strict and made.counts.n_duplicate_ids) or (
+        made.skipped_records and not out.with_name(SKIPPED_LIST).is_file()
+    ):
+        return None
+    if [(one.file, one.content) for one in made.by_file] != [(name, digest(Path(name))) for name in inputs.files]:
+        return None
+    if not is_intact(out):
+        _log.warning("%s: not what was staged (checksum); the reads are staged again", out)
+        return None
+    if OrfStore.open(out, check=False).fingerprint != made.fingerprint:  # it was replaced since
+        return None
+    return made.model_copy(update={"store": out, "reused": True, "ignored_files": inputs.ignored})
 
 
 def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile, ...]:
@@ -302,10 +281,10 @@ def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile,
 
 
 @contextmanager
-def _logs(spec: StageSpec, out: Path) -> Iterator[Callable[[], ParseLog]]:
-    """What makes a log for each reading; the records that the last one skipped are listed beside `out` in the end."""
+def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
+    """The log of a reading; the records that it skips are listed beside `out` in the end."""
     if spec.on_error == "stop":
-        yield ParseLog
+        yield ParseLog()
         return
     with (
         whole_file(out.with_name(SKIPPED_LIST)) as aside,
@@ -317,13 +296,8 @@ def _logs(spec: StageSpec, out: Path) -> Iterator[Callable[[], ParseLog]]:
             cells = ["" if cell is None else re.sub(r"\s", " ", str(cell)) for cell in fields]
             listing.write("\t".join(cells) + "\n")
 
-        def begin() -> ParseLog:
-            listing.seek(0)
-            listing.truncate()
-            listing.write("file\tline\tread\tproblem\n")
-            return ParseLog(spec.on_error, note)
-
-        yield begin
+        listing.write("file\tline\tread\tproblem\n")
+        yield ParseLog(spec.on_error, note)
 
 
 @contextmanager

@@ -70,11 +70,10 @@ def seal(path: Path) -> None:
         file.write(made)
 
 
-def is_intact(path: Path) -> bool | None:
-    """Whether all bytes of a file are those that were sealed; None for an HDF5 file without a seal."""
+def is_intact(path: Path) -> bool:
+    """Whether all bytes of a file are those that were sealed."""
     with path.open("rb") as file:
-        kept = file.read(SEAL_BYTES)
-    return None if kept.startswith(b"\x89HDF") else kept == _seal_of(path)
+        return file.read(SEAL_BYTES) == _seal_of(path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class OrfStore:
         store = cls()
         store.path = path
         try:
-            if check and is_intact(path) is False:
+            if check and not is_intact(path):
                 raise InputError("not what was staged (checksum)", file=path, hint="stage the reads again")
             with h5py.File(path, "r", locking=False) as file:
                 if file.attrs.get("format") != FORMAT or file.attrs.get("schema_version") != SCHEMA_VERSION:

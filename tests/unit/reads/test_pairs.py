@@ -260,8 +260,10 @@ def test_other_pairing_is_another_run(write: WriteReads, tmp_path: Path) -> None
     with pytest.raises(RunMismatchError, match=r"\(pairs yes → no\)"):
         stage(single, out, expected=record)
     mixed = write(fastq(["a/1", "a/2", "b/1", "b/2"]), "m.fq")
-    assert stage(StageSpec(model_length=60, reads=(mixed,), interleaved=True), out).reused
-    assert not stage(StageSpec(model_length=60, reads=(mixed,)), out).reused, "the same ids and bases, without mates"
+    both = stage(StageSpec(model_length=60, reads=(mixed,), interleaved=True), out)
+    assert both.fingerprint == summary.fingerprint
+    alone = stage(StageSpec(model_length=60, reads=(mixed,)), out)
+    assert (alone.reused, alone.fingerprint == both.fingerprint) == (False, False), "the same ids and bases, no mates"
 
 
 # --- verdicts ---
