@@ -26,9 +26,6 @@ INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
 
-# settings once, with what they said of what is always done now; the first is what fingerprints hold
-FORMER = {"compile": (False, None), "dedup": (True,)}
-
 
 class Spec(BaseModel):
     """Base of all settings: frozen, and an unknown key is an error."""
@@ -52,12 +49,6 @@ class EngineSpec(Spec):
     heartbeat_s: float = Field(2.0, gt=0, description="a worker says at least this often that it lives")
     device_wait_s: float = Field(0.0, ge=0, description="wait this long for a GPU another run is using")
     silence_s: float = Field(120.0, gt=0, description="a worker silent for longer is ended and restarted")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _former(cls, body: Any) -> Any:
-        """Settings of former versions are passed over in records, where they say what is always done now."""
-        return {n: v for n, v in body.items() if v not in FORMER.get(n, ())} if isinstance(body, dict) else body
 
 
 RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens")

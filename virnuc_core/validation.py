@@ -4,8 +4,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
-from numpy.typing import NDArray
 from pydantic import Field
 
 from virnuc_core import runfiles
@@ -92,15 +90,6 @@ class BaselineSubset(RunFile):
     tokens: Count  # ESM-2 tokens of its rows, start and end tokens included
     total_tokens: Count  # of all rows
     seed: int = 0  # its reads were drawn by
-
-
-def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]:
-    """`wanted` reads that stand for all: one at random from each of as many equal stretches of the input, ascending.
-    A fixed step would follow any pattern of the input (mates in turn, tiles of a flow cell)."""
-    if wanted is None or wanted >= total:
-        return np.arange(total, dtype=np.int64)
-    bounds = np.arange(wanted + 1, dtype=np.int64) * total // wanted
-    return np.random.default_rng(seed).integers(bounds[:-1], bounds[1:])
 
 
 class BaselineSummary(RunFile):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from virnuc_core.config import Devices, EngineSpec, RunSpec
+from virnuc_core.config import Devices, RunSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.runfiles import Device, RunRecord, RunSummary, differing, read, write
 from virnuc_core.validation import BaselineSummary, read_usable
@@ -34,11 +34,6 @@ def test_keys_of_other_versions_are_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "summary.json"
     path.write_text(json.dumps({**SUMMARY.model_dump(mode="json"), "of_tomorrow": 1}))
     assert read(path, RunSummary) == SUMMARY
-    assert EngineSpec.model_validate({"compile": False, "dedup": True}) == EngineSpec()
-    with pytest.raises(ValueError, match="compile"):
-        EngineSpec.model_validate({"compile": True})
-    with pytest.raises(ValueError, match="dedup"):  # it was never heeded
-        EngineSpec.model_validate({"dedup": False})
 
 
 @pytest.mark.parametrize(

@@ -23,11 +23,12 @@ from virnuc_core.engine.process import LocalWorkers, Ready, worker_specs
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import FILES, RunDir, discard, run_lock
 from virnuc_core.runfiles import Device, RunRecord, digest, read_or_set_aside, write
 from virnuc_core.telemetry.tables import ENCODERS, STAGES
-from virnuc_core.validation import BaselineSubset, BaselineSummary, choose_reads
+from virnuc_core.validation import BaselineSubset, BaselineSummary
 
 log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.config import FORMER, RESULT_FIELDS, EngineSpec, Spec
+from virnuc_core.config import RESULT_FIELDS, EngineSpec, Spec
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
@@ -37,8 +37,8 @@ FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 def result_settings(engine: EngineSpec) -> dict[str, Any]:
     """The settings that may change result bytes."""
-    # with the former ones: runs of then are resumed, and fingerprints stay what they were
-    return {name: said[0] for name, said in FORMER.items()} | {name: getattr(engine, name) for name in RESULT_FIELDS}
+    # the first two are always so; every fingerprint holds them
+    return {"compile": False, "dedup": True} | {name: getattr(engine, name) for name in RESULT_FIELDS}
 
 
 def job_fingerprint(prints: dict[str, str], engine: EngineSpec, kind: str) -> str:

@@ -5,7 +5,6 @@ a codon usage of their own; the others are rich in G and C, with genes far betwe
 """
 
 import re
-from collections import Counter
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -17,8 +16,8 @@ from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from virnuc_core.config import Share, Spec, reading
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.config import Share, Spec
+from virnuc_core.errors import ConfigError
 from virnuc_core.reads.sources import reads_file
 from virnuc_core.rundir import whole_file
 
@@ -27,7 +26,7 @@ LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
 _BATCH: Final = 20_000  # reads made at a time
-_OF_READ: Final = [("length", "i8"), ("genome", "i8"), ("start", "i8"), ("reverse", "?"), ("source", "i8")]
+_OF_READ: Final = [("genome", "i8"), ("start", "i8"), ("reverse", "?"), ("source", "i8")]
 _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
@@ -38,8 +37,7 @@ class SimulateSpec(Spec):
     """How many reads, of what, and how faulty."""
 
     reads: int = Field(PRESETS["medium"], ge=0)
-    read_length: int = Field(150, ge=1, le=100_000, description="bases; unless a histogram is given")
-    lengths: Path | None = Field(None, description="file of lines 'length count': read lengths are drawn from it")
+    read_length: int = Field(150, ge=1, le=100_000, description="bases of a read")
     viral_share: Share = Field(0.5, description="share of viral reads")
     viral_genomes: int = Field(20, ge=1)
     other_genomes: int = Field(20, ge=1)
@@ -51,7 +49,7 @@ class SimulateSpec(Spec):
 
     @model_validator(mode="after")
     def _reads_fit(self) -> Self:
-        if self.lengths is None and self.read_length > self.genome_length // 2:
+        if self.read_length > self.genome_length // 2:
             raise ValueError(f"read_length {self.read_length} needs a genome_length of {2 * self.read_length} or more")
         return self
 
@@ -79,16 +77,15 @@ class _Genomes(NamedTuple):
 
 def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
     """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`: the
-    same bytes for the same spec. Errors: `ConfigError` for another suffix; those of `read_histogram`."""
+    same bytes for the same spec. Errors: `ConfigError` for another suffix."""
     match = _SUFFIX.search(out.name)
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
     stem, fastq = out.name[: match.start()], match[1] in ("fastq", "fq")
     truth_file, genomes_file = out.with_name(f"{stem}.truth.tsv"), out.with_name(f"{stem}.genomes.fasta.gz")
-    histogram = {spec.read_length: 1} if spec.lengths is None else read_histogram(spec.lengths)
-    weights = np.array(list(histogram.values()), float)
+    quality = b"+\n%b\n" % (b"I" * spec.read_length) if fastq else b""
     rng = np.random.default_rng(spec.seed)
-    genomes, viral_reads = _make_genomes(spec, max(histogram), rng), 0
+    genomes, viral_reads = _make_genomes(spec, rng), 0
     with ExitStack() as files:
         reads_out, genomes_out = (files.enter_context(reads_file(path)) for path in (out, genomes_file))
         truth_out = files.enter_context(files.enter_context(whole_file(truth_file)).open("w", encoding="utf-8"))
@@ -98,13 +95,12 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
         truth_out.write("\t".join(TRUTH_HEADER) + "\n")
         for made in range(0, spec.reads, _BATCH):
             size = min(_BATCH, spec.reads - made)
-            lengths = rng.choice(list(histogram), size, p=weights / weights.sum())
-            rows, reads = _make_reads(spec, genomes, lengths, rng)
+            rng.random(size)  # once for their lengths; a seed goes on giving what it gave
+            rows, reads = _make_reads(spec, genomes, size, rng)
             ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
             pieces, mark = [], b"@" if fastq else b">"
-            for name, row, (length, genome, start, reverse, source) in zip(ids, rows, reads.tolist(), strict=True):
-                quality = b"+\n%b\n" % (b"I" * length) if fastq else b""
-                pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row[:length].tobytes(), quality))
+            for name, row, (genome, start, reverse, source) in zip(ids, rows, reads.tolist(), strict=True):
+                pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row.tobytes(), quality))
                 strand, copied = "-" if reverse else "+", ids[source] if ids[source] != name else ""
                 label, of = LABELS[genomes.kinds[genome]], genomes.names[genome]
                 truth_out.write(f"{name}\t{label}\t{of}\t{start}\t{strand}\t{copied}\n")
@@ -113,28 +109,11 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
     return SimulateSummary(spec.reads, viral_reads, len(genomes.names), out, truth_file, genomes_file)
 
 
-def read_histogram(path: Path) -> dict[int, int]:
-    """Lengths and counts from lines `length count`, without `#` lines and a header; `InputError` names the line."""
-    with reading(path, "length histogram", InputError):
-        lines = path.read_text(encoding="utf-8").splitlines()
-    counts = Counter[int]()
-    for number, line in enumerate(lines, 1):
-        words = re.split(r"[\s,;]+", line.strip())
-        if words == [""] or line.startswith("#") or (number == 1 and not words[0].isdecimal()):
-            continue
-        if len(words) != 2 or not all(word.isdecimal() for word in words) or int(words[0]) == 0:
-            raise InputError(f"{line!r} is no pair of length and count", file=path, line=number)
-        counts[int(words[0])] += int(words[1])
-    if not counts.total():
-        raise InputError("the length histogram counts no read", file=path, hint="expected lines 'length count'")
-    return counts
-
-
-def _make_genomes(spec: SimulateSpec, longest_read: int, rng: np.random.Generator) -> _Genomes:
+def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:
     counts, mean = (spec.other_genomes, spec.viral_genomes), spec.genome_length
     names = [f"{name}_{i + 1:04d}" for name, count in zip(LABELS, counts, strict=True) for i in range(count)]
     kinds = np.repeat([0, 1], counts)
-    pieces = [_genome(kind, max(int(mean * rng.uniform(0.5, 1.5)), longest_read), rng) for kind in kinds.tolist()]
+    pieces = [_genome(kind, max(int(mean * rng.uniform(0.5, 1.5)), spec.read_length), rng) for kind in kinds.tolist()]
     lengths = np.array([len(piece) for piece in pieces], np.int64)
     return _Genomes(np.concatenate(pieces), np.cumsum(lengths) - lengths, lengths, kinds, names)
 
@@ -159,11 +138,11 @@ def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint
 
 
 def _make_reads(
-    spec: SimulateSpec, genomes: _Genomes, lengths: NDArray[np.int64], rng: np.random.Generator
+    spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator
 ) -> tuple[NDArray[np.uint8], np.recarray[Any, Any]]:
-    """Letters [n, longest] of some reads, and what each is; `source`: the read it copies, or itself. A copy has all of
-    another read but its place."""
-    n, longest = len(lengths), int(lengths.max())
+    """Letters [n, read_length] of some reads, and what each is; `source`: the read it copies, or itself. A copy has all
+    of another read but its place."""
+    length = spec.read_length
     # a kind by the viral share, within it a genome by length; both kinds occur if there are two reads
     viral = rng.random(n) < spec.viral_share
     if n >= 2 and 0 < spec.viral_share < 1 and viral.all() | ~viral.any():
@@ -173,15 +152,13 @@ def _make_reads(
         members = np.flatnonzero(genomes.kinds == kind)
         weights = genomes.lengths[members] / genomes.lengths[members].sum()
         genome[viral == kind] = rng.choice(members, int(np.count_nonzero(viral == kind)), p=weights)
-    start = (rng.random(n) * (genomes.lengths[genome] - lengths + 1)).astype(np.int64)
+    start = (rng.random(n) * (genomes.lengths[genome] - length + 1)).astype(np.int64)
     reverse = rng.random(n) < 0.5
     # a read of the other strand is a window of the reversed complement of everything
-    ahead = np.concatenate([genomes.codes, np.zeros(longest, np.uint8)])
-    back = np.concatenate([3 - genomes.codes[::-1], np.zeros(longest, np.uint8)])
-    at = genomes.starts[genome] + start
-    codes = np.empty((n, longest), np.uint8)
-    codes[~reverse] = sliding_window_view(ahead, longest)[at[~reverse]]
-    codes[reverse] = sliding_window_view(back, longest)[(len(genomes.codes) - at - lengths)[reverse]]
+    at, back = genomes.starts[genome] + start, 3 - genomes.codes[::-1]
+    codes = np.empty((n, length), np.uint8)
+    codes[~reverse] = sliding_window_view(genomes.codes, length)[at[~reverse]]
+    codes[reverse] = sliding_window_view(back, length)[(len(genomes.codes) - at - length)[reverse]]
     flat = codes.reshape(-1)
     wrong = rng.integers(0, flat.size, rng.binomial(flat.size, spec.error_rate))
     flat[wrong] = (flat[wrong] + rng.integers(1, 4, len(wrong))) % 4
@@ -193,5 +170,5 @@ def _make_reads(
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     fine = ~np.isin(originals, copies)
     source[copies[fine]] = originals[fine]
-    columns = lengths[source], genome[source], start[source], reverse[source], source
+    columns = genome[source], start[source], reverse[source], source
     return _LETTERS[codes[source]], np.rec.fromarrays(columns, dtype=_OF_READ)

@@ -112,7 +112,8 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
                 _accept(spec, inputs, out, summary.fingerprint, expected)
             else:
                 with _log_of(spec, out) as log, Workers(spec.workers, folder) as workers:
-                    summary = _make(spec, inputs, out, folder, log, workers, expected)
+                    seconds = _make(spec, inputs, out, folder, log, workers, expected)
+                summary = _summary(spec, inputs, out, log, seconds)
                 write(_summary_of(out), summary)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise storage_error(error, out) or ConfigError(
@@ -152,8 +153,8 @@ def _make(
     log: ParseLog,
     workers: Workers,
     expected: RunRecord | None,
-) -> StageSummary:
-    """Read and translate everything, find what repeats, write the store."""
+) -> dict[str, float]:
+    """Read and translate everything, find what repeats, write the store; gives the seconds of each part."""
     began, seconds = time.perf_counter(), defaultdict[str, float](float)
     of_pairs = f" pairs, {len(inputs.singles)} other files" if inputs.pairs else ""
     writer, fingerprint = StoreWriter(folder, spec.model_length), Fingerprint(f"{STORES} {spec.model_length}{of_pairs}")
@@ -194,7 +195,10 @@ def _make(
         raise _shared_id(writer, inputs, log, *twice)
     writer.write(out, fingerprint.hexdigest(), workers, paired=bool(inputs.pairs))
     seconds["store_s"] += time.perf_counter() - before
-    seconds["total_s"] = time.perf_counter() - began
+    return {**seconds, "total_s": time.perf_counter() - began}
+
+
+def _summary(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, seconds: dict[str, float]) -> StageSummary:
     store = OrfStore.open(out, check=False)
     return StageSummary(
         **seconds,

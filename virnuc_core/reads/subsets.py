@@ -1,7 +1,7 @@
 """Some of the reads as they stand in the input: a sample with the same distribution of lengths, or those of a verdict.
 
-For a sample the reads are gone through twice: once for their lengths, once to draw, so that every length bin gives
-exactly its share and some 20 bytes a read are held in memory, however long the reads.
+For a sample the reads are gone through twice: once for their lengths, once to draw. One is drawn from each of as many
+equal stretches of the reads in order of length; some 20 bytes a read are held in memory, however long the reads.
 """
 
 import csv
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -26,6 +26,8 @@ from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
 from virnuc_core.rundir import MATES, RunDir, whole_file
 
+_BINS: Final = 50  # of a histogram, at most
+
 
 class LengthBin(NamedTuple):
     """Reads of `shortest` to `longest` bases: how many there were, how many were drawn."""
@@ -33,7 +35,7 @@ class LengthBin(NamedTuple):
     shortest: int
     longest: int
     before: int
-    after: int = 0
+    after: int
 
 
 class SampleSummary(NamedTuple):
@@ -74,24 +76,32 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
         if any(out.resolve() == Path(name).resolve() for name in files):
             raise ConfigError(f"{out}: is what is drawn from; choose another name")
         lengths = _lengths(files, out)
-        kinds, place, counts = np.unique(lengths, return_inverse=True, return_counts=True)
-        bins = _bins(dict(zip(kinds.tolist(), counts.tolist(), strict=True)))
-        quotas = _quotas(np.array([part.before for part in bins], np.int64), n)
-        bins = [part._replace(after=quota) for part, quota in zip(bins, quotas.tolist(), strict=True)]
-        bin_of = np.searchsorted([part.longest for part in bins], kinds).astype(np.uint8)[place]  # of 101 at most
-        picked, rng = np.zeros(len(lengths), bool), np.random.default_rng(seed)
-        for number, part in enumerate(bins):
-            picked[rng.choice(np.flatnonzero(bin_of == number), part.after, replace=False, shuffle=False)] = True
+        drawn = np.argsort(lengths, kind="stable")[choose_reads(len(lengths), n, seed)]
+        picked = np.zeros(len(lengths), bool)
+        picked[drawn] = True
         read = 0
         with reads_file(out) as target:
             for batch in parse(files, ParseLog()):
                 for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
                     target.write(batch.text[i])
                 read += len(batch) if batch.part is None or batch.part.last else 0
-    before, after = (
-        np.cumsum(one) / max(1, one.sum()) for one in (counts, np.bincount(place[picked], None, len(kinds)))
-    )
-    return SampleSummary(len(lengths), int(picked.sum()), tuple(bins), float(np.abs(before - after).max(initial=0.0)))
+    kinds, before = np.unique(lengths, return_counts=True)
+    after = np.bincount(np.searchsorted(kinds, lengths[drawn]), minlength=len(kinds))
+    shares = (one.cumsum() / max(1, one.sum()) for one in (before, after))
+    distance = np.abs(next(shares) - next(shares)).max(initial=0.0)
+    at = np.flatnonzero(np.diff((before.cumsum() - before) * _BINS // max(1, len(lengths)), prepend=-1))
+    columns = kinds[at], np.maximum.reduceat(kinds, at), *(np.add.reduceat(one, at) for one in (before, after))
+    bins = map(LengthBin, *(column.tolist() for column in columns))
+    return SampleSummary(len(lengths), len(drawn), tuple(bins), float(distance))
+
+
+def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]:
+    """`wanted` reads that stand for all: one at random from each of as many equal stretches of the input, ascending.
+    A fixed step would follow any pattern of the input (mates in turn, tiles of a flow cell)."""
+    if wanted is None or wanted >= total:
+        return np.arange(total, dtype=np.int64)
+    bounds = np.arange(wanted + 1, dtype=np.int64) * total // wanted
+    return np.random.default_rng(seed).integers(bounds[:-1], bounds[1:])
 
 
 def _lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
@@ -110,27 +120,6 @@ def _lengths(files: tuple[str, ...], out: Path) -> NDArray[np.uint32]:
     if form is not None and claims not in (None, form):
         raise ConfigError(f"{out}: the reads are {form.upper()}; name the file .{form} or .{form}.gz")
     return np.concatenate(held)
-
-
-def _bins(lengths: Mapping[int, int]) -> list[LengthBin]:
-    """Bins of about equally many reads; a length that occurs often is a bin of its own."""
-    enough = sum(lengths.values()) / 50
-    bins: list[LengthBin] = []
-    for length, count in sorted(lengths.items()):
-        last = bins[-1] if bins else None
-        if last is None or last.before >= enough or count >= enough:
-            bins.append(LengthBin(length, length, count))
-        else:
-            bins[-1] = last._replace(longest=length, before=last.before + count)
-    return bins
-
-
-def _quotas(before: NDArray[np.int64], n: int) -> NDArray[np.int64]:
-    """How many to draw of each bin: its share of `n`, the remainders to those that miss most by rounding down."""
-    n = min(n, total := int(before.sum()))
-    quotas, left = np.divmod(before * n, total)
-    quotas[np.argsort(-left, kind="stable")[: n - int(quotas.sum())]] += 1
-    return quotas
 
 
 def readable_twice(reads: Sequence[str]) -> None:

@@ -24,6 +24,7 @@ from virnuc_core.errors import InputError, StorageError, VirnucError
 from virnuc_core.reads.parse import BLOCK_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import COLUMNS, OrfStore
+from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.compare import load_results, result_pieces
 from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
@@ -33,7 +34,7 @@ from virnuc_core.runfiles import Attempt, FileDigest, RunFile, RunRecord, RunSum
 from virnuc_core.telemetry.log import Telemetry, TelemetryFile, telemetry_file
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import OVERHEAD, BaselineSummary, OverheadFile, ValidationRecord, choose_reads
+from virnuc_core.validation import OVERHEAD, BaselineSummary, OverheadFile, ValidationRecord
 
 RELATIVE: Final = 1e-9  # the last digits of a sum may depend on the machine
 CLOCK_S: Final = 1e-3

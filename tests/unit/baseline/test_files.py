@@ -24,7 +24,7 @@ from virnuc_core.baseline.worker import (
     sorted_batches,
     write_fasta,
 )
-from virnuc_core.validation import choose_reads
+from virnuc_core.reads.subsets import choose_reads
 
 lengths = st.lists(st.integers(1, 166), max_size=200)
 

@@ -14,13 +14,12 @@ from pydantic import ValidationError
 from xopen import xopen
 
 from tests.columns import documented
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.simulate import PRESETS, TRUTH_HEADER, SimulateSpec, SimulateSummary, read_histogram, simulate
+from virnuc_core.reads.simulate import PRESETS, TRUTH_HEADER, SimulateSpec, SimulateSummary, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 
-from .conftest import WriteReads
 from .reads_twin import opposite_strand
 
 Pairs = list[tuple[str, str]]
@@ -83,28 +82,6 @@ def test_errors_and_ns_are_as_frequent_as_asked(tmp_path: Path) -> None:
     total = 150 * 2000
     assert wrong / total == pytest.approx(0.05, rel=0.1)  # a place may be hit twice, or become an N
     assert ns / total == pytest.approx(0.01, rel=0.1)
-
-
-def test_lengths_from_a_histogram(tmp_path: Path, write: WriteReads) -> None:
-    path = Path(write("length\tcount\n# trimmed\n75 100\n150,300\n300;100\n", "lengths.tsv"))
-    assert read_histogram(path) == {75: 100, 150: 300, 300: 100}
-    summary = simulate(SimulateSpec(reads=2000, lengths=path), tmp_path / "r.fasta")
-    counts = Counter(len(bases) for _, bases in reads_of(summary.reads_file))
-    assert set(counts) == {75, 150, 300}
-    assert counts[150] / 2000 == pytest.approx(0.6, abs=0.05)
-
-
-@pytest.mark.parametrize(("text", "line"), [("75\n", 1), ("75 1\n-3 4\n", 2), ("0 4\n", 1), ("a b\n1 x\n", 2)])
-def test_a_histogram_that_cannot_be_read(write: WriteReads, text: str, line: int) -> None:
-    with pytest.raises(InputError) as caught:
-        read_histogram(Path(write(text)))
-    assert caught.value.line == line
-
-
-@pytest.mark.parametrize("text", ["", "5 0\n", b"\xff\xfe1 2"])
-def test_a_histogram_without_reads(write: WriteReads, text: str | bytes) -> None:
-    with pytest.raises(InputError):
-        read_histogram(Path(write(text)))
 
 
 def test_the_seed_decides_all_bytes(tmp_path: Path) -> None:

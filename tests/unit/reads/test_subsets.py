@@ -12,13 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from xopen import xopen
 
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.subsets import _bins, _quotas, sample
+from virnuc_core.reads.subsets import sample
 
 from .conftest import WriteReads
 
@@ -114,22 +112,12 @@ def test_the_table_shows_both_histograms(write: WriteReads, tmp_path: Path) -> N
     assert lines[-1] == "4 of 40 reads; distance of lengths 0.0000"
 
 
-@given(st.lists(st.integers(1, 10_000), min_size=1, max_size=60), st.integers(1, 100_000))
-def test_quotas_add_up_and_fit(before: list[int], n: int) -> None:
-    counts = np.array(before)
-    quotas = _quotas(counts, n)
-    assert quotas.sum() == min(n, counts.sum())
-    assert (quotas <= counts).all()
-    assert (np.abs(quotas - counts * min(n, counts.sum()) / counts.sum()) < 1).all()
-
-
-@settings(max_examples=50)
-@given(st.dictionaries(st.integers(0, 5000), st.integers(1, 1000), min_size=1, max_size=300))
-def test_bins_hold_every_length_once(counts: dict[int, int]) -> None:
-    bins = _bins(Counter(counts))
-    assert len(bins) <= 101
-    assert sum(part.before for part in bins) == sum(counts.values())
-    assert all(a.longest < b.shortest for a, b in pairwise(bins))
+def test_lengths_of_a_sample_are_those_of_the_whole(write: WriteReads, tmp_path: Path) -> None:
+    lengths = [int(n) for n in np.random.default_rng(3).gamma(2, 200, 3000)]
+    summary = sample(write(fastq(lengths)), 300, tmp_path / "out.fq")
+    assert summary.distance <= 1 / 300 + 1e-9
+    assert [sum(column) for column in zip(*(part[2:] for part in summary.bins), strict=True)] == [3000, 300]
+    assert all(a.longest < b.shortest for a, b in pairwise(summary.bins))
 
 
 def test_lengths_of_long_reads_stay_close(real_data: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from virnuc_core.profiles import Profile
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, seal
+from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.report.files import RawFolder
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_runs import Verification, baseline_tokens, count_store, verify_store
-from virnuc_core.validation import choose_reads
 
 from .validate_directory import edit_json
 
