@@ -224,14 +224,14 @@ def compare(
     """Agreement of two results: run directories, folders with VirNucPro's two files, or one file each."""
     from virnuc_core.report.compare import compare as hold
     from virnuc_core.report.compare import meets
-    from virnuc_core.report.formatting import cell
-    from virnuc_core.report.render import correctness
+    from virnuc_core.report.render import cell, told
 
     found = hold(vanilla, refactored, tolerance=tolerance, mode=mode, subset_of_a=subset, embeddings=embeddings)
-    section = correctness((found,))
-    lines = [found.model_dump_json(indent=2)] if as_json else [*section.prose]
-    for row in () if as_json else (row for table in section.tables for row in table.rows):
-        lines += ["", *(f"{name + ':':<20}{cell(value)}" for name, value in row.items() if value is not None)]
+    lines = [found.model_dump_json(indent=2)] if as_json else []
+    for section in () if as_json else told("correctness.view.j2", comparisons=(found,)):
+        lines += section.prose
+        for row in (row for table in section.tables for row in table.rows):
+            lines += ["", *(f"{name + ':':<20}{cell(value)}" for name, value in row.items() if value is not None)]
     print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE
 
@@ -243,8 +243,8 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
         serve: show report.html to a browser on this machine until Ctrl-C
     """
+    from virnuc_core.report.build import rerender, write_report
     from virnuc_core.report.files import run_names
-    from virnuc_core.report.render import rerender, write_report
 
     if profile is None:
         rerender(out)
@@ -331,8 +331,8 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         chart: also draw the newest series of like runs, as SVG
     """
     from virnuc_core.report.charts import history as draw
-    from virnuc_core.report.formatting import cell
     from virnuc_core.report.regression import check, points, read_history, trend
+    from virnuc_core.report.render import cell
 
     if not file.is_file():
         raise InputError("no such file", file=file, hint="a validation writes it beside its directory")

@@ -38,10 +38,10 @@ from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidate
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSpec
+from virnuc_core.report.build import write_report
 from virnuc_core.report.files import run_names
-from virnuc_core.report.formatting import templates, told_rows
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import write_report
+from virnuc_core.report.render import templates, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import RunRecord, now, versions, write
 from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable

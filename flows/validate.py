@@ -36,11 +36,10 @@ from virnuc_core.pipeline import read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
-from virnuc_core.report.build import APPROVAL
+from virnuc_core.report.build import APPROVAL, rerender, write_report
 from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY
-from virnuc_core.report.formatting import met_sentence, number, percent, runs_text, skipped
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, rerender, write_report
+from virnuc_core.report.render import fill, met_sentence, number, percent, runs_text, skipped
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.runfiles import write
 from virnuc_core.validation import TUNING, ApprovalRecord, record_validation

@@ -36,13 +36,12 @@ from virnuc_core.measure.training import TrainFile, train_head
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.build import REGRESSION
+from virnuc_core.report.build import REGRESSION, write_report
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
-from virnuc_core.report.formatting import Mark, Table, met_sentence, percent, shown, target_text, templates, told_rows
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, trend
-from virnuc_core.report.render import correctness, fill, tables, write_report
+from virnuc_core.report.render import Mark, fill, met_sentence, percent, shown, target_text, templates, told, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import ModelFlops, read
 from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison, OverheadFile
@@ -161,7 +160,8 @@ def compare(
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
-    publish_table(f"comparison-{label}", rows_of(correctness(found).tables[0]), f"Agreement of the runs of {label}")
+    rows = [row for section in told("correctness.view.j2", comparisons=found) for row in section.tables[0].rows]
+    publish_table(f"comparison-{label}", rows_of(rows), f"Agreement of the runs of {label}")
     parts = []
     for c in found:
         if c.bitwise is not None:
@@ -191,12 +191,12 @@ def publish(judged: Report, out: Path, label: str) -> None:
     """The verdicts in the UI, under the same keys each time; on the flow's page they come before those of its tasks."""
     name, folder = judged.profile.name, RunDir(out).report
     told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
-    publish_table(on_host(f"criteria-{name}"), rows_of(*tables("criteria.view.j2", judged)), told)
+    publish_table(on_host(f"criteria-{name}"), rows_of(told_rows("criteria.view.j2", judged)), told)
     if judged.accounting is not None:
-        fates = rows_of(*tables("fates.view.j2", judged))
+        fates = rows_of(told_rows("fates.view.j2", judged))
         publish_table(f"reads-{name}", fates, f"What became of the reads of {label}")
     if len(judged.scaling) > 1:
-        publish_table(on_host(f"scaling-{name}"), rows_of(*tables("scaling.view.j2", judged)), f"Scaling of {label}")
+        publish_table(on_host(f"scaling-{name}"), rows_of(told_rows("scaling.view.j2", judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")
     white = '<svg style="background:#fff" '  # the charts are in dark ink, and the UI may be dark
@@ -220,12 +220,11 @@ def emit_outcome(judged: Report, out: Path) -> None:
     emit(f"validation.{key(judged.outcome)}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
 
 
-def rows_of(*tables: Table) -> Rows:
-    """Tables of a report's view, one below the other, as Prefect shows them."""
+def rows_of(rows: Rows) -> Rows:
+    """Rows of a report's view as Prefect shows them."""
     return [
         {name: Markdown(MARKS[cell.verdict]) if isinstance(cell, Mark) else cell for name, cell in row.items()}
-        for table in tables
-        for row in table.rows
+        for row in rows
     ]
 
 
@@ -246,7 +245,7 @@ class Approval(RunInput):
 def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form."""
     wanted = ("Verdict", "Criterion", "Measured", "Required")
-    rows = rows_of(*tables("criteria.view.j2", judged))
+    rows = rows_of(told_rows("criteria.view.j2", judged))
     table = markdown_table([{name: row[name] for name in wanted} for row in rows])
     missed = [cell(f"{c.title} {shown(c)} ({target_text(c.target, c.unit)})") for c in judged.failed]
     figures = {

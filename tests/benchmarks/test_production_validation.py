@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import load_profile
-from virnuc_core.report.render import read_report
+from virnuc_core.report.build import read_report
 from virnuc_core.rundir import RunDir
 
 from .conftest import devices, needs_gpus, virnuc

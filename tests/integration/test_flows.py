@@ -32,7 +32,7 @@ from virnuc_core.measure.inbox import Ledger
 from virnuc_core.measure.tune import Candidate, Recommendation
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.simulate import SimulateSpec, simulate
-from virnuc_core.report.render import read_report
+from virnuc_core.report.build import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import digest, read, read_record, sha256_of

@@ -1,29 +1,45 @@
-"""From a finished validate directory to the report's data. What is missing is `None` and `not run`, never a crash."""
+"""From a finished validate directory to the report's data and files. What is missing is `None` and `not run`, never a
+crash.
 
-from collections.abc import Mapping
+Where the time goes is told by two rules: stages of over 30 % of it, and GPU stages under 80 % utilisation. ESM-2 is
+always over 30 %; while its GPU is busy that is expected, and only the rest is worth a person's time. The bottleneck is
+the largest avoidable loss of time, by class, with what removing it would save at most."""
+
+import tomllib
+from collections.abc import Iterator, Mapping
 from itertools import combinations
 from pathlib import Path
 from typing import Final
 
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
-from virnuc_core.report.advice import findings, losses
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
-from virnuc_core.report.formatting import sentences
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import Accounting, ApprovalState, Provenance, Report, RunMetrics
-from virnuc_core.report.regression import RegressionFile, check, points
+from virnuc_core.report.model import Accounting, ApprovalState, Bottleneck, Provenance, Report, RunMetrics
+from virnuc_core.report.regression import RegressionFile, append_history, check, earlier, entry_of, points, read_history
+from virnuc_core.report.render import REPORT_JSON, render, told
 from virnuc_core.results import FATES
-from virnuc_core.rundir import EXACT, RunDir
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from
+from virnuc_core.rundir import EXACT, RunDir, write_text_whole
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read
+from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES
 from virnuc_core.validation import TUNING, ApprovalRecord, ComparisonFile, StagingTally, TuningFile, ValidationRecord
 
 REGRESSION: Final = "regression.json"
 APPROVAL: Final = "approval.json"
 MADE_FROM: Final = ("reads", "esm2", "dnabert_s", "head", MODEL_LENGTH)
 SHOWN: Final = 8  # characters of a fingerprint
+TIME_SHARE: Final = 0.30
+BUSY_PERCENT: Final = 80.0
+WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
+LONG_S: Final = 600.0
+ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+STAGE_ADVICE: Final = {
+    **{stage: loss["advice"] for loss in ADVICE["losses"].values() for stage in loss["stages"]},
+    **ADVICE["stages"],
+}
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
 
 Unlike = Mapping[tuple[str | None, str | None], str]  # names of two parts → why they may not be compared
@@ -45,7 +61,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
         baseline = baseline.model_copy(update={"problem": reason})
     scaled = [scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
-    told = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
+    file = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(ComparisonFile, COMPARISON)
     report = Report(
         profile=profile,
@@ -62,7 +78,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         findings=findings(judged),
         regression=None if compared is None else check(compared.history, compared.entry),
         history=() if compared is None else points(compared.history, compared.entry),
-        charts=charts(raw, judged, None if told is None else told[1], profile),
+        charts=charts(raw, judged, None if file is None else file[1], profile),
         overhead=overhead_metrics(raw),
         accounting=_accounting(raw, judged, record),
         approval=approval_state(raw, judged),
@@ -74,7 +90,8 @@ def build_report(out: Path, profile: Profile) -> Report:
     judgement = _verdicts(report, unlike)
     known = {"tuning": tuning.rounds, "baseline_note": baseline_note, "exact": EXACT, "problems": raw.remarks()}
     for what in ("warnings", "notes"):
-        judgement[what] = sentences(f"{what}.j2", report=report, not_compared=dict.fromkeys(unlike.values()), **known)
+        parts = told(f"{what}.j2", report, not_compared=dict.fromkeys(unlike.values()), **known)
+        judgement[what] = tuple(line for part in parts for line in part.prose)
     return report.model_copy(update=judgement | {"evidence": raw.evidence()})
 
 
@@ -124,10 +141,10 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
 def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> Provenance:
     """From the validation's own record; the run's where that says nothing."""
     own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (validation, run))
-    told = {"virnuc_version": None, "git_commit": None, "model_length": None, **other, **own}
-    told |= {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
+    found = {"virnuc_version": None, "git_commit": None, "model_length": None, **other, **own}
+    found |= {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
     return Provenance(
-        **{name: value for name, value in told.items() if name in Provenance.model_fields and name != "created"},
+        **{name: value for name, value in found.items() if name in Provenance.model_fields and name != "created"},
         created=(validation or run or RunRecord(fingerprints={})).created,
         sample=str((own.get("spec") or other.get("spec", {})).get("sample", "")),
         settings={name: str(value) for name, value in other.get("resolved", {}).items()},
@@ -169,8 +186,8 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
     said = raw.read(ApprovalRecord, path.parent.name, APPROVAL)
     if said is None:
         return None
-    told = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)
-    older = said.when is not None and told is not None and said.when < told[1].started
+    file = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)
+    older = said.when is not None and file is not None and said.when < file[1].started
     return ApprovalState(**said.model_dump(), of_earlier_run=older)
 
 
@@ -183,3 +200,110 @@ def with_answer(out: Path, report: Report) -> Report:
     files = {file.path: file for file in report.evidence} | {f.path: f for f in raw.evidence() if f.path == name}
     evidence = tuple(files[path] for path in sorted(files))
     return report.model_copy(update={"approval": approval, "evidence": evidence})
+
+
+def read_report(path: Path) -> Report:
+    """Read `report.json`; `InputError` says what is wrong with it."""
+    try:
+        return read(path, Report)
+    except ConfigError as error:
+        why = f"not a report of this version ({str(error).removeprefix(f'{path}: ')})"
+        raise InputError(why, file=path, hint="virnuc report DIR --profile NAME judges the raw files anew") from error
+
+
+def write_report(out: Path, profile: Profile, history: Path | None = None) -> Report:
+    """Judge a finished validate directory and write every form of the report to `out/report/`.
+
+    With `history`, the run is first held against the earlier runs in that file, and added to it.
+    """
+    report = build_report(out, profile)
+    if history is not None:
+        (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run
+        if (entry := entry_of(report)) is not None:
+            append_history(history, entry)  # first: what is broken there is set aside, and told once
+            last = tuple(earlier(read_history(history), entry)[-100:])
+            compared = RegressionFile(entry=entry, history=last)
+            write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
+        report = build_report(out, profile)
+    _write(out, render(report))
+    return report
+
+
+def rerender(out: Path) -> Report:
+    """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
+    before = read_report(RunDir(out).report / REPORT_JSON)
+    report = with_answer(out, before)
+    _write(out, {name: text for name, text in render(report).items() if name != REPORT_JSON or report != before})
+    return report
+
+
+def _write(out: Path, forms: dict[str, str]) -> None:
+    for name, content in forms.items():
+        write_text_whole(RunDir(out).report / name, content)
+
+
+def findings(run: RunMetrics | None) -> tuple[str, ...]:
+    """A sentence on each stage the two rules point at, largest share first; no time or no total gives none."""
+    if run is None:
+        return ()
+    found, measured = [], run.telemetry
+    busiest = {stage: measured.lowest_percent(encoder) for encoder, stage in GPU_STAGES.items()} if measured else {}
+    for name in STAGES:
+        share, used = run.stage_shares.get(name, 0.0), busiest.get(name)
+        idle = used is not None and used < BUSY_PERCENT
+        if share > TIME_SHARE or idle:
+            expected = name == "ESM-2" and not idle
+            advice = _further(run) if expected else ADVICE["busy"] if idle else STAGE_ADVICE[name]
+            busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
+            word = "expected" if expected else "actionable"
+            found.append((-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."))
+    return tuple(text for _, text in sorted(found))
+
+
+def _further(run: RunMetrics) -> str:
+    """What helps where the encoders do their work well."""
+    return str(ADVICE["gpu" if (run.total_s or 0.0) >= LONG_S else "work"])
+
+
+def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
+    """Every avoidable loss of time, the largest first; never empty."""
+    if run is None or not run.total_s:
+        return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
+    spent = {row: seconds for row, seconds in run.stages.items() if seconds}
+    found = [*_computing(run, spent)]
+    for kind, loss in ADVICE["losses"].items():
+        own = sorted(((spent[row], row) for row in loss["stages"] if row in spent), reverse=True)
+        # what passed while the reads were staged saves nothing, whichever of the two is removed
+        hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
+        whole_s = sum(seconds for seconds, _ in own)
+        detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own if seconds > WORTH * whole_s)
+        found.append((whole_s - hidden_s, kind, detail, loss["advice"], False))
+    ranked = tuple(
+        Bottleneck(
+            kind=kind, detail=detail, advice=advice, saves_s=saves_s, share=share, expected=good or share < WORTH
+        )
+        for saves_s, kind, detail, advice, good in sorted(found, reverse=True)
+        if (share := saves_s / run.total_s) > 0
+    )
+    return ranked or (Bottleneck(kind="unknown", detail="no stage was measured", advice="look at the log of the run"),)
+
+
+def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[float, str, str, str, bool]]:
+    """What devices at work lose, by slots without a token and by speed below the measured ceiling, else below full
+    utilisation: seconds, class, detail, the way out, and whether they do their work well."""
+    still_s = spent.get("Device idle", 0.0)
+    empty_s, slow_s, said, idle = 0.0, still_s, [f"a device stands still for {still_s:.1f} s"], False
+    measured = run.telemetry
+    for found in measured.encoders if measured else ():
+        stage, packing, share = GPU_STAGES[found.encoder], found.packing_efficiency or 1.0, 1.0
+        if measured and (used := measured.lowest_percent(found.encoder)) is not None:
+            idle, share = idle or used < BUSY_PERCENT, used / 100.0
+            said.append(f"{stage} keeps the lowest GPU {used:.1f} % busy")
+        if found.mfu_of_ceiling is not None:
+            share = found.mfu_of_ceiling / packing
+            said.append(f"{stage} runs at {100 * share:.0f} % of what its linear layers alone sustain")
+        empty_s += spent.get(stage, 0.0) * (1.0 - packing)
+        slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
+    good = not idle and still_s <= slow_s / 2
+    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else ADVICE["busy"], good
+    yield empty_s, "packing", "slots without a token", "raise token_budget or shard_tokens", False

@@ -15,8 +15,8 @@ from typing import Final, Self
 from pydantic import ValidationError
 
 from virnuc_core.lease import lease
-from virnuc_core.report.formatting import told_rows
 from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
+from virnuc_core.report.render import told_rows
 from virnuc_core.rundir import storing, whole_file
 
 log = logging.getLogger(__name__)

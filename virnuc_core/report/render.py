@@ -1,78 +1,263 @@
-"""Every form of the report from its data, and the folder they lie in.
+"""The report's forms from its data: figures as text, sections and tables as templates tell them, and the texts.
 
 `render` is a pure function: the same `Report` gives the same bytes, whenever and wherever. `report.json` is that data;
-the other forms are `templates/`, filled with what `view.j2` tells of it, and the benchmark's figures for other tools.
-"""
+the other forms are `templates/`, filled with what `view.j2` tells of it. No figure is rounded across its target:
+89.96 % never reads 90 %."""
 
+import base64
+import json
 import re
-from collections.abc import Iterable
-from pathlib import Path
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Final
 
-from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.profiles import Profile
-from virnuc_core.report.build import REGRESSION, build_report, with_answer
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from virnuc_core.profiles import Target
 from virnuc_core.report.charts import GENERATOR, all_charts
-from virnuc_core.report.formatting import Section, Table, templates, told
-from virnuc_core.report.model import Report
-from virnuc_core.report.regression import RegressionFile, append_history, earlier, entry_of, read_history
-from virnuc_core.rundir import RunDir, write_text_whole
-from virnuc_core.runfiles import read
-from virnuc_core.telemetry.tables import GPU_STAGES
-from virnuc_core.validation import Comparison, ValidationRecord, read_usable
+from virnuc_core.report.metrics import BASELINE_TITLES
+from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
+from virnuc_core.telemetry.live import clock_text
+from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, ROWS, STAGES
+from virnuc_core.validation import QUESTIONS
 
 REPORT_JSON: Final = "report.json"
+UNKNOWN: Final = "n/a"
 
 
-def read_report(path: Path) -> Report:
-    """Read `report.json`; `InputError` says what is wrong with it."""
-    try:
-        return read(path, Report)
-    except ConfigError as error:
-        why = f"not a report of this version ({str(error).removeprefix(f'{path}: ')})"
-        raise InputError(why, file=path, hint="virnuc report DIR writes it anew") from error
+class Number(str):
+    """A figure as text; a column of them is set to the right."""
+
+    __slots__ = ()
 
 
-def write_report(out: Path, profile: Profile, history: Path | None = None) -> Report:
-    """Judge a finished validate directory and write every form of the report to `out/report/`.
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A verdict, and the word for it where that is another one."""
 
-    With `history`, the run is first held against the earlier runs in that file, and added to it.
+    verdict: Verdict
+    word: str = ""
+
+    def __str__(self) -> str:
+        return f"[{(self.word or self.verdict).upper()}]"
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of cells by column; a cell is text, a `Number`, a count, a `Mark`, or `None` for what was not measured."""
+
+    rows: list[dict[str, object]] = field(default_factory=list)
+    title: str = ""
+
+    @property
+    def figures(self) -> set[str]:
+        """The columns that hold figures."""
+        return {name for row in self.rows for name, value in row.items() if isinstance(value, int | Number)}
+
+
+@dataclass(slots=True)
+class Section:
+    """One part of the report; one without prose and rows is left out."""
+
+    title: str
+    lead: Mark | str = ""  # what the prose begins with, set off
+    prose: list[str] = field(default_factory=list)
+    tables: list[Table] = field(default_factory=lambda: [Table()])
+
+
+class View(list[Section]):
+    """The sections that a template tells, one part after the other."""
+
+    def section(self, title: str, lead: Mark | str = "") -> None:
+        """Begin a section, and its first table."""
+        self.append(Section(title, lead))
+
+    def say(self, *lines: str) -> None:
+        """Add to the prose of the section."""
+        self[-1].prose += lines
+
+    def table(self, title: str) -> None:
+        """Begin a further table."""
+        self[-1].tables.append(Table(title=title))
+
+    def row(self, cells: dict[str, object]) -> None:
+        """Add to the table; a column of its first row that is not among `cells` was not measured."""
+        rows = self[-1].tables[-1].rows
+        rows.append(dict.fromkeys(rows[0] if rows else ()) | cells)
+
+
+def cell(value: object) -> str:
+    """A cell as plain text, without what a terminal or a page would obey."""
+    if value is None:
+        return UNKNOWN
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return "".join(c if c in "\t\n" or c.isprintable() else "�" for c in text)
+
+
+def number(
+    value: float | None, digits: int = 1, unit: str = "", scale: float = 1.0, target: Target | None = None
+) -> Number | None:
+    """A figure with its unit, on its own side of `target` (which is in the unit shown); `None` stays `None`."""
+    if value is None:
+        return None
+    value *= scale
+    return Number((f"{value:,.{digits}f}" if target is None else near(value, digits, target)) + unit)
+
+
+def percent(share: float | None, digits: int = 1) -> Number | None:
+    """A share of one, in percent."""
+    return number(share, digits, " %", 100)
+
+
+def near(value: float, decimals: int, target: Target | None) -> str:
+    """`value` rounded to `decimals`, or to as many more as keep it on its side of the target.
+
+    >>> near(89.96, 1, Target(op=">", value=90)), near(89.96, 1, None), near(1.9, 2, Target(op=">=", value=1.9))
+    ('89.96', '90.0', '1.90')
     """
-    report = build_report(out, profile)
-    if history is not None:
-        (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run
-        if (entry := entry_of(report)) is not None:
-            append_history(history, entry)  # first: what is broken there is set aside, and told once
-            last = tuple(earlier(read_history(history), entry)[-100:])
-            compared = RegressionFile(entry=entry, history=last)
-            write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
-        report = build_report(out, profile)
-    _write(out, render(report))
-    return report
+    for places in range(decimals, 7):
+        digits = f"{value:.{places}f}"
+        if target is None or value == float(digits):
+            return digits
+        misses = not target.met(value)  # then it must not seem to sit on the target either
+        if target.met(float(digits)) != misses and not (misses and float(digits) == target.value):
+            return digits
+    return repr(value)
 
 
-def rerender(out: Path) -> Report:
-    """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it.
-
-    A report of an earlier version is written anew from the raw files, by the profile that the
-    validation was started with.
-    """
-    path = RunDir(out).report / REPORT_JSON
-    try:
-        before = read_report(path)
-    except InputError:
-        record = read_usable(RunDir(out).record, ValidationRecord)
-        if not path.is_file() or record is None or record.profile is None:
-            raise
-        return write_report(out, record.profile)
-    report = with_answer(out, before)
-    _write(out, {name: text for name, text in render(report).items() if name != REPORT_JSON or report != before})
-    return report
+def shown(found: Criterion) -> str:
+    """A criterion's value, with decimals enough that it stands to its target as the exact value does."""
+    value, target = found.value, found.target
+    if value is None:
+        return UNKNOWN
+    match found.unit:
+        case "s":
+            whole = target is None or target.met(value) == target.met(float(int(value)))
+            return clock_text(value) + ("" if whole else f"{value % 1:.3f}".lstrip("0"))
+        case "x":
+            return f"{near(value, 1 if found.id == 'speedup' else 2, target)}x"
+        case "%":
+            return f"{near(value, 2 if found.id == 'consensus' else 1, target).removesuffix('.0')}%"
+        case _:
+            return near(value, 0 if value == int(value) else 4, target)
 
 
-def _write(out: Path, forms: dict[str, str]) -> None:
-    for name, content in forms.items():
-        write_text_whole(RunDir(out).report / name, content)
+def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
+    """A target as people say it: `>=1.9x`, `<30 min`; `none` where the profile does not ask."""
+    if target is None:
+        return "none"
+    if unit == "s":
+        for length_s, name in ((3600, "hour"), (60, "min")):
+            count, rest = divmod(target.value, length_s)
+            if count and not rest:
+                return f"{target.op}{count:.0f} {name}{'s' if name == 'hour' and count > 1 else ''}"
+        return f"{target.op}{target.value:g} s"
+    digits = f"{target.value:g}"
+    if decimals and "." not in digits:
+        digits = f"{target.value:.{decimals}f}"
+    return f"{target.op}{digits}{unit}"
+
+
+def runs_text(figure: ScalingMetrics) -> str:
+    """`one run`, or of how many the time is the median, and their spread: `median of 3 runs, 40.2 to 43.1 s`."""
+    times_s = figure.times_s
+    spread = f"{min(times_s):,.1f} to {max(times_s):,.1f} s"
+    return "one run" if len(times_s) == 1 else f"median of {len(times_s)} runs, {spread}"
+
+
+def all_warnings(report: Report) -> tuple[str, ...]:
+    """The report's warnings, and one on an answer that is older than the figures it stands beside."""
+    too_old = "The approval was given before these figures were measured: it speaks of an earlier run."
+    return (*report.warnings, *([too_old] if report.approval and report.approval.of_earlier_run else []))
+
+
+def met_sentence(report: Report) -> str:
+    """`6 of 7 asked criteria met`, what was missed, and what could not be judged: that first where nothing failed."""
+    left = ", ".join(c.title for c in report.asked if c.verdict in ("not run", "projected"))
+    said = [f"{report.met} of {len(report.asked)} asked criteria met", f"not met: {', '.join(report.missed)}"]
+    said = [*said[: 2 if report.missed else 1], *([f"not judged here: {left}"] if left or not report.asked else [])]
+    return "; ".join(reversed(said) if report.outcome == "not judged" else said)
+
+
+def skipped(report: Report) -> dict[int, str]:
+    """Numbers of devices of which there is no figure: those that were not here for a band, and runs without a time."""
+    here = max((len(run.devices) for run in report.runs), default=0)
+    bands = sorted(map(int, report.profile.scaling_bands))
+    why = {len(run.devices): run.untimed for run in report.runs if run.untimed}
+    return why | {count: f"there were {here} devices" for count in bands if count > here > 0}
+
+
+def share_of(target: Target | None, devices: int) -> Target | None:
+    """The target of a speed-up as efficiency: percent of the devices."""
+    return None if target is None else Target(op=target.op, value=100.0 * target.value / devices)
+
+
+def markdown_cell(value: object) -> str:
+    """A value that cannot break a Markdown table or become markup."""
+    text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
+    return " ".join(text.replace("<", "&lt;").replace(">", "&gt;").split())
+
+
+@cache
+def templates() -> Environment:
+    """`templates/`, with how figures read; in HTML every value is escaped. A name that is not there is an error."""
+    found = Environment(
+        loader=PackageLoader("virnuc_core.report"),
+        autoescape=lambda name: name is not None and name.endswith(".html.j2"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        extensions=["jinja2.ext.do"],
+    )
+    found.filters |= {
+        "cell": cell,
+        "number": number,
+        "percent": percent,
+        "figure": Number,
+        "one_line": lambda text: " ".join(cell(text).split()),
+        "clock": lambda seconds: None if seconds is None else clock_text(seconds),
+        "markdown": markdown_cell,
+        "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
+        "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    }
+    texts = (shown, target_text, runs_text, all_warnings, skipped, share_of, Mark)
+    found.globals |= {one.__name__: one for one in texts}
+    found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
+    found.globals["baseline_titles"] = BASELINE_TITLES
+    found.tests["mark"] = lambda value: isinstance(value, Mark)
+    return found
+
+
+def told(template: str, report: Report | None = None, **facts: Any) -> list[Section]:
+    """The sections of prose and tables that a template tells of a report and of `facts`; without those that say
+    nothing."""
+    view = View()
+    templates().get_template(template).render(facts | _known(report), view=view)
+    return [one for one in view if one.prose or any(table.rows for table in one.tables)]
+
+
+def told_rows(template: str, report: Report | None = None, **facts: Any) -> list[dict[str, object]]:
+    """The rows of the tables that a template tells, those of one table after those of the other."""
+    return [row for section in told(template, report, **facts) for table in section.tables for row in table.rows]
+
+
+def fill(template: str, report: Report, **more: object) -> str:
+    """The report by one of `templates/`; `only` a section by its title, of `sections.md.j2`."""
+    return templates().get_template(template).render(_known(report), **more)
+
+
+def _known(report: Report | None) -> dict[str, Any]:
+    """What the templates of a report know by name."""
+    if report is None:
+        return {}
+    return {f.__name__: f for f in (fill, told, told_rows, all_charts)} | {
+        "report": report,
+        "criteria": {criterion.id: criterion for criterion in report.criteria},
+        "telemetry": report.run.telemetry if report.run else None,
+        "generator": GENERATOR,
+        "encoder_titles": dict(reversed(GPU_STAGES.items())),
+    }
 
 
 def render(report: Report) -> dict[str, str]:
@@ -84,34 +269,3 @@ def render(report: Report) -> dict[str, str]:
         f"benchmark_{stamp}.md": fill("benchmark.md.j2", report),
         f"benchmark_{stamp}.json": fill("benchmark.json.j2", report),
     }
-
-
-def fill(template: str, report: Report, **more: object) -> str:
-    """The report by one of `templates/`; `only` a section by its title, of `sections.md.j2`."""
-    return templates().get_template(template).render(_known(report), **more)
-
-
-def _known(report: Report) -> dict[str, Any]:
-    """What the templates of a report know by name."""
-    return {f.__name__: f for f in (fill, sections, tables, all_charts)} | {
-        "report": report,
-        "criteria": {criterion.id: criterion for criterion in report.criteria},
-        "telemetry": report.run.telemetry if report.run else None,
-        "generator": GENERATOR,
-        "encoder_titles": dict(reversed(GPU_STAGES.items())),
-    }
-
-
-def sections(report: Report, template: str = "view.j2") -> list[Section]:
-    """What every form shows of the report, from top to bottom; or of it what one of `templates/*.view.j2` tells."""
-    return told(template, **_known(report))
-
-
-def tables(template: str, report: Report) -> list[Table]:
-    """The tables that one of `templates/*.view.j2` tells."""
-    return [table for section in sections(report, template) for table in section.tables]
-
-
-def correctness(comparisons: Iterable[Comparison]) -> Section:
-    """Who was held against whom, and how well they agree: a row for frames, a row for the consensus."""
-    return next(iter(told("correctness.view.j2", comparisons=tuple(comparisons))), Section("Correctness"))

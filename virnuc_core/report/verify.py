@@ -15,12 +15,12 @@ from typing import Final
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.workers import Workers
 from virnuc_core.report import verify_runs
-from virnuc_core.report.build import APPROVAL, REGRESSION, build_report
+from virnuc_core.report.build import APPROVAL, REGRESSION, build_report, read_report
 from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import compare
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.regression import HISTORY, SERIES, RegressionFile, entry_of, read_history
-from virnuc_core.report.render import REPORT_JSON, read_report, render
+from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.verify_runs import ABSENT, Verification
 from virnuc_core.rundir import EXACT, RunDir
 from virnuc_core.runfiles import RunRecord, RunSummary, made_from, read

@@ -9,9 +9,8 @@ from tasks.measure import rows_of, shares_of_time
 from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
 from virnuc_core.profiles import Target, load_profile
-from virnuc_core.report.formatting import met_sentence, runs_text
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.render import correctness, tables
+from virnuc_core.report.render import met_sentence, runs_text, told, told_rows
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import BitwiseEquality, Comparison, LabelAgreement
@@ -80,7 +79,7 @@ def test_fates_add_up_to_the_reads() -> None:
 
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
     bare = criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")
-    row, without = bounded_rows(rows_of(*tables("criteria.view.j2", report(criterion(), bare))))
+    row, without = bounded_rows(rows_of(told_rows("criteria.view.j2", report(criterion(), bare))))
     assert row["Verdict"] == "✗ **FAIL**"
     assert (row["Measured"], row["Required"]) == ("89.5%", "\\>90%")
     assert row["Samples"] == "12,345 batches"
@@ -88,7 +87,7 @@ def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
 
 
 def test_the_ui_rounds_no_figure_across_its_target() -> None:
-    (row,) = rows_of(*tables("criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90)))))
+    (row,) = rows_of(told_rows("criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90)))))
     assert row["Measured"] == "89.99996%"
 
 
@@ -116,7 +115,7 @@ def test_scaling_and_comparisons() -> None:
     )
     judged = criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9))
     (row,) = rows_of(
-        *tables(
+        told_rows(
             "scaling.view.j2",
             report(scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke")),
         )
@@ -134,7 +133,7 @@ def test_scaling_and_comparisons() -> None:
     )
     equal = BitwiseEquality(identical=True, files_compared=3, shards_compared=2, differing=())
     found = Comparison(a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal)
-    (shown,) = rows_of(correctness([found]).tables[0])
+    (shown,) = rows_of(told("correctness.view.j2", comparisons=[found])[0].tables[0].rows)
     assert [shown[name] for name in ("Pair", "What", "Agreement")] == ["devices-1 / devices-2", "consensus", "99.000 %"]
     assert shown["Same bytes"] == "yes"
     assert json.dumps(bounded_rows([shown]))

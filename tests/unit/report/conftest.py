@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import Profile
-from virnuc_core.report.build import build_report
+from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import write_report
 
 from .validate_directory import build
 

@@ -9,7 +9,7 @@ import pytest
 
 from flows.cli import main
 from virnuc_core.profiles import Profile
-from virnuc_core.report.build import build_report
+from virnuc_core.report.build import build_report, write_report
 from virnuc_core.report.charts import history as history_chart
 from virnuc_core.report.regression import (
     HistoryEntry,
@@ -19,7 +19,6 @@ from virnuc_core.report.regression import (
     points,
     read_history,
 )
-from virnuc_core.report.render import write_report
 
 from .validate_directory import edit_json
 

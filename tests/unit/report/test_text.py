@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report
 from virnuc_core.report.files import COMPARISON
-from virnuc_core.report.formatting import near, target_text
 from virnuc_core.report.model import Regression, Report
-from virnuc_core.report.render import fill
+from virnuc_core.report.render import fill, near, target_text
 from virnuc_core.runfiles import write
 from virnuc_core.telemetry.log import write_telemetry
 from virnuc_core.telemetry.statistics import frame

@@ -14,7 +14,7 @@ import pytest
 from flows.cli import main
 from virnuc_core.errors import InputError
 from virnuc_core.profiles import Profile
-from virnuc_core.report.render import rerender, write_report
+from virnuc_core.report.build import rerender, write_report
 from virnuc_core.report.verify import verify_report
 
 from .validate_directory import Recipe, build, edit_json

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.report.formatting import Mark, Number, Table, cell, markdown_cell, number
+from virnuc_core.report.build import read_report
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, read_report, render, sections, tables
+from virnuc_core.report.render import Mark, Number, Table, cell, fill, markdown_cell, number, render, told, told_rows
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def report(finished: tuple[Path, Profile]) -> Report:
 def test_every_cell_of_the_view_stands_on_the_page_and_in_the_markdown(report: Report) -> None:
     forms = render(report)
     page = unescape(re.sub(r"<[^>]+>", "\n", forms["report.html"]))
-    for section in sections(report):
+    for section in told("view.j2", report):
         assert f"## {section.title}" in forms["report.md"]
         for line in section.prose:
             assert line in page
@@ -46,7 +46,7 @@ def test_scaling_that_misses_its_target_is_not_shown_as_meeting_it(report: Repor
     asked = {"value": 1.8996, "target": Target(op=">=", value=1.9), "verdict": "fail"}
     missed = {"speedup": 1.8996, "efficiency": 0.9498, "judged": figure.judged.model_copy(update=asked)}
     changed = report.model_copy(update={"scaling": (alone, figure.model_copy(update=missed))})
-    row = tables("scaling.view.j2", changed)[0].rows[1]
+    row = told_rows("scaling.view.j2", changed)[1]
     assert (row["Speedup"], row["Efficiency"], str(row["Verdict"])) == ("1.8996x", "94.98%", "[FAIL]")
 
 
