@@ -1,7 +1,6 @@
 """How good scores are: metrics of frames, chunks and reads with intervals over genomes, curves and thresholds.
 
-All metrics take weights, so that resampled genomes and another share of viruses are the same sums.
-"""
+All metrics take weights, so that resampled genomes and another share of viruses are the same sums."""
 
 from collections.abc import Sequence
 from typing import Final

@@ -1,8 +1,7 @@
 """Which reads teach a head and which ask it: truth held against the reads, kin genomes clustered, clusters dealt.
 
 A head is asked about what it has never met, so what is dealt is a cluster of genomes: those that share a sequence on
-either strand, a stated share of their k-mers, or a group that the user names.
-"""
+either strand, a stated share of their k-mers, or a group that the user names."""
 
 from pathlib import Path
 from typing import Any, Final, NamedTuple

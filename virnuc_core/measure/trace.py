@@ -1,8 +1,7 @@
 """A few shards of a run under torch's profiler: traces for chrome://tracing or Perfetto, and tables of operations.
 
 They are recorded by the engine's own workers: `work` is what such a worker runs. Recording slows the launch loop, so
-that its times are for shares and for finding things, never for rates.
-"""
+that its times are for shares and for finding things, never for rates."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -2,8 +2,7 @@
 
 The figures are those of a repeated cross-validation, in which every cluster of genomes is asked about by heads that
 never met it, and of the final head's own test. Beside them stand two baselines, so that a head that has learnt nothing
-is seen. `train.json` keeps everything.
-"""
+is seen. `train.json` keeps everything."""
 
 import copy
 from collections import OrderedDict

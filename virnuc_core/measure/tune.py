@@ -1,8 +1,7 @@
 """Which engine settings are fastest here: candidates measured in rounds, and the one that may be recommended.
 
 Only measured rates count, a difference within the spread of the measurements counts as none. Settings that turn a label
-are never recommended, those that change the scores by more than the tolerance only where that was asked for.
-"""
+are never recommended, those that change the scores by more than the tolerance only where that was asked for."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence

@@ -49,8 +49,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     """Read what a validation left in `out` and judge it by `profile`.
 
     Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
-    `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N.
-    """
+    `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N."""
     raw = RawFolder(out)
     record, found = raw.read(ValidationRecord, RECORD), (run_metrics(raw, name, profile) for name in run_names(out))
     runs = tuple(run for run in found if run is not None)
@@ -214,8 +213,7 @@ def read_report(path: Path) -> Report:
 def write_report(out: Path, profile: Profile, history: Path | None = None) -> Report:
     """Judge a finished validate directory and write every form of the report to `out/report/`.
 
-    With `history`, the run is first held against the earlier runs in that file, and added to it.
-    """
+    With `history`, the run is first held against the earlier runs in that file, and added to it."""
     report = build_report(out, profile)
     if history is not None:
         (out / REGRESSION).unlink(missing_ok=True)  # of an earlier run

@@ -1,7 +1,6 @@
 """The charts of the report: their series, thinned to a few hundred points, and the SVG text drawn of them.
 
-The series stand in the report's data; the same data gives the same bytes of SVG.
-"""
+The series stand in the report's data; the same data gives the same bytes of SVG."""
 
 import io
 from collections.abc import Callable, Iterable, Sequence

@@ -84,8 +84,7 @@ def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:
 def bitwise(a: Path, b: Path) -> BitwiseEquality:
     """Whether the result files of two runs hold the same bytes, and the arrays of their shards the same bits.
 
-    Nothing to compare is not identity.
-    """
+    Nothing to compare is not identity."""
     run = RunDir(a)
     names = [path.name for path in run.tables]
     files = [name for name in names if (a / name).is_file() or (b / name).is_file()]
@@ -127,8 +126,7 @@ def open_embeddings(*runs: RunDir) -> Iterator[list[h5py.File]]:
     """`embeddings.h5` of each run, of which every row can be read; meanwhile the limit of open files is higher.
 
     Errors: `ShardError` names the shard that cannot be read, or the limit when it cannot be raised; `OSError`,
-    `KeyError` for a file that is none of ours.
-    """
+    `KeyError` for a file that is none of ours."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ExitStack() as held:
         files = [held.enter_context(h5py.File(run.embeddings, "r")) for run in runs]

@@ -1,7 +1,6 @@
 """The report as data: every figure typed, frozen, and with the raw file it comes from.
 
-Numbers that were not measured are `None`; nothing is zero, passed or agreed for want of data.
-"""
+Numbers that were not measured are `None`; nothing is zero, passed or agreed for want of data."""
 
 from typing import Literal
 

@@ -2,8 +2,7 @@
 
 Like is compared with like: same profile, host, devices, precision, reads and weights. Worse in a metric's own direction
 by more than the profile allows (10 %) fails. When the newest run of the profile on these devices was made with other
-reads or weights, the earlier figures are stale and say nothing.
-"""
+reads or weights, the earlier figures are stale and say nothing."""
 
 import json
 import logging

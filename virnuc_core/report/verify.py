@@ -2,8 +2,7 @@
 
 Three things are held against each other: the report's forms against the report's data, the data against what the raw
 files give now, and the raw files against what is rawer still (`verify_runs`). Each part is looked at by itself, several
-at a time where there is much to read.
-"""
+at a time where there is much to read."""
 
 import os
 import re

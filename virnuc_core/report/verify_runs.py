@@ -1,7 +1,6 @@
 """The raw files of a validation against what is rawer still: shards, reads, samples and batches.
 
-Rows are held a piece at a time, however many there are.
-"""
+Rows are held a piece at a time, however many there are."""
 
 import json
 import math

@@ -1,7 +1,6 @@
 """What is seen of a run while it goes on: readings of devices and host, its progress, and the seconds of its stages.
 
-Devices are read by NVML (nvitop), by UUID. Without it only the host is read, and utilisation is `None`, never zero.
-"""
+Devices are read by NVML (nvitop), by UUID. Without it only the host is read, and utilisation is `None`, never zero."""
 
 import functools
 import importlib
@@ -38,8 +37,7 @@ Reader = Callable[[str, float], DeviceSample]  # reads a device now, stamped wit
 def nvml_reader(devices: Sequence[str]) -> Reader | None:
     """What reads the GPUs among `devices`, each by its UUID, whatever order CUDA gives them.
 
-    `None` when there is none; and, with a word in the log, where NVML cannot be used.
-    """
+    `None` when there is none; and, with a word in the log, where NVML cannot be used."""
     uuids = [device for device in devices if device.startswith(GPU_UUIDS)]
     if not uuids:
         return None
@@ -149,8 +147,7 @@ class InferenceProgressReporter:
 
     On a terminal and in a notebook: bars; elsewhere: a line in the log every `PLAIN_EVERY_S`. `on_progress` hears the
     share that is done at most every `CALLBACK_EVERY_S` and once at the end. `already_done`: by an earlier run, so that
-    it says nothing of this one's speed.
-    """
+    it says nothing of this one's speed."""
 
     def __init__(
         self,

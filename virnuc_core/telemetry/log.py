@@ -1,8 +1,7 @@
 """The telemetry files of a run; `reader` reads them back.
 
 `telemetry_<time>.json` holds the summary, the windows and the batches; `telemetry_<time>.h5` every column of every
-table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says so; the HDF5 file has all.
-"""
+table. The JSON lists at most `JSON_BATCHES` batches, evenly chosen, and says so; the HDF5 file has all."""
 
 import itertools
 import json
@@ -218,8 +217,7 @@ def batch_frame(measured: Telemetry) -> pd.DataFrame:
 def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
     """Write both files whole and say the alarms in the log; the JSON file. `told` is what `telemetry_file` takes.
 
-    In HDF5 the columns of the batches lie at the root, the other tables in groups of their names.
-    """
+    In HDF5 the columns of the batches lie at the root, the other tables in groups of their names."""
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
     path = next(path for name in names if not (path := folder / f"{name}.json").exists())

@@ -55,8 +55,7 @@ def open_frame(
 ) -> pd.DataFrame:
     """A table of a telemetry file as a pandas DataFrame, with devices, encoders and states by name.
 
-    `path` is the `.h5` file, or a run directory, whose newest telemetry is taken. Raises `InputError`.
-    """
+    `path` is the `.h5` file, or a run directory, whose newest telemetry is taken. Raises `InputError`."""
     measured = read_telemetry(latest(path) if path.is_dir() else path)
     if table == "stages":
         return pd.DataFrame([asdict(stage) for stage in measured.stages])

@@ -1,8 +1,7 @@
 """What the tables of a run add up to: each number of its telemetry is computed here, and nowhere else.
 
 A table is a DataFrame with the fields of its record as columns (see `tables`). A device or an encoder is a category, a
-missing number NaN; here what is not known becomes `None`.
-"""
+missing number NaN; here what is not known becomes `None`."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -160,8 +159,7 @@ def windows(
 ) -> tuple[Window, ...]:
     """Cut the run into windows of `window_s` from `origin_s`; a batch belongs to the window it was launched in.
 
-    The first begins with the first launch, the last ends with the last finish. Empty windows in a row become one.
-    """
+    The first begins with the first launch, the last ends with the last finish. Empty windows in a row become one."""
     began, ended = embedding_span(batches) or (origin_s, origin_s)
     launched = dict([*batches.groupby(np.floor((batches.launched_s - origin_s) / window_s).astype("int64"))])
     bounds = sorted({bound for number in launched for bound in (number, number + 1)})
