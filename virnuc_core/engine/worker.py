@@ -24,7 +24,7 @@ from virnuc_core.encoders.checkpoint import load_all, open_part
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import Head
-from virnuc_core.engine.loader import Batch, Loader, Take, packed
+from virnuc_core.engine.loader import Batch, Loader, Take, group_bound, packed
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.rundir import RunDir
@@ -33,6 +33,7 @@ from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 3.5
 SAMPLED_ROWS = 10_000  # of the store, to warm up with rows of its usual length
+SHORT_ROW = 52  # tokens of a frame of 150 bases
 POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 
 Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
@@ -212,9 +213,10 @@ class Worker:
 
     def run(self) -> None:
         """Load, then compute shards until told to stop."""
-        runner = self._load()
-        # until the reads are known: rows of full chunks
-        self._warm_up(runner, open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2)
+        runner, longest = self._load(), open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2
+        warm = {group_bound(length): length for length in (longest, min(longest, SHORT_ROW))}  # as the reads may be
+        for length in warm.values():
+            self._warm_up(runner, length)
         loaded_s = time.monotonic()
         if (first := self._receive()) is None:
             return
@@ -225,8 +227,9 @@ class Worker:
         store, _ = self.loader.opened(first.job)
         depth = engine.prefetch_factor * max(1, engine.num_workers)
         taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
-        self.runner = runner
-        self._warm_up(runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2)
+        self.runner, usual = runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2
+        if group_bound(usual) not in warm:
+            self._warm_up(runner, usual)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
