@@ -18,6 +18,7 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
 from prefect.flow_runs import pause_flow_run
+from prefect.input import RunInput
 from prefect.states import Completed, Failed
 
 from flows import start
@@ -39,7 +40,7 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL, rerender, write_report
 from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, met_sentence, number, percent, runs_text, skipped
+from virnuc_core.report.render import fill, message, met_sentence
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.runfiles import write
 from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
@@ -67,46 +68,40 @@ def validate(settings: ValidateSettings) -> State[Judged]:
 
     A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
     """
-    judged, message = measure(settings)
+    judged, told = measure(settings)
     again = settings.model_copy(update={"force": False})
     while (tried := tune_round(again, judged)) is not None:
         if tried.engine is None:
             judged = write_report(settings.out, judged.profile)  # it says what no setting mends
         else:
-            judged, message = measure(again)
+            judged, told = measure(again)
     steps.emit_outcome(judged, settings.out)
     approval = _approval(settings, judged) if settings.approval else None
     if approval is not None:
-        message += f"; {approval.verdict} by {approval.reviewer}"
-    return ended(settings, judged, f"{met_sentence(judged)}{message}", approval)
+        told += f"; {approval.verdict} by {approval.reviewer}"
+    return ended(settings, judged, f"{met_sentence(judged)}{told}", approval)
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
 @with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
-    judged, message = measure(settings)
-    told = [
-        f"{row.num_gpus} devices: {number(row.speedup, 2, 'x')} ({percent(row.efficiency)}), {runs_text(row)}"
-        for row in judged.scaling[1:]
-    ] or ["one device only: there is no curve"]
-    told += [f"{devices} devices: skipped, {why}" for devices, why in skipped(judged).items()]
-    told += [f"not met: {', '.join(judged.missed)}"] if judged.missed else []
-    return ended(settings, judged, "; ".join(told) + message)
+    judged, computed = measure(settings)
+    return ended(settings, judged, message("scaling", judged) + computed)
 
 
 def ended(
-    settings: MeasureSettings, judged: Report, message: str, approval: ApprovalRecord | None = None
+    settings: MeasureSettings, judged: Report, told: str, approval: ApprovalRecord | None = None
 ) -> State[Judged]:
     """How a flow ends whose figures were judged; where they or a reviewer say no, it fails or its name says so."""
     verdict = None if approval is None else approval.verdict
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
     if verdict != "rejected" and judged.outcome != "failed":
-        return done(result, message)
+        return done(result, told)
     name = start.REJECTED if verdict == "rejected" else start.NOT_MET
     if settings.fail_on_criteria:
-        return Failed(name=name, message=message, data=NotMetError(message))
-    return Completed(name=name, message=message, data=result)
+        return Failed(name=name, message=told, data=NotMetError(told))
+    return Completed(name=name, message=told, data=result)
 
 
 def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
@@ -197,7 +192,7 @@ def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
     return approval
 
 
-def ask(report_dir: Path, form: type[steps.Approval], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
+def ask(report_dir: Path, form: type[RunInput], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
     """The answer of the reviewer for whom this flow run pauses, kept in the report's directory. A time-out answers
     `pending` by the door a person would use: a run nobody looked at is not a failed one."""
     context = FlowRunContext.get()

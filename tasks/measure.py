@@ -2,6 +2,7 @@
 
 import tomllib
 from base64 import b64encode
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -26,7 +27,7 @@ from tasks.step import (
     step,
 )
 from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import SWITCHES, Devices, EngineSpec, TraceSpec, TrainSpec
+from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
 from virnuc_core.measure.splits import Examples, choose
@@ -41,14 +42,14 @@ from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, trend
-from virnuc_core.report.render import Mark, fill, met_sentence, percent, shown, target_text, templates, told, told_rows
+from virnuc_core.report.render import Mark, fill, message, met_sentence, templates, told, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import ModelFlops, read
 from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison, OverheadFile
 
 Answer = Literal["yes", "no", "not answered"]
 _WORDS: Final = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
-MARKS, COSTS, TIMED_OUT = (_WORDS[kind] for kind in ("verdicts", "costs", "time_out"))
+MARKS, TIMED_OUT = _WORDS["verdicts"], _WORDS["time_out"]
 SHOWN: Final = ("Stages over time", "Utilisation", "Throughput", "History")  # an artifact is below 100 KiB
 NIGHTS: Final = 20
 
@@ -76,13 +77,12 @@ def split(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
 def train(run: RunDir, examples: Examples, spec: TrainSpec, cuts: RunDir | str, *, label: str) -> State[TrainFile]:
     """The head in `run/head` with its card, and `train.json` and `train.html`: how well it does on unknown genomes."""
     found = train_head(run, OrfStore.open(run.store), examples, spec, cuts)
-    page, card, said = map(templates().get_template, ("train.html.j2", "model_card.md.j2", "training.txt.j2"))
+    page, card = map(templates().get_template, ("train.html.j2", "model_card.md.j2"))
     write_text_whole(run.root / "train.html", page.render(found=found))
     write_text_whole(run.root / "head" / "README.md", card.render(found=found, pictures=False))
-    text = card.render(found=found, pictures=True)
-    message = "".join(said.render(found=found).splitlines())
-    publish_markdown(on_host(f"head-{label}"), text, message, run.root / "train.html")
-    return done(found, message)
+    text, summary = card.render(found=found, pictures=True), message("trained", found)
+    publish_markdown(on_host(f"head-{label}"), text, summary, run.root / "train.html")
+    return done(found, summary)
 
 
 @step("overhead", "overhead of {label} on {bench.devices}")
@@ -95,9 +95,7 @@ def overhead(
         found = measure_overhead(out, bench, engine, force=force and first_attempt(), on_run=show, **asked)
     rows = told_rows("overhead.view.j2", pairs=found.pairs)
     publish_table(on_host(f"overhead-{label}"), rows, f"What these cost, {label} on {bench.devices}")
-    costs = {of: [p.overhead for p in found.pairs if p.of == of and p.overhead is not None] for of in SWITCHES}
-    said = [f"{COSTS[of]} {percent(median(shares))}" for of, shares in costs.items() if shares]
-    return done(found, f"of the tokens/s, {', '.join(said)}" if said else "nothing could be timed")
+    return done(found, message("overhead", found.pairs, median))
 
 
 @step("precision", "fp32 sequences of {label}")
@@ -143,15 +141,7 @@ def baseline(
             take_results(spec.results, run, OrfStore.open(store))
         summary = run_baseline(run, store, models, devices, spec, on_progress=show)
         show(1.0)
-    if summary.source == "recorded":
-        taken = "" if spec.results is None else f"; results taken from {spec.results}"
-        text = f"{summary.wall_s or 0:,.1f} s, recorded{taken}"
-    elif summary.subset is None:
-        text = f"{summary.wall_s:,.1f} s measured on all reads"
-    else:
-        measured = f"{summary.measured_s:,.1f} s measured on {summary.subset.reads:,} reads"
-        text = f"{measured}, {summary.wall_s:,.1f} s scaled by tokens"
-    return done(summary, f"{summary.name}: {text}", reused=summary.reused)
+    return done(summary, message("baseline", summary, spec.results), reused=summary.reused)
 
 
 @step("compare", "compare {label}")
@@ -162,13 +152,7 @@ def compare(
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
     rows = [row for section in told("correctness.view.j2", comparisons=found) for row in section.tables[0].rows]
     publish_table(f"comparison-{label}", rows_of(rows), f"Agreement of the runs of {label}")
-    parts = []
-    for c in found:
-        if c.bitwise is not None:
-            parts.append(f"{c.a} and {c.b} {'equal' if c.bitwise.identical else 'NOT equal'} bit for bit")
-        elif c.consensus is not None:
-            parts.append(f"{c.b} agrees with {c.a} to {percent(c.consensus.agreement) or '–'}")
-    return done(found, "; ".join(parts) or "nothing to compare")
+    return done(found, message("compared", found))
 
 
 @step("report", "report {label}")
@@ -228,44 +212,23 @@ def rows_of(rows: Rows) -> Rows:
     ]
 
 
-class Approval(RunInput):
-    """What the reviewer is asked; an empty answer must not count as a decision. The form renders descriptions as
-    Markdown, in which a number at the start would become a list of its own."""
-
-    all_criteria_met: Answer = Field("not answered", description=QUESTIONS["all_criteria_met"])
-    target_realistic: Answer = Field("not answered", description=QUESTIONS["target_realistic"])
-    tuning_could_help: Answer = Field("not answered", description=QUESTIONS["tuning_could_help"])
-    code_fix_needed: Answer = Field("not answered", description=QUESTIONS["code_fix_needed"])
-    esm2_still_bottleneck: Answer = Field("not answered", description=QUESTIONS["esm2_still_bottleneck"])
-    verdict: Literal["approved", "rejected", "pending"] = Field(description="The decision")
-    reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
-    note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
-
-
-def approval_form(judged: Report) -> type[Approval]:
+def approval_form(judged: Report) -> type[RunInput]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form."""
-    wanted = ("Verdict", "Criterion", "Measured", "Required")
-    rows = rows_of(told_rows("criteria.view.j2", judged))
-    table = markdown_table([{name: row[name] for name in wanted} for row in rows])
-    missed = [cell(f"{c.title} {shown(c)} ({target_text(c.target, c.unit)})") for c in judged.failed]
-    figures = {
-        "all_criteria_met": f"**{met_sentence(judged)}**",
-        "target_realistic": f"Not met: {', '.join(missed)}" if missed else "",
-        "tuning_could_help": "(loader workers, token budget, prefetch)",
-        "esm2_still_bottleneck": f"How large is the share of non-GPU work? {shares_of_time(judged)}",
-    }
-    fields: dict[str, Any] = {
-        name: (Answer, Field("not answered", description=f"{QUESTIONS[name]} {text}")) for name, text in figures.items()
-    }
-    worst, made = judged.losses[0], create_model("Approval", __base__=Approval, **fields)
+    wanted, rows = ("Verdict", "Criterion", "Measured", "Required"), rows_of(told_rows("criteria.view.j2", judged))
+    table, worst = markdown_table([{name: row[name] for name in wanted} for row in rows]), judged.losses[0]
     advice = f"Bottleneck: {worst.kind}. {worst.advice} More: the run's artifacts."
-    return made.with_initial_data(description=f"{table}\n{advice}\n")
+    form = blank_form({name: message(name, judged) for name in QUESTIONS})
+    return form.with_initial_data(description=f"{table}\n{advice}\n")
 
 
-def shares_of_time(judged: Report) -> str:
-    """Where the time went: the two encoders, and everything else."""
-    if judged.run is None or not (shares := judged.run.stage_shares):
-        return "Stage times are not known."
-    esm2, dnabert_s = shares.get("ESM-2", 0.0), shares.get("DNABERT-S", 0.0)
-    rest = max(0.0, 1.0 - (esm2 + dnabert_s))  # a stage that is fused is part of another
-    return f"**ESM-2 {100 * esm2:.1f} %, DNABERT-S {100 * dnabert_s:.1f} %, other work {100 * rest:.1f} %**"
+def blank_form(figures: Mapping[str, str]) -> type[RunInput]:
+    """The questions, each with what it stands on, and the decision; an empty answer must not count as one. The form
+    renders descriptions as Markdown, in which a number at the start would become a list of its own."""
+    asked: dict[str, Any] = {
+        name: (Answer, Field("not answered", description=f"{question} {figures.get(name, '')}".strip()))
+        for name, question in QUESTIONS.items()
+    }
+    asked["verdict"] = Literal["approved", "rejected", "pending"], Field(description="The decision")
+    asked["reviewer"] = str, Field(min_length=1, max_length=200, description="Who decides")
+    asked["note"] = str, Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
+    return create_model("Approval", __base__=RunInput, **asked)

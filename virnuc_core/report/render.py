@@ -221,7 +221,7 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, runs_text, all_warnings, skipped, share_of, Mark)
+    texts = (shown, target_text, runs_text, all_warnings, met_sentence, skipped, share_of, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
     found.globals["baseline_titles"] = BASELINE_TITLES
@@ -235,6 +235,11 @@ def told(template: str, report: Report | None = None, **facts: Any) -> list[Sect
     view = View()
     templates().get_template(template).render(facts | _known(report), view=view)
     return [one for one in view if one.prose or any(table.rows for table in one.tables)]
+
+
+def message(name: str, *about: object) -> str:
+    """What the macro of this name in `messages.j2` tells, in one line."""
+    return " ".join(getattr(templates().get_template("messages.j2").module, name)(*about).split())
 
 
 def told_rows(template: str, report: Report | None = None, **facts: Any) -> list[dict[str, object]]:

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import json
+from statistics import median
 from typing import Any
 
-from tasks.measure import rows_of, shares_of_time
+from tasks.measure import rows_of
 from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.render import met_sentence, runs_text, told, told_rows
+from virnuc_core.report.render import message, met_sentence, runs_text, told, told_rows
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
-from virnuc_core.validation import BitwiseEquality, Comparison, LabelAgreement
+from virnuc_core.validation import (
+    BaselineSubset,
+    BaselineSummary,
+    BitwiseEquality,
+    Comparison,
+    LabelAgreement,
+    OverheadPair,
+)
 
 
 def summary(**changes: Any) -> RunSummary:
@@ -142,5 +150,40 @@ def test_scaling_and_comparisons() -> None:
 def test_the_reviewer_sees_the_share_of_other_work() -> None:
     stages = {"ESM-2": 6.0, "DNABERT-S": 3.0, "Sequence Chunking": 1.0}
     run = RunMetrics.model_construct(stages=stages, total_s=10.0)
-    assert shares_of_time(report(run=run)) == "**ESM-2 60.0 %, DNABERT-S 30.0 %, other work 10.0 %**"
-    assert shares_of_time(report(run=None)) == "Stage times are not known."
+    asked = "How large is the share of non-GPU work?"
+    shown = message("esm2_still_bottleneck", report(run=run))
+    assert shown == f"{asked} **ESM-2 60.0 %, DNABERT-S 30.0 %, other work 10.0 %**"
+    assert message("esm2_still_bottleneck", report(run=None)) == f"{asked} Stage times are not known."
+
+
+def test_the_messages_of_states() -> None:
+    figure = ScalingMetrics(
+        num_gpus=2,
+        time_seconds=5.0,
+        times_s=(5.0,),
+        speedup=1.96,
+        efficiency=0.98,
+        esm2_scaling=None,
+        dnabert_scaling=None,
+    )
+    told = {"profile": load_profile("ci-smoke"), "criteria": ()}
+    assert message("scaling", report(scaling=(figure, figure), **told)) == "2 devices: 1.96x (98.0 %), one run"
+    assert message("scaling", report(**told)) == "one device only: there is no curve"
+    recorded = BaselineSummary(name="v1", source="recorded", wall_s=2700)
+    assert message("baseline", recorded, "there") == "v1: 2,700.0 s, recorded; results taken from there"
+    part = BaselineSubset(reads=2_000, tokens=10, total_tokens=100)
+    scaled = BaselineSummary(name="v1", wall_s=20, measured_s=2, subset=part)
+    assert message("baseline", scaled, None) == "v1: 2.0 s measured on 2,000 reads, 20.0 s scaled by tokens"
+    assert message("baseline", BaselineSummary(name="v1", wall_s=20), None) == "v1: 20.0 s measured on all reads"
+    equal = BitwiseEquality(identical=False, files_compared=3, shards_compared=2, differing=())
+    assert (
+        message("compared", [Comparison(a="a", b="b", tolerance=1, bitwise=equal)]) == "a and b NOT equal bit for bit"
+    )
+    assert message("compared", []) == "nothing to compare"
+    pair = OverheadPair(
+        with_run="", without_run="", with_tokens_per_s=98, without_tokens_per_s=100, seconds=1, restarts=0
+    )
+    assert message("overhead", [pair], median) == "of the tokens/s, commits cost 2.0 %"
+    assert message("overhead", [], median) == "nothing could be timed"
+    missed = report(criterion(target=Target(op=">", value=90)))
+    assert message("target_realistic", missed) == "Not met: Packing efficiency 89.5% (&gt;90%)"
