@@ -40,7 +40,7 @@ class InboxSettings(VerdictSpec, FlowSettings):
         Ledger(self.inbox, self.out)
 
 
-predict_inbox = starts("flows.predict_inbox:predict_inbox", InboxSettings, facts={"Fates": "{of.out}/inbox.tsv"})
+predict_inbox = starts("flows.predict_many:predict_inbox", InboxSettings, facts={"Fates": "{of.out}/inbox.tsv"})
 
 
 class MeasureSettings(RunSettings):

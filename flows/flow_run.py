@@ -6,7 +6,7 @@ import platform
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from functools import wraps
@@ -42,7 +42,6 @@ from virnuc_core.telemetry import live
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
 WATCH_S: Final = 2.0
-_kept: ContextVar[Pool | None] = ContextVar("workers that stay up from run to run", default=None)
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
 logger = logging.getLogger(__name__)
 
@@ -66,14 +65,14 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             settings = settings.placed(planned.astimezone(UTC))
             with (
                 ended_in_time(final="PREFECT__FLOW_RUN_ID" in os.environ),  # a worker's child
-                ExitStack() as around,
                 core_logs(),
                 _ended_when_cancelled(),
                 settings.hold(),
             ):
-                if kept() is None:  # not in a task: signals reach the main thread only
-                    around.callback(end_all_children)
-                return function(_without_queries(settings))
+                try:
+                    return function(_without_queries(settings))
+                finally:  # not in a task: signals reach the main thread only
+                    end_all_children()
 
         @wraps(body)
         def called(**values: Any) -> State[T]:
@@ -139,11 +138,6 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     return stage(spec, store, label=label, force=settings.force).result()
 
 
-def kept() -> Pool | None:
-    """Workers that stay up from run to run, if there are; a function, as a flow that is served must be picklable."""
-    return _kept.get()
-
-
 @contextmanager
 def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
     """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
@@ -153,11 +147,7 @@ def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
         device_slots(() if cluster else resolve(devices)),
         workers_for(settings.models, devices, engine, keep=True, warm=warm, cluster=cluster, out=settings.out) as pool,
     ):
-        before = _kept.set(pool)
-        try:
-            yield pool
-        finally:
-            _kept.reset(before)
+        yield pool
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:

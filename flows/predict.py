@@ -9,7 +9,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_run import kept, named, publish_prediction, stage_input, with_parameters
+from flows.flow_run import named, publish_prediction, stage_input, with_parameters
 from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import embed
 from tasks.server import announce, device_slots
@@ -53,8 +53,8 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     spec = settings.spec(Devices.parse(settings.devices), EngineSpec(), label)
     announce(label, spec.devices.kind)
     with ExitStack() as held, ExitStack() as workers:
-        pool = kept()
-        if pool is None and read_summary(run) is None:
+        pool = None
+        if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
                 of = spec.models, spec.devices, spec.engine
@@ -67,7 +67,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
 def predict(settings: PredictSettings) -> State[RunSummary]:
     """Says which reads are viral. A run that stopped goes on where it was; a complete one is not computed again."""
     if settings.many:
-        from flows.predict_samples import predict_samples  # few runs need it
+        from flows.predict_many import predict_samples  # few runs need it
 
         return predict_samples(settings)
     with staged_run(settings) as staged:

@@ -18,7 +18,7 @@ import numpy as np
 
 from virnuc_core import runfiles
 from virnuc_core.config import INPUTS, ClassifySpec, ClusterSpec, Devices, EngineSpec, ReadsSpec, RunSpec
-from virnuc_core.encoders.checkpoint import fingerprint, open_part
+from virnuc_core.encoders.checkpoint import fingerprint, shape_of
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
@@ -140,12 +140,12 @@ def nodes_of(spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Pa
 
 def model_length(models: Path) -> int:
     """The length S the head of a models directory was trained for."""
-    return open_part(models, HeadShape)[0].model_length
+    return shape_of(models, HeadShape).model_length
 
 
 def model_flops(models: Path) -> ModelFlops:
     """FLOPs of a token in the linear layers, with no ceiling measured. Errors: `WeightsError`."""
-    esm2, dnabert_s = open_part(models, Esm2Shape)[0], open_part(models, DnabertShape)[0]
+    esm2, dnabert_s = shape_of(models, Esm2Shape), shape_of(models, DnabertShape)
     return ModelFlops(esm2_per_token=2.0 * esm2.linear_weights, dnabert_s_per_token=2.0 * dnabert_s.linear_weights)
 
 
@@ -171,7 +171,7 @@ def classify(
             own = workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=run.root)
             pool = held.enter_context(own)
         devices = before.devices if before else tuple(one.device for one in pool.specs) if pool else None
-        head = open_part(spec.models, HeadShape)[0]
+        head = shape_of(spec.models, HeadShape)
         threshold, uncertain = verdict(head, spec)
         spec = spec.model_copy(update={"threshold": threshold})
         job = prepare(run, staging.store, spec, staging=staging, devices=devices if spec.cluster else None)
@@ -225,14 +225,15 @@ def prepare(
     models, orfs = spec.models, OrfStore.open(store)
     if staging is not None and staging.fingerprint != orfs.fingerprint:
         raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
-    if (length := model_length(models)) != orfs.model_length:
+    head = shape_of(models, HeadShape)
+    if (length := head.model_length) != orfs.model_length:
         raise ConfigError(
             f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
         )
     found = devices or resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models, resolved.precision)}
-    widths = {"dna": open_part(models, DnabertShape)[0].width, "protein": open_part(models, Esm2Shape)[0].width}
+    widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
         discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
     resolved, plan = shards.plan_run(run, orfs.protein_offsets, resolved, fingerprints, found[0].kind)

@@ -7,6 +7,7 @@ signal are the operating system's: freed by death, so that a killed run leaves n
 
 import ctypes
 import errno
+import fnmatch
 import gc
 import json
 import logging
@@ -202,7 +203,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
     """What lies in a directory under these names."""
-    return (path for pattern in patterns for path in root.glob(pattern))
+    names = [path.name for path in root.iterdir()] if root.is_dir() else []  # few of hundreds of patterns have one
+    return (path for pattern in patterns if fnmatch.filter(names, pattern.split("/")[0]) for path in root.glob(pattern))
 
 
 def is_ours(root: Path) -> bool:

@@ -4,6 +4,7 @@ A file of an older run may lack keys or hold others: what is absent is `None` or
 A file with a value of the wrong kind is refused whole, and the value named.
 """
 
+import functools
 import hashlib
 import logging
 import platform
@@ -163,6 +164,7 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
+@functools.cache  # runs of this process are of what it has imported
 def git_commit() -> str | None:
     """Commit of the checkout virnuc runs from, with `+` when files differ from it; None outside a checkout."""
     here = Path(virnuc_core.__file__).resolve().parents[1]
@@ -173,6 +175,7 @@ def git_commit() -> str | None:
     return None
 
 
+@functools.cache
 def version_of(package: str, absent: str = "absent") -> str:
     """Of a package that is installed here, without importing it."""
     with suppress(metadata.PackageNotFoundError):

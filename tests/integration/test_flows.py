@@ -22,7 +22,7 @@ from prefect.client.schemas.objects import State, TaskRun
 
 import tasks.step
 from flows.predict import predict
-from flows.predict_inbox import predict_inbox
+from flows.predict_many import predict_inbox
 from flows.tools import train
 from flows.validate import validate
 from tasks.step import beside, on_host
@@ -308,7 +308,7 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, m
     def emit(event: str, _resource: str, name: str, payload: dict[str, Any]) -> None:
         sent.append((event, name, payload["reason"]))
 
-    monkeypatch.setattr("flows.predict_inbox.emit", emit)
+    monkeypatch.setattr("flows.predict_many.emit", emit)
     inbox, out = tmp_path / "inbox", tmp_path / "out"
     inbox.mkdir()
     for number in (1, 2):
@@ -359,25 +359,28 @@ def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     made = [simulate(SimulateSpec(reads=40, seed=seed), tmp_path / f"{seed}.fastq").reads_file for seed in range(5)]
     (tmp_path / "broken.fastq").write_text("@r1\nACGT\n+\nIII\n")
     (tmp_path / "others.fastq").write_text("@r1\nACGT\n+\nIIII\n")
+    (tmp_path / "empty.fastq").touch()
     lines = [f"s{seed}\t{path.name}\t" for seed, path in enumerate(made)]
     lines[2:2] = [
         "cut off\tbroken.fastq\t",
         f"lanes\t{few_reads}\t",
         f"steps\t{made[0]}\tothers.fastq",
         "absent\tno.fq\t",
+        "empty\tempty.fastq\t",
     ]
     sheet.write_text("\n".join(["sample\tfastq_1\tfastq_2", *lines, "lanes\t0.fastq\t"]))
     given = {"samples": sheet, "out": out, "models": models, "devices": "cpu:1"}
     state = predict(**given, return_state=True)
     assert state.is_failed()
-    assert (state.message or "").startswith("3 of 9 samples failed, the others are done (")
+    assert (state.message or "").startswith("4 of 10 samples failed, the others are done (")
     assert "; cut off: " in (state.message or "")
-    assert documented(out / "samples.tsv") == 9
+    assert documented(out / "samples.tsv") == 10
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in (out / "samples.tsv").read_text().splitlines()[1:]}
-    assert list(rows) == ["s0", "s1", "cut off", "lanes", "steps", "absent", "s2", "s3", "s4"]
-    assert {name for name, row in rows.items() if row[0] == "failed"} == {"cut off", "steps", "absent"}
+    assert list(rows) == ["s0", "s1", "cut off", "lanes", "steps", "absent", "empty", "s2", "s3", "s4"]
+    assert {name for name, row in rows.items() if row[0] == "failed"} == {"cut off", "steps", "absent", "empty"}
     assert "broken.fastq:1" in rows["cut off"][-1]
     assert "no such file" in rows["absent"][-1]
+    assert "empty.fastq: holds no reads" in rows["empty"][-1]
     assert rows["lanes"][1] == "100"
     found = {name: read_summary(RunDir(out / name)) for name, row in rows.items() if row[0] == "predicted"}
     assert len({worker["pid"] for summary in found.values() if summary for worker in summary.workers}) == 1
@@ -389,7 +392,9 @@ def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     assert all((out / "s3" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes() for name in RESULTS)
     times = {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found}
     sheet.write_text(sheet.read_text().replace("broken.fastq", "1.fastq").replace("no.fq", "2.fastq"))
-    assert "1 of 9 samples failed" in (predict(**given, return_state=True).message or "")
+    again = predict(**given, return_state=True)
+    assert "2 of 10 samples failed" in (again.message or "")
+    assert {f"{step} {name}" for step in ("stage", "embed") for name in found}.isdisjoint(task_runs(again))
     assert {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found} == times, (
         "only what was not complete"
     )

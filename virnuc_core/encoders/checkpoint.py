@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -61,6 +61,18 @@ def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     return opened
 
 
+def shape_of(models: Path, kind: type[S]) -> S:
+    """Sizes of that part, found right as `open_part` does, once in this process while the files stay the same."""
+    states = (path.stat() for path in sorted(models.glob("*/*")) if path.is_file())
+    found: S = _shape(models, kind, tuple((one.st_ino, one.st_size, one.st_mtime_ns) for one in states))
+    return found
+
+
+@functools.cache
+def _shape(models: Path, kind: type[Any], _states: object) -> Any:
+    return open_part(models, kind)[0]
+
+
 def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     """The same of one part alone, wherever its folder lies; whether it fits others is for the caller."""
     if not (folder / "config.json").is_file():
@@ -96,10 +108,10 @@ def check_models(models: Path, new_length: int | None = None) -> HeadShape:
 
     With `new_length`, a head of that model length is yet to be made.
     """
-    protein, dna = open_part(models, Esm2Shape)[0].width, open_part(models, DnabertShape)[0].width
+    protein, dna = shape_of(models, Esm2Shape).width, shape_of(models, DnabertShape).width
     if new_length is not None:
         return HeadShape(model_length=new_length, dna_width=dna, protein_width=protein)
-    return open_part(models, HeadShape)[0]
+    return shape_of(models, HeadShape)
 
 
 def _config(models: Path, part: str) -> Path:

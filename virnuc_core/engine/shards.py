@@ -137,7 +137,10 @@ def plan_run(
 
 
 def write_plan(run: RunDir, plan: ShardPlan) -> None:
-    """Write `shards/plan.json`."""
+    """Write `shards/plan.json`, where that does not stand there."""
+    with suppress(ShardError):
+        if read_plan(run) == plan:
+            return
     write_text_whole(run.plan, json.dumps(plan.model_dump()) + "\n")
 
 

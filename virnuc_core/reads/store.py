@@ -142,8 +142,9 @@ class OrfStore:
                 counts = StoreCounts(**{name: int(file.attrs[name]) for name in StoreCounts.__slots__})
                 store.counts = counts
                 store.n_reads, store.n_rows, store.n_uniques = counts.n_reads, counts.n_rows, counts.n_uniques
+                whole = np.memmap(path, np.uint8, "r")
                 for name in COLUMNS:
-                    setattr(store, name, _mapped(path, file[name]))
+                    setattr(store, name, _mapped(whole, file[name]))
         except FileNotFoundError as error:
             raise InputError("no such file", file=path, hint="stage the reads first") from error
         except (OSError, KeyError) as error:
@@ -189,10 +190,11 @@ def _cut(letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high:
     return [data[a - at[0] : b - at[0]] for a, b in pairwise(at)]
 
 
-def _mapped(path: Path, dataset: h5py.Dataset) -> NDArray[np.generic]:
+def _mapped(whole: NDArray[np.uint8], dataset: h5py.Dataset) -> NDArray[np.generic]:
     if dataset.size == 0:
         return np.zeros(dataset.shape, dataset.dtype)
-    return np.memmap(path, dataset.dtype, "r", dataset.id.get_offset(), dataset.shape)
+    at = dataset.id.get_offset()
+    return whole[at : at + dataset.nbytes].view(dataset.dtype)
 
 
 COLUMNS: Final[dict[str, type[np.generic]]] = {  # of the file, in this order, by the hints of `OrfStore`

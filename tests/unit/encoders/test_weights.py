@@ -24,6 +24,7 @@ from virnuc_core.encoders.checkpoint import (
     load_encoder,
     load_head,
     open_part,
+    shape_of,
 )
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part, write_tensors
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Esm2Shape, HeadShape
@@ -272,6 +273,19 @@ def test_the_digest_of_a_large_file_is_remembered_until_the_file_changes(
     os.utime(weights, ns=(times.st_atime_ns, times.st_mtime_ns))  # as if nothing had been done
     after, count = asked()
     assert (after["head"] != before["head"], count) == (True, 1)
+
+
+def test_a_part_is_looked_at_once_while_its_files_stay_the_same(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = shape_of(copied, HeadShape)
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoint, "open_part", None)
+        assert shape_of(copied, HeadShape) == found
+    weights = copied / "head" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: tensor * float("nan") for name, tensor in tensors.items()}, weights)
+    for _ in range(2):
+        with pytest.raises(WeightsError, match="holds NaN"):
+            shape_of(copied, HeadShape)
 
 
 def test_digests_need_no_home(copied: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
