@@ -7,7 +7,8 @@ import logging
 import math
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -213,13 +214,30 @@ def load_head(models: Path, device: torch.device) -> Head:
     return Head(*open_part(models, HeadShape), device)
 
 
-def load_all(models: Path, device: torch.device, engine: EngineSpec) -> tuple[Esm2, DnabertS, Head]:
-    """All three models on one device as an engine's settings want them; raises as the loaders of each do."""
-    return (
-        load_encoder(Esm2, models, device, engine.precision, engine.attention),
-        load_encoder(DnabertS, models, device, engine.precision, engine.attention),
-        load_head(models, device),
-    )
+def load_all(
+    models: Path, device: torch.device, engine: EngineSpec, warm: Callable[[Encoder], object] = lambda _: None
+) -> tuple[Esm2, DnabertS, Head]:
+    """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
+
+    Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
+    once more after both if there was no memory for that beside the other.
+    """
+    late: list[Encoder] = []
+
+    def load(network: type[E]) -> E:
+        encoder = load_encoder(network, models, device, engine.precision, engine.attention)
+        try:
+            warm(encoder)
+        except torch.OutOfMemoryError:
+            late.append(encoder)
+        return encoder
+
+    with ThreadPoolExecutor(2) as threads:
+        esm2, dnabert_s = threads.submit(load, Esm2), threads.submit(load, DnabertS)
+    loaded = esm2.result(), dnabert_s.result(), load_head(models, device)
+    for encoder in late:
+        warm(encoder)
+    return loaded
 
 
 class Checkpoint(NamedTuple):

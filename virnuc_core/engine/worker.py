@@ -11,8 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from torch import Tensor
 from virnuc_core.encoders.checkpoint import load_all, open_part
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.models import Head
+from virnuc_core.encoders.models import Esm2, Head
 from virnuc_core.engine.loader import Batch, Loader, Take, group_bound, packed
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
@@ -50,6 +49,18 @@ def milliseconds(span: Span) -> float:
     raise TypeError(span)
 
 
+def warm_up(encoder: Encoder, budget: int, device: torch.device, *lengths: int) -> None:
+    """Launch full batches, of rows of each of these lengths (tokens), or raise `torch.OutOfMemoryError`."""
+    for length in lengths:
+        rows = max(1, budget // length)
+        tokens = np.random.default_rng().integers(5, 9, rows * length)
+        _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
+        with torch.inference_mode():
+            encoder.embed(batch.to(device))
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 @dataclass(slots=True)
 class Pending:
     """A shard whose batches have been launched; its results arrive on a side stream."""
@@ -69,28 +80,6 @@ class Runner:
     def __init__(self, esm2: Encoder, dnabert_s: Encoder, head: Head, device: torch.device, name: str = "") -> None:
         self.esm2, self.dnabert_s, self.head, self.device, self.name = esm2, dnabert_s, head, device, name
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.progress_s = time.monotonic()
-
-    def warm_up(self, budgets: dict[str, int], length: int) -> None:
-        """Launch a full batch of rows of `length` tokens on each encoder, or raise `torch.OutOfMemoryError`.
-
-        Both at once: where kernels are not in the cache yet, most of the time goes into compiling them.
-        """
-
-        def launch(name: str) -> None:
-            encoder, budget = getattr(self, name), budgets[name]
-            rows = max(1, budget // length)
-            tokens = np.random.default_rng().integers(5, 9, rows * length)
-            _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
-            with torch.inference_mode():
-                encoder.embed(batch.to(self.device))
-
-        for at_once in (2, 1):  # what does not fit at once may do so one after the other, as they will be
-            with suppress(*[torch.OutOfMemoryError] * (at_once - 1)), ThreadPoolExecutor(at_once) as threads:
-                list(threads.map(launch, ("dnabert_s", "esm2")))
-                break
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
         self.progress_s = time.monotonic()
 
     def run(self, take: Take, hand_over: Callable[[Pending], None]) -> None:
@@ -213,11 +202,9 @@ class Worker:
 
     def run(self) -> None:
         """Load, then compute shards until told to stop."""
-        runner, longest = self._load(), open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2
+        longest = open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2
         warm = {group_bound(length): length for length in (longest, min(longest, SHORT_ROW))}  # as the reads may be
-        for length in warm.values():
-            self._warm_up(runner, length)
-        loaded_s = time.monotonic()
+        runner, loaded_s = self._load(*warm.values()), time.monotonic()
         if (first := self._receive()) is None:
             return
         waited_s = time.monotonic() - loaded_s
@@ -229,7 +216,8 @@ class Worker:
         taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
         self.runner, usual = runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2
         if group_bound(usual) not in warm:
-            self._warm_up(runner, usual)
+            self._warm_up(runner.dnabert_s, usual)
+            self._warm_up(runner.esm2, usual)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
@@ -241,28 +229,35 @@ class Worker:
             self._writes.put(None)
             writer.join()
 
-    def _load(self) -> Runner:
-        """Both encoders and the head on the device."""
+    def _warm_up(self, encoder: Encoder, *lengths: int) -> None:
+        """On a GPU: kernels compiled for rows of these lengths, and proof that the budget fits."""
+        if self.spec.device.kind == "cuda":
+            engine = self.spec.engine
+            budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
+            warm_up(encoder, budget // self.spec.divisor, torch.device("cuda:0"), *lengths)
+
+    def _load(self, *lengths: int) -> Runner:
+        """Both encoders, warmed up with rows of these lengths, and the head on the device."""
         import_s = time.monotonic() - self.parent.started_s
         device = torch.device("cuda:0" if self.spec.device.kind == "cuda" else "cpu")
-        esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine)
+        loaded_s = list[float]()
+
+        def warm(encoder: Encoder) -> None:
+            loaded_s.append(time.monotonic() - self.parent.started_s)
+            self._warm_up(encoder, *lengths)
+
+        esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine, warm)
         self.said = {
             "device": self.spec.device.id,
             "pid": os.getpid(),
             "started_s": self.parent.started_s,  # `time.monotonic()`; the other seconds count from here
             "import_s": import_s,
-            "load_s": time.monotonic() - self.parent.started_s,
+            "load_s": max(loaded_s[:2]),  # of the later one; the other's kernels may have been compiled by then
             "torch": torch.__version__,
             "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
             "precision": {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
         }
         return Runner(esm2, dnabert_s, head, device, self.spec.device.id)
-
-    def _warm_up(self, runner: Runner, length: int) -> None:
-        """On a GPU: kernels compiled for rows of `length` tokens, and proof that the budgets fit."""
-        if self.spec.device.kind == "cuda":
-            budgets = {"dnabert_s": self.spec.engine.dna_token_budget, "esm2": self.spec.engine.token_budget}
-            runner.warm_up({name: n // self.spec.divisor for name, n in budgets.items()}, length)
 
     def _write(self) -> None:
         try:

@@ -28,7 +28,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
 from virnuc_core.engine.shards import read_shard
-from virnuc_core.engine.worker import Runner
+from virnuc_core.engine.worker import warm_up
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.pipeline import model_flops, prepare
 from virnuc_core.profiles import Profile
@@ -270,7 +270,8 @@ def work(parent: Parent, spec: WorkerSpec) -> None:
     try:
         esm2, dnabert_s, head = load_all(Path(spec.models), device, engine)
         budgets = {"esm2": engine.token_budget, "dnabert_s": engine.dna_token_budget}
-        Runner(esm2, dnabert_s, head, device).warm_up(budgets, head.shape.model_length // 3 + 2)
+        for encoder, name in ((dnabert_s, "dnabert_s"), (esm2, "esm2")):
+            warm_up(encoder, budgets[name], device, head.shape.model_length // 3 + 2)
         for name, layers in (("esm2", esm2.layers), ("dnabert_s", dnabert_s.layers)):
             step = linear_pass(layers, budgets[name], device)
             passes, elapsed_s = sustained_passes(step, SECONDS[name])

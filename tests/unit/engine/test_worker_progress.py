@@ -6,15 +6,18 @@ import signal
 import threading
 import time
 from collections import deque
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from virnuc_core.config import EngineSpec
+from virnuc_core.encoders import checkpoint
 from virnuc_core.engine.process import Closed, Message
 from virnuc_core.engine.shards import Computed, JobSpec, ShardTask
-from virnuc_core.engine.worker import Runner, Worker
+from virnuc_core.engine.worker import Worker
 
 TASK = ShardTask(job=JobSpec(run="", store="", reads=""), shard=3, lo=0, hi=9)
 
@@ -38,14 +41,14 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
 
 
 class Heavy:
-    """An encoder that needs so much of a memory of one."""
+    """An encoder that needs so much of a memory of one to warm up."""
 
-    used, most, together = 0.0, 0.0, threading.Barrier(2)
+    used, most, together, warmed = 0.0, 0.0, threading.Barrier(2), 0
 
     def __init__(self, needs: float) -> None:
         self.needs = needs
 
-    def embed(self, _: object) -> None:
+    def warm(self) -> None:
         Heavy.used += self.needs
         Heavy.most = max(Heavy.most, Heavy.used)
         try:
@@ -58,16 +61,21 @@ class Heavy:
             pass
         finally:
             Heavy.used -= self.needs
+        Heavy.warmed += 1
 
 
 @pytest.mark.parametrize(("needs", "fits"), [(0.4, True), (0.6, True), (1.2, False)])
-def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(needs: float, fits: bool) -> None:
-    Heavy.used, Heavy.most, Heavy.together = 0.0, 0.0, threading.Barrier(2)
-    made: Any = [Heavy(needs), Heavy(needs), None]
-    runner, budgets = Runner(*made, torch.device("cpu")), {"dnabert_s": 64, "esm2": 64}
+def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
+    needs: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Heavy.used, Heavy.most, Heavy.together, Heavy.warmed = 0.0, 0.0, threading.Barrier(2), 0
+    monkeypatch.setattr(checkpoint, "load_encoder", lambda *_: Heavy(needs))
+    monkeypatch.setattr(checkpoint, "load_head", lambda *_: None)
+    given: Any = (Path(), torch.device("cpu"), EngineSpec(), Heavy.warm)
     if fits:
-        runner.warm_up(budgets, 8)
+        checkpoint.load_all(*given)
         assert Heavy.most == 2 * needs, "they were never there at once"
+        assert Heavy.warmed == 2
     else:
         with pytest.raises(torch.OutOfMemoryError):
-            runner.warm_up(budgets, 8)
+            checkpoint.load_all(*given)
