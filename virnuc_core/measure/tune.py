@@ -191,10 +191,8 @@ class Sweep:
             if candidate.number == 0 and not reference.exists():  # those of its first trial stay
                 with whole_file(reference) as aside, aside.open("wb") as handle:
                     np.save(handle, scores)
-            known = np.load(reference)  # the base's scores
-            shared = (
-                None if self.tokens is None else min(len(known), len(scores))
-            )  # shards of other sizes end elsewhere
+            known = np.load(reference)  # the base's scores; those of shards of another size may end elsewhere
+            shared = min(len(known), len(scores))
             difference, changed = compare_scores(known[:shared], scores[:shared])
             trial = Trial(**measured.model_dump(), score_difference=difference, labels_changed=changed)
             write(kept, trial)
@@ -204,8 +202,6 @@ class Sweep:
 def compare_scores(reference: NDArray[np.float32], scores: NDArray[np.float32]) -> tuple[float, int]:
     """Largest difference of P(virus) and the number of labels that turned; both [n, 2]. A score that is missing on one
     side only counts as the largest difference there can be."""
-    if reference.shape != scores.shape:
-        return 1.0, len(scores)
     a, b = reference[:, 1].astype(np.float64), scores[:, 1].astype(np.float64)
     alone = np.isnan(a) ^ np.isnan(b)
     apart = np.where(alone, 1.0, np.nan_to_num(np.abs(a - b))).max(initial=0.0)

@@ -18,7 +18,7 @@ from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
-from virnuc_core.report.model import Accounting, ApprovalState, Bottleneck, Provenance, Report, RunMetrics
+from virnuc_core.report.model import Accounting, ApprovalState, Bottleneck, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, append_history, check, earlier, entry_of, points, read_history
 from virnuc_core.report.render import REPORT_JSON, render, told
 from virnuc_core.results import FATES
@@ -137,17 +137,11 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
     return reasons
 
 
-def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> Provenance:
-    """From the validation's own record; the run's where that says nothing."""
+def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> RunRecord:
+    """The validation's own record; the run's where that says nothing."""
     own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (validation, run))
-    found = {"virnuc_version": None, "git_commit": None, "model_length": None, **other, **own}
-    found |= {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
-    return Provenance(
-        **{name: value for name, value in found.items() if name in Provenance.model_fields and name != "created"},
-        created=(validation or run or RunRecord(fingerprints={})).created,
-        sample=str((own.get("spec") or other.get("spec", {})).get("sample", "")),
-        settings={name: str(value) for name, value in other.get("resolved", {}).items()},
-    )
+    parts = {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
+    return RunRecord.model_validate(other | own | parts)
 
 
 def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord | None) -> Accounting | None:

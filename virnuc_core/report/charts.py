@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.files import RawFolder
-from virnuc_core.report.model import Bar, Charts, Histogram, HistoryPoint, Line, Report, RunMetrics, ScalingMetrics
+from virnuc_core.report.model import Bar, Charts, Histogram, HistoryEntry, Line, Report, RunMetrics, ScalingMetrics
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.statistics import QueueShares, embedding_span, windows
@@ -37,7 +37,7 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         return Charts()
     folder = RunDir(raw.root / run.name)
     lengths, scores = _column(raw, folder.reads_table, "length"), _column(raw, folder.predictions, "score2")
-    found: dict[str, Any] = {"gantt": _gantt(measured)}
+    found: dict[str, Any] = {}
     if lengths is not None:  # in bins of whole bases, over their range
         low, high = int(lengths.min()), int(lengths.max())
         width = max(1, -(-(high - low + 1) // 30))
@@ -48,7 +48,10 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         devices, host = measured.samples.groupby("device", observed=True), measured.host
         used = {str(name): (own.time_s, own.utilisation) for name, own in devices}
         used |= {"CPU": (host.time_s, host.cpu_percent)} if len(host) else {}
-        found["utilisation"] = tuple(_thin(name, x - measured.origin_s, y) for name, (x, y) in used.items())
+        found["gantt"], found["utilisation"] = (
+            _gantt(measured),
+            tuple(_thin(name, x - measured.origin_s, y) for name, (x, y) in used.items()),
+        )
     if measured is not None and (span := embedding_span(measured.batches)) is not None:
         length_s = min(profile.window_s, max((span[1] - span[0]) / 20, 0.05))
         cut = windows(measured.batches, length_s, measured.origin_s)
@@ -65,21 +68,15 @@ def _thin(label: str, x: "pd.Series[float]", y: "pd.Series[float]") -> Line:
     return Line(label=label, x=tuple(means["x"]), y=tuple(None if np.isnan(mean) else mean for mean in means["y"]))
 
 
-def _gantt(measured: Telemetry | None) -> tuple[Bar, ...]:
+def _gantt(measured: Telemetry) -> tuple[Bar, ...]:
     """Rows of the stage table that have a start and an end, encoders by device, in seconds since the run's start."""
-    if measured is None:
-        return ()
-    spans = [
-        (one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in GPU_STAGES.values()
-    ]
+    titles, zero_s = GPU_STAGES.values(), measured.origin_s
+    spans = [(one.name, one.started_s, one.finished_s) for one in measured.stages if one.name not in titles]
     for place, (_, own) in enumerate(measured.batches.groupby("device", observed=True), start=1):
         for encoder, title in GPU_STAGES.items():
-            if (span := embedding_span(own[own.encoder == encoder])) is not None:
-                spans.append((f"{title} on device {place}", *span))
+            spans.append((f"{title} on device {place}", *(embedding_span(own[own.encoder == encoder]) or (None, None))))
     known = ((name, start, end) for name, start, end in spans if start is not None and end is not None and start <= end)
-    bars = (
-        Bar(label=name, start_s=start - measured.origin_s, end_s=end - measured.origin_s) for name, start, end in known
-    )
+    bars = (Bar(label=name, start_s=start - zero_s, end_s=end - zero_s) for name, start, end in known)
     return tuple(sorted(bars, key=lambda bar: bar.start_s))
 
 
@@ -113,7 +110,7 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     return [(title, what, svg) for title, what, svg in found if svg is not None]
 
 
-def history(points: Sequence[HistoryPoint]) -> str | None:
+def history(points: Sequence[HistoryEntry]) -> str | None:
     """Total time of the runs like this one, oldest first, as SVG; `None` with fewer than two."""
     known = tuple(point for point in points if point.total_s is not None)
     return _svg(_draw_history, known) if len(known) > 1 else None
@@ -211,7 +208,7 @@ def _draw_histogram(axes: "Axes", found: Histogram, xlabel: str, ylabel: str) ->
     return 2.2
 
 
-def _draw_history(axes: "Axes", known: tuple[HistoryPoint, ...]) -> float:
+def _draw_history(axes: "Axes", known: tuple[HistoryEntry, ...]) -> float:
     totals = [point.total_s or 0.0 for point in known]
     axes.plot(range(len(known)), totals, "o-", color=LINES[0])
     places = list(range(0, len(known), -(-len(known) // 4)))

@@ -86,7 +86,7 @@ def speedup(report: model.Report, run: Run) -> Finding:
     other = baseline.source != "recorded" and not same_kind
     problem = run.untimed or (f"the baseline ran on {baseline.label}, the run on {run.label}" if other else "")
     problem = problem or ("the baseline's time was not recorded" if value is None else "")
-    samples = run.n_reads if baseline.subset_reads is None else baseline.subset_reads
+    samples = run.n_reads if baseline.subset is None else baseline.subset.reads
     return Finding(value, samples, absent=baseline.problem or "", problem=problem, note=baseline_note(baseline))
 
 
@@ -94,9 +94,9 @@ def baseline_note(baseline: model.BaselineMetrics) -> str:
     """How the baseline's time is known, when it was not measured over all the reads."""
     if baseline.source == "recorded":
         return f"the baseline's time was not measured here but recorded, on {baseline.label}"
-    if baseline.source == "scaled":
-        part = f"{baseline.subset_tokens or 0:,} of {baseline.total_tokens or 0:,}"
-        return f"baseline measured on {baseline.subset_reads or 0:,} reads and scaled by tokens ({part})"
+    if (of := baseline.subset) is not None:
+        part = f"{of.tokens:,} of {of.total_tokens:,}"
+        return f"baseline measured on {of.reads:,} reads and scaled by tokens ({part})"
     return ""
 
 

@@ -51,7 +51,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics
     cut = summary.stopped_at_limit  # what lies there of its telemetry is of an earlier attempt
     resolved, measured = record.resolved.get("precision"), None if cut else raw.telemetry(name, summary.telemetry)
     precision = resolved if isinstance(resolved, str) else ""
-    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision, profile.window_s)
+    telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision)
     hours = device_hours = kwh = price = None
     if counts.sequences_per_hour and counts.n_reads and counts.total_s:  # of a run that did all its work
         hours, millions = profile.projection_reads / counts.sequences_per_hour, counts.n_reads / 1e6
@@ -86,13 +86,11 @@ def _counts(summary: RunSummary) -> RunCounts:
 
 
 def telemetry_metrics(
-    file: str, measured: Telemetry, devices: Sequence[Device], flops: ModelFlops, precision: str, window_s: float
+    file: str, measured: Telemetry, devices: Sequence[Device], flops: ModelFlops, precision: str
 ) -> model.TelemetryMetrics:
     """What the batches, samples and shards of a telemetry file add up to."""
     batches, samples, names = measured.batches, measured.samples, {device.id: device.name for device in devices}
-    cut = statistics.windows(batches, window_s, measured.origin_s)
-    busy = statistics.device_busy(measured.shards)
-    used = []
+    busy, used = statistics.device_busy(measured.shards), []
     for device in names:  # while it embedded, and while each encoder ran on it
         own = batches[batches.device == device]
         whole, esm2, dnabert_s = (
@@ -112,9 +110,7 @@ def telemetry_metrics(
         device_time_spread=statistics.device_time_spread(busy),
         energy_kwh=sum(energies) if energies and len(energies) == len(used) else None,
         host=statistics.host_usage(measured.host),
-        windows=len(cut),
-        windows_without_batch=sum(window.batches == 0 for window in cut),
-        alarms=tuple(alarm.detail for alarm in statistics.alarms(samples, statistics.embedding_span(batches))),
+        alarms=statistics.alarms(samples, statistics.embedding_span(batches)),
     )
 
 
@@ -177,9 +173,7 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: model.RunMetrics | N
         models=tuple(dict.fromkeys(short_name(device) for device in devices)),
         source="measured" if subset is None else "scaled",
         seconds=spent,
-        subset_reads=subset and subset.reads,
-        subset_tokens=subset and subset.tokens,
-        total_tokens=subset and subset.total_tokens,
+        subset=subset,
         problem=problem,
     )
 

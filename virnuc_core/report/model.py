@@ -2,13 +2,14 @@
 
 Numbers that were not measured are `None`; nothing is zero, passed or agreed for want of data."""
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Self
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.runfiles import Device, InputFile, RunCounts, RunFile
+from virnuc_core.runfiles import Device, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
-from virnuc_core.validation import ApprovalRecord, Comparison
+from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison
 
 SCHEMA_VERSION = 4
 
@@ -46,8 +47,6 @@ class TelemetryMetrics(BatchMetrics):
     device_time_spread: float | None
     energy_kwh: float | None  # all devices
     host: HostUsage
-    windows: int
-    windows_without_batch: int
     alarms: tuple[str, ...]
 
     def lowest_percent(self, encoder: Encoder) -> float | None:
@@ -99,9 +98,7 @@ class BaselineMetrics(Record):
     models: tuple[str, ...]  # distinct names of its devices
     source: Literal["measured", "scaled", "recorded"]
     seconds: float | None
-    subset_reads: int | None = None
-    subset_tokens: int | None = None
-    total_tokens: int | None = None
+    subset: BaselineSubset | None = None  # what was measured; None: all
     problem: str | None = None  # why it cannot be used
 
 
@@ -199,13 +196,29 @@ class Regression(Record):
     metrics: tuple[RegressionMetric, ...] = ()
 
 
-class HistoryPoint(Record):
-    """An earlier comparable run."""
+class HistoryEntry(Record):
+    """One finished validation."""
 
+    schema_version: int = 1
     created: str
     commit: str
+    profile: str
+    devices: str  # "2x NVIDIA H200"
+    precision: str
+    reads: str  # fingerprint
+    weights: str
+    n_reads: int
     total_s: float | None
     tokens_per_s: float | None
+    gpu_utilisation: float | None
+    packing_efficiency: float | None
+    criteria_met: int
+    regression_percent: float = 10.0  # the profile's limit
+    host: str = ""
+
+    def same(self, other: Self, fields: Sequence[str]) -> bool:
+        """Whether two runs have these fields in common."""
+        return all(getattr(self, field) == getattr(other, field) for field in fields)
 
 
 class Line(Record):
@@ -253,28 +266,12 @@ class RawFile(Record):
     sha256: str
 
 
-class Provenance(Record):
-    """What made the figures."""
-
-    created: str
-    host: str = ""
-    sample: str = ""  # as its reads are called
-    inputs: tuple[InputFile, ...] = ()
-    virnuc_version: str | None
-    git_commit: str | None
-    model_length: int | None
-    fingerprints: dict[str, str]
-    seeds: dict[str, int]
-    versions: dict[str, str]
-    settings: dict[str, str]
-
-
 class Report(Record):
     """Everything the report says; every form of it is rendered from this alone."""
 
     schema_version: int = SCHEMA_VERSION
     profile: Profile
-    provenance: Provenance
+    provenance: RunRecord  # the validation's own; the run's where that says nothing
     run: RunMetrics | None  # the run with most devices: the one judged
     single: RunMetrics | None  # the one-device run
     runs: tuple[RunMetrics, ...]
@@ -286,7 +283,7 @@ class Report(Record):
     losses: tuple[Bottleneck, ...]  # avoidable ones, the largest first
     findings: tuple[str, ...]  # on stages over 30 % of the time, or GPU stages under 80 % utilisation
     regression: Regression | None
-    history: tuple[HistoryPoint, ...]
+    history: tuple[HistoryEntry, ...]  # of the runs like this one, itself included
     charts: Charts
     overhead: OverheadMetrics | None
     accounting: Accounting | None

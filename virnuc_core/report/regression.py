@@ -9,18 +9,17 @@ import logging
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final, Self
+from typing import Final
 
 from pydantic import ValidationError
 
 from virnuc_core.lease import lease
-from virnuc_core.report.model import HistoryPoint, Record, Regression, RegressionMetric, Report, Verdict
+from virnuc_core.report.model import HistoryEntry, Record, Regression, RegressionMetric, Report, Verdict
 from virnuc_core.report.render import told_rows
 from virnuc_core.rundir import storing, whole_file
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
 HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
 SERIES: Final = ("profile", "devices", "precision", "host")
 LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
@@ -28,32 +27,10 @@ LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 METRICS: Final = {"tokens_per_s": True, "gpu_utilisation": True, "packing_efficiency": True, "total_s": False}
 
 
-class HistoryEntry(HistoryPoint):
-    """One finished validation."""
-
-    schema_version: int = SCHEMA_VERSION
-    profile: str
-    devices: str  # "2x NVIDIA H200"
-    precision: str
-    reads: str  # fingerprint
-    weights: str
-    n_reads: int
-    gpu_utilisation: float | None
-    packing_efficiency: float | None
-    criteria_met: int
-    regression_percent: float = 10.0  # the profile's limit
-    host: str = ""  # of an older line: unknown, taken for any
-
-    def same(self, other: Self, fields: Sequence[str]) -> bool:
-        """Whether two runs have these fields in common."""
-        pairs = ((field, getattr(self, field), getattr(other, field)) for field in fields)
-        return all(own == their or (field == "host" and "" in (own, their)) for field, own, their in pairs)
-
-
 class RegressionFile(Record):
     """`regression.json`: what was compared, so that the verdict can be computed again."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     entry: HistoryEntry
     history: tuple[HistoryEntry, ...]
 

@@ -139,7 +139,7 @@ class TelemetrySummary(RunFile):
     devices: tuple[statistics.DeviceBusy, ...]
     device_time_spread: float | None
     stages: Numbers
-    alarms: tuple[statistics.Alarm, ...]
+    alarms: tuple[str, ...]
 
 
 class TelemetryFile(RunFile):
@@ -235,7 +235,7 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
                 stages[field.name] = np.array([text or "" for text in values], "S64")
     content = telemetry_file(measured, **told)
     for alarm in content.summary.alarms:
-        log.warning("%s", alarm.detail)
+        log.warning("%s", alarm)
     return write(path, content)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 import pandas as pd
@@ -237,17 +237,9 @@ class HostUsage(RunFile):
     cpu_percent_avg: float | None
     cpu_percent_max: float | None
     rss_peak_bytes: float | None
-    disk_read_bytes: float | None  # last sample minus first
+    disk_read_bytes: float | None  # from the first sample to the last
     disk_written_bytes: float | None
     sample_count: int
-
-
-class Alarm(RunFile):
-    """Something a person should look at."""
-
-    kind: Literal["idle", "imbalance"]
-    devices: tuple[str, ...]
-    detail: str
 
 
 def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -> DeviceUsage:
@@ -276,19 +268,15 @@ def host_usage(samples: pd.DataFrame) -> HostUsage:
         cpu_percent_avg=known(samples.cpu_percent.mean()),
         cpu_percent_max=known(samples.cpu_percent.max()),
         rss_peak_bytes=known(samples.rss_bytes.max()),
-        disk_read_bytes=_growth(samples.disk_read_bytes),
-        disk_written_bytes=_growth(samples.disk_write_bytes),
+        disk_read_bytes=known(samples.disk_read_bytes.dropna().diff().clip(lower=0).sum(min_count=1)),
+        disk_written_bytes=known(samples.disk_write_bytes.dropna().diff().clip(lower=0).sum(min_count=1)),
         sample_count=len(samples),
     )
 
 
-def _growth(values: pd.Series) -> float | None:
-    told = values.dropna()
-    return max(0.0, float(told.iloc[-1] - told.iloc[0])) if len(told) > 1 else None
-
-
-def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[Alarm, ...]:
-    """Devices that idled within the embedding span for `IDLE_FOR_S` or more, and devices far apart."""
+def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
+    """A sentence on each device that idled within the embedding span for `IDLE_FOR_S` or more, and on devices far
+    apart."""
     if span is None:
         return ()
     found = []
@@ -298,11 +286,10 @@ def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[Alarm, ...]:
         stretches = own.time_s[idle].groupby((~idle).cumsum()[idle])  # each unbroken one apart
         idle_s = (stretches.max() - stretches.min()).max()
         if idle_s >= IDLE_FOR_S:
-            detail = f"gpu utilisation of {device} below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
-            found.append(Alarm(kind="idle", devices=(str(device),), detail=detail))
+            below = f"below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
+            found.append(f"gpu utilisation of {device} {below}")
     means = told.groupby("device", observed=True).utilisation.mean()
     if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
-        low, high = str(means.idxmin()), str(means.idxmax())
-        detail = f"gpu utilisation of {low} is {means.min():.1f} %, of {high} {means.max():.1f} %: uneven load"
-        found.append(Alarm(kind="imbalance", devices=(low, high), detail=detail))
+        high = f"of {means.idxmax()} {means.max():.1f} %"
+        found.append(f"gpu utilisation of {means.idxmin()} is {means.min():.1f} %, {high}: uneven load")
     return tuple(found)

@@ -121,4 +121,3 @@ def test_scores_are_compared_row_by_row_and_a_missing_one_counts_most() -> None:
     b[2] = 0.5
     assert compare_scores(a, b) == (1.0, 2)
     assert compare_scores(a, a) == compare_scores(a[:0], a[:0]) == (0.0, 0)
-    assert compare_scores(a, a[:2])[0] == 1.0
