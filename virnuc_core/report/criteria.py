@@ -5,7 +5,9 @@ other hardware than the target is meant for, is `not run`; one that was stretche
 """
 
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Final, Literal
 
@@ -37,17 +39,11 @@ class Finding:
     projected: float | None = None  # what the number would be on the reads that the target speaks of
 
 
-def one_device_time(report: model.Report, run: Run) -> Finding:
-    """wall time of the whole pipeline on one device, staging included"""
-    return _time(report.profile, run, 1)
+# What was measured for each criterion: functions that bear its name.
 
 
-def two_device_time(report: model.Report, run: Run) -> Finding:
-    """wall time of the whole pipeline on two devices, staging included"""
-    return _time(report.profile, run, 2)
-
-
-def _time(profile: Profile, run: Run, devices: int) -> Finding:
+def _time(report: model.Report, run: Run, devices: int) -> Finding:
+    profile = report.profile
     if run is None:
         return Finding(absent=f"there was no run on {devices} device{'s'[: devices - 1]}")
     if len(run.devices) != devices:
@@ -62,8 +58,10 @@ def _time(profile: Profile, run: Run, devices: int) -> Finding:
     return Finding(run.total_s, run.n_reads, note=why, projected=run.total_s * wanted / run.n_reads)
 
 
+one_device_time, two_device_time = (partial(_time, devices=devices) for devices in (1, 2))
+
+
 def scaling(report: model.Report, run: Run) -> Finding:
-    """time on one device ÷ time on N devices, same reads, whole pipeline; efficiency is that ÷ N"""
     if run is None or report.single is None:
         return Finding(absent=f"there was no run on {'more than one' if run is None else 'one'} device")
     problem = report.single.untimed or run.untimed
@@ -75,7 +73,6 @@ def scaling(report: model.Report, run: Run) -> Finding:
 
 
 def speedup(report: model.Report, run: Run) -> Finding:
-    """time of the baseline ÷ time of the run, same machine, same reads"""
     baseline = report.baseline
     if run is None or baseline is None:
         return Finding(absent="there was no run" if run is None else "the baseline was not run")
@@ -101,7 +98,6 @@ def baseline_note(baseline: model.BaselineMetrics) -> str:
 
 
 def consensus(report: model.Report, run: Run) -> Finding:
-    """chunks whose consensus equals the baseline's ÷ all chunks of either side; the lowest over the runs"""
     if run is None:
         return Finding(absent="there was no run")
     names, least = [one.name for one in report.runs], report.profile.min_compared_chunks
@@ -122,7 +118,6 @@ def consensus(report: model.Report, run: Run) -> Finding:
 
 
 def gpu_utilisation(_: model.Report, run: Run) -> Finding:
-    """mean of NVML samples from the first ESM-2 batch launched to the last finished; the lowest device counts"""
     if run is None or run.telemetry is None:
         return Finding(absent="there is no telemetry")
     devices, percent = run.telemetry.devices, run.telemetry.lowest_percent("esm2")
@@ -136,7 +131,6 @@ def gpu_utilisation(_: model.Report, run: Run) -> Finding:
 
 
 def packing(_: model.Report, run: Run) -> Finding:
-    """real tokens ÷ token slots launched, both encoders, tails included"""
     telemetry = None if run is None else run.telemetry
     if telemetry is None or telemetry.packing_efficiency is None:
         return Finding(absent="there is no telemetry" if telemetry is None else "no batch was launched")
@@ -146,7 +140,6 @@ def packing(_: model.Report, run: Run) -> Finding:
 
 
 def starved_share(_: model.Report, run: Run) -> Finding:
-    """batches the launch loop waited over 50 ms for ÷ all batches"""
     telemetry = None if run is None else run.telemetry
     if telemetry is None or telemetry.queue is None:
         return Finding(absent="there is no telemetry of batches")
@@ -154,7 +147,6 @@ def starved_share(_: model.Report, run: Run) -> Finding:
 
 
 def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
-    """1 − tokens/s with commits ÷ tokens/s without, first launch to last commit; the median over the pairs"""
     found = report.overhead
     if found is None or found.median is None:
         return Finding(absent="no pair of runs with and without commits" if found is None else found.problem or "")
@@ -163,7 +155,6 @@ def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
 
 
 def device_time_spread(_: model.Report, run: Run) -> Finding:
-    """1 − least ÷ most busy seconds over the devices"""
     telemetry = None if run is None else run.telemetry
     if run is None or telemetry is None or telemetry.device_time_spread is None:
         return Finding(absent="there was no run on more than one device, or its telemetry is missing")
@@ -171,24 +162,16 @@ def device_time_spread(_: model.Report, run: Run) -> Finding:
     return Finding(100.0 * telemetry.device_time_spread, len(telemetry.busy), absent=idle)
 
 
-def centred_worst(report: model.Report, _: Run) -> Finding:
-    """least cosine of a sequence's mean embedding to the one in fp32, both less the mean of all; the lower encoder"""
-    return _centred(report, "minimum")
-
-
-def centred_mean(report: model.Report, _: Run) -> Finding:
-    """the same cosine, its mean over the sequences that were embedded in fp32 too; the lower encoder"""
-    return _centred(report, "mean")
-
-
-def _centred(report: model.Report, which: Literal["minimum", "mean"]) -> Finding:
+def _centred(report: model.Report, _: Run, which: str) -> Finding:
     found = [one for comparison in report.comparisons if comparison.a == EXACT for one in comparison.cosines]
     least = min((getattr(one, which) for one in found), default=None)
     return Finding(least, min((one.n for one in found), default=None), absent="" if found else NO_EXACT)
 
 
+centred_worst, centred_mean = (partial(_centred, which=which) for which in ("minimum", "mean"))
+
+
 def verdicts_held(report: model.Report, _: Run) -> Finding:
-    """chunks whose consensus is that of fp32 ÷ all chunks that were embedded whole in fp32"""
     found = next((one.consensus for one in report.comparisons if one.a == EXACT), None)
     if found is None or found.agreement is None:
         return Finding(absent=NO_EXACT)
@@ -196,7 +179,6 @@ def verdicts_held(report: model.Report, _: Run) -> Finding:
 
 
 def same_bytes(report: model.Report, _: Run) -> Finding:
-    """result files and shards of the one-device run and of each N-device run hold the same bytes (1 yes, 0 no)"""
     names = {run.name for run in report.runs}
     found = {c.b: c.bitwise for c in report.comparisons if {c.a, c.b} <= names and c.bitwise is not None}
     left = [run.name for run in report.runs if run is not report.single and run.name not in found]
@@ -212,12 +194,12 @@ def same_bytes(report: model.Report, _: Run) -> Finding:
 
 
 class Row(model.Record):
-    """One criterion of `criteria.toml`. The function of its name finds what was measured; that one's docstring is the
-    definition that is shown."""
+    """One criterion of `criteria.toml`. The function of its name finds what was measured."""
 
     id: str
     perf_id: str
     title: str
+    definition: str
     unit: Literal["s", "x", "%", ""]
     target: str  # the profile's, by name
     samples_of: str
@@ -235,7 +217,9 @@ def _rows(kind: str) -> tuple[Row, ...]:
 
 
 CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
-FIND: Final = {row.id: globals()[row.id] for row in (*CRITERIA, *CHECKS, SAME_BYTES)}
+FIND: Final[dict[str, Callable[[model.Report, Run], Finding]]] = {
+    row.id: globals()[row.id] for row in (*CRITERIA, *CHECKS, SAME_BYTES)
+}
 SCALING: Final = next(row for row in CRITERIA if row.id == "scaling")
 
 
@@ -244,8 +228,8 @@ def judge(row: Row, report: model.Report, refused: str = "", scaled: Run = None)
     scaling is on the run `scaled`."""
     pair = next((run for run in report.runs if run.name == f"{RUN_PREFIX}2"), None)
     run = scaled or {"single": report.single, "pair": pair, "many": report.many, "judged": report.run}[row.run]
-    (target, field), find, profile = _target(row, report.profile, run), FIND[row.id], report.profile
-    found = Finding(absent=refused) if refused and target is not None else find(report, run)
+    (target, field), profile = _target(row, report.profile, run), report.profile
+    found = Finding(absent=refused) if refused and target is not None else FIND[row.id](report, run)
     value, reason = found.value, found.note
     verdict: model.Verdict = "not run"
     if target is None:
@@ -270,9 +254,8 @@ def judge(row: Row, report: model.Report, refused: str = "", scaled: Run = None)
     }
     title = BASELINE_TITLES.get(profile.baseline.name, profile.baseline.name)
     return model.Criterion(
-        **row.model_dump(include={"id", "perf_id", "unit", "samples_of"}),
+        **row.model_dump(include={"id", "perf_id", "definition", "unit", "samples_of"}),
         title=row.title.format(baseline=title),
-        definition=" ".join((find.__doc__ or "").split()),
         value=value,
         target=target,
         verdict=verdict,
