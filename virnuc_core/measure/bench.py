@@ -1,8 +1,7 @@
 """Rates of the engine, the same in every tool: of a job, with commits, sampler or kept models and without, of layers.
 
 The ceiling is what the linear layers sustain on each device, measured just before a run by a process of its own on
-each. Messages in: a WorkerSpec. Out: Ready, with the tokens/s of each encoder, or Failed.
-"""
+each. Messages in: a WorkerSpec. Out: Ready, with the tokens/s of each encoder, or Failed."""
 
 import hashlib
 import json

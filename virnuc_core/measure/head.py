@@ -1,7 +1,6 @@
 """Stored embeddings scored again by another head."""
 
 import logging
-import time
 from pathlib import Path
 from typing import Final
 
@@ -33,7 +32,6 @@ class RescoreSummary(RunFile):
     model_length: int
     results: ResultSummary
     uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
-    elapsed_s: float
 
 
 def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec = AS_EVER) -> RescoreSummary:
@@ -42,7 +40,6 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
     or it is not finite; `ConfigError` when the run is not finished, when `out` is the run itself, when the head was
     trained for another model length or other widths, or its card does not tell what is asked; `ShardError` for a
     damaged shard."""
-    started = time.perf_counter()
     if out.root.resolve() == run.root.resolve():
         raise ConfigError(f"{out.root} is the run itself; give the new results a directory of their own")
     if out.record.exists():
@@ -86,7 +83,6 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
         model_length=store.model_length,
         results=write_results(out, store, scores, failed, threshold=threshold, uncertain=uncertain),
         uncertain=uncertain,
-        elapsed_s=time.perf_counter() - started,
     )
     write(out.root / RESCORE, summary)
     return summary

@@ -2,8 +2,7 @@
 
 Results are joined by id, never by position, and an id that only one side has is a disagreement. Files of the original
 (two columns in the consensus file), of its successor (four columns) and run directories are all read. Results of
-different heads, model lengths or reads are refused when the run records say so.
-"""
+different heads, model lengths or reads are refused when the run records say so."""
 
 import shutil
 from collections import Counter
@@ -130,8 +129,7 @@ def compare(
     `embeddings`: of run directories, the embeddings of sequences that both have are compared too; `bits`: and the bytes
     of all. Consensus is derived from the frames where a side has no consensus file.
     Raises `InputError` for files that cannot be read or have nothing in common to compare, `RunMismatchError` for
-    results that were made with another head, length or other reads, naming what differs.
-    """
+    results that were made with another head, length or other reads, naming what differs."""
     files_a, files_b = result_files(a), result_files(b)
     run_a, run_b = (RunDir(path if path.is_dir() else path.parent) for path in (a, b))
     none = RunRecord(fingerprints={})

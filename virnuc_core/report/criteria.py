@@ -1,8 +1,7 @@
 """The criteria and the further checks: what was measured for each, rows of one table, and one judge for all rows.
 
 A criterion passes or fails on a measured number only. A number that was not measured, or measured on too little or on
-other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`.
-"""
+other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`."""
 
 import tomllib
 from collections.abc import Callable
