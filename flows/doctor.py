@@ -20,7 +20,6 @@ import httpx
 import numpy as np
 import nvitop
 import psutil
-import pynvml
 import torch
 from cyclopts import Parameter
 from numpy.typing import NDArray
@@ -33,7 +32,7 @@ from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
 from virnuc_core.encoders.verify import Check, Verdict, embed
 from virnuc_core.engine import shards
-from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.devices import resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
@@ -178,27 +177,17 @@ def _is_loopback(host: str) -> bool:
 
 
 def driver_and_gpus() -> Iterator[Check]:
-    """NVML, the driver and the CUDA that torch was built for; then each visible GPU."""
-    built, problem = torch.version.cuda, ""
-    try:
-        pynvml.nvmlInit()
-        version, count = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetCount()
-        supported = int(pynvml.nvmlSystemGetCudaDriverVersion())
-        pynvml.nvmlShutdown()
-    except pynvml.NVMLError as error:
-        said = f"no NVIDIA driver is visible ({error}); virnuc computes on CPU cores"
+    """The driver and the CUDA that torch was built for; then each visible GPU."""
+    built = torch.version.cuda
+    if not visible_gpus():
+        said = "no NVIDIA driver or GPU is visible; virnuc computes on CPU cores"
         yield Check("driver", "warn" if built else "ok", said)
         return
-    text = f"driver {version}, CUDA {supported // 1000}.{supported % 1000 // 10}, {count} GPUs; torch is for {built}"
-    if built is None:
-        problem = f"{text}: a torch without CUDA; install one that has it"
-    elif supported // 1000 < int(built.split(".")[0]):
-        problem = f"{text}: the driver is too old for CUDA {built}"
-    elif not torch.cuda.is_available():
-        problem = f"{text}: torch cannot start CUDA here"
+    version, newest = nvitop.Device.driver_version(), nvitop.Device.cuda_driver_version()
+    text = f"driver {version}, which knows CUDA up to {newest}; torch is for {built}"
+    problem = "" if torch.cuda.is_available() else f"{text}, and cannot start it: install a torch that fits the driver"
     yield unless(problem, "driver", text, verdict="fail")
-    if count and not problem:
-        yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
+    yield from (gpu_finding(f"cuda:{number}", gpu) for number, gpu in enumerate(nvitop.Device.cuda.all()))
 
 
 def gpu_finding(name: str, gpu: Any) -> Check:
