@@ -1,7 +1,6 @@
 """`make alerts BLOCK=slack-webhook/oncall`: the automations of alerts.yaml, each sending a message by that block.
 
-An automation of the same name is replaced, so that the command can be given again with another block.
-"""
+An automation of the same name is replaced, so that the command can be given again with another block."""
 
 import sys
 from pathlib import Path
@@ -20,8 +19,7 @@ PAUSING: Final = "virnuc.criterion.fail"
 def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
     """Make and name automations that send `subject` and `body` by the block `TYPE/NAME` each time their event comes.
 
-    Raises: `ObjectNotFound` where there is no such block.
-    """
+    Raises: `ObjectNotFound` where there is no such block."""
     kind, _, name = slug.partition("/")
     block = client.read_block_document_by_name(name, kind).id
     for row in yaml.safe_load(FILE.read_text()):

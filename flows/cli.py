@@ -2,8 +2,7 @@
 
 Only the asked-for command's module is imported, so that `virnuc --help` answers at once. Exit codes: 0 done, 1 failure,
 2 bad input or settings, 3 weights, 4 devices, 5 finished but a criterion, band or limit was missed
-or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could not be judged here, 130 interrupted.
-"""
+or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could not be judged here, 130 interrupted."""
 
 import gc
 import logging

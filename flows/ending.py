@@ -22,8 +22,7 @@ def ended_in_time(*, by_hand: bool = False, final: bool = False) -> Iterator[Non
 
     Signals are heard beside their handlers, which may be Prefect's, and also while the main thread cannot run one.
     `by_hand`: SIGTERM does what Ctrl-C does, and pressing again does not disturb the ending. `final`: the process ends
-    with the body, and what is done after that counts, too.
-    """
+    with the body, and what is done after that counts, too."""
     if _timed.get() or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -2,13 +2,13 @@
 
 import getpass
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
-from uuid import UUID
 
 from pydantic import Field
 
@@ -295,15 +295,11 @@ def _find(client: Any, run: str) -> Any:
     """The flow run of that id, or the one of that name that waits."""
     from prefect.client.schemas.filters import FlowRunFilter
 
-    key, said = "id", "has the id"
-    try:
-        UUID(run)
-    except ValueError:
-        key, said = "name", "is named"
+    key = "id" if re.fullmatch("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", run) else "name"
     found = client.read_flow_runs(flow_run_filter=FlowRunFilter.model_validate({key: {"any_": [run]}}))
     waiting = [flow_run for flow_run in found if flow_run.state is not None and flow_run.state.is_paused()]
     if len(waiting) > 1:
         raise ConfigError(f"{len(waiting)} flow runs named '{run}' wait; name one by its id")
     if not found:
-        raise ConfigError(f"no flow run {said} '{run}'")
+        raise ConfigError(f"no flow run has the {key} '{run}'")
     return (waiting or found)[0]

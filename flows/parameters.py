@@ -2,8 +2,7 @@
 
 Prefect replaces a model-typed parameter as a whole when one of its fields is given, so that a deployment's other
 settings would silently fall back to the model's defaults. A flow therefore has its model's fields as parameters of its
-own, and so has the command that starts it.
-"""
+own, and so has the command that starts it."""
 
 import functools
 import inspect
@@ -231,9 +230,6 @@ class FlowSettings(ComputeSettings, ReadingSpec):
 class RunSettings(ReadsSpec, FlowSettings):
     """What every flow over one directory takes."""
 
-    reads: tuple[str, ...] = Field(
-        (), description="FASTA, FASTQ or BAM files or folders, plain or compressed; https:// addresses; ncbi:ACCESSIONS"
-    )
     force: bool = Field(False, description="start over: results of an earlier run in the directory are removed")
 
     def inputs(self) -> tuple[str, ...]:
@@ -251,7 +247,7 @@ class RunSettings(ReadsSpec, FlowSettings):
     def spec(self, devices: Devices, base: EngineSpec, sample: str) -> ClassifySpec:
         """A run on these devices; `base` has the engine's settings where none were given."""
         given, engine = self.model_dump(mode="json") | {"sample": sample}, self.engine(base)
-        own = {name: value for name, value in self if name in ClusterSpec.model_fields}
+        own = {name: value for name, value in self if name in {**ClusterSpec.model_fields, **VerdictSpec.model_fields}}
         return ClassifySpec(
             models=self.models, devices=devices, engine=engine, force=self.force, parameters=given, **own
         )

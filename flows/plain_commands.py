@@ -81,8 +81,7 @@ def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "
         source: FASTA or FASTQ file or folder; - is standard input
         reads: how many
         out: file to write; .gz packs it
-        seed: equal seeds draw equal reads
-    """
+        seed: equal seeds draw equal reads"""
     from virnuc_core.reads.subsets import sample as draw
 
     print("\n".join(draw(source, reads, out, seed).lines()))
@@ -157,8 +156,7 @@ def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> int:
     Args:
         out: models directory
         reads: FASTA or FASTQ file or folder, like those to come
-        device: where: cuda:0 or cpu
-    """
+        device: where: cuda:0 or cpu"""
     from virnuc_core.encoders.verify import torch_device
     from virnuc_core.measure.quantise import quantise
 
@@ -173,8 +171,7 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> int:
 
     Args:
         out: models directory
-        device: where the anchors are computed: cpu or cuda:0
-    """
+        device: where the anchors are computed: cpu or cuda:0"""
     from virnuc_core.encoders.verify import torch_device
     from virnuc_core.encoders.verify import verify as examine
 
@@ -241,8 +238,7 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
 
     Args:
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
-        serve: show report.html to a browser on this machine until Ctrl-C
-    """
+        serve: show report.html to a browser on this machine until Ctrl-C"""
     from virnuc_core.report.build import rerender, write_report
     from virnuc_core.report.files import run_names
 
@@ -269,8 +265,7 @@ def verify(out: Directory, /, *, profile: str | None = None) -> int:
     """Recompute every number of a report from raw files, and name what differs; 1 when any does.
 
     Args:
-        profile: what virnuc report judged by, where that was a file of your own
-    """
+        profile: what virnuc report judged by, where that was a file of your own"""
     from virnuc_core.report.verify import verify_report
 
     with Progress(console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
@@ -312,8 +307,7 @@ def export(
     Args:
         run: run directory
         out: where to (default: RUN/export)
-        sample: its name in MultiQC (default: the run's)
-    """
+        sample: its name in MultiQC (default: the run's)"""
     from virnuc_core.report.exports import export as write
     from virnuc_core.runfiles import read_record
 
@@ -328,8 +322,7 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
     Args:
         file: virnuc-history.jsonl, beside a validation's directory
         profile: only runs of this profile
-        chart: also draw the newest series of like runs, as SVG
-    """
+        chart: also draw the newest series of like runs, as SVG"""
     from virnuc_core.report.charts import history as draw
     from virnuc_core.report.regression import check, points, read_history, trend
     from virnuc_core.report.render import cell
@@ -368,8 +361,7 @@ def profiles(name: str | None = None, /) -> int:
     """The profiles of `virnuc validate`. A .toml file of your own works as well.
 
     Args:
-        name: show the thresholds of this profile, or of this .toml file
-    """
+        name: show the thresholds of this profile, or of this .toml file"""
     if name is not None:
         profile = load_profile(name)
         asked = [(name, target) for name, target in profile.targets if isinstance(target, Target)]

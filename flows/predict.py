@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -14,7 +14,7 @@ from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import embed
 from tasks.server import announce, device_slots
 from tasks.step import done
-from virnuc_core.config import ClassifySpec, Devices, EngineSpec, VerdictSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import read_summary, workers_for
@@ -37,11 +37,10 @@ class StagedRun:
     pool: Pool | None  # has the weights by now; None where devices were busy or nothing is left to do
     workers: ExitStack  # that ends them, if they are this run's own
 
-    def embed(self, **verdict: Any) -> State[RunSummary]:
-        """Result files of the staged reads, by a `verdict` of one's own. Errors: those of the embed task."""
-        spec = self.spec.model_copy(update=verdict)
+    def embed(self) -> State[RunSummary]:
+        """Result files of the staged reads. Errors: those of the embed task."""
         with self.workers:
-            return embed(self.run, self.staging, spec, label=self.label, pool=self.pool)
+            return embed(self.run, self.staging, self.spec, label=self.label, pool=self.pool)
 
 
 @contextmanager
@@ -71,7 +70,7 @@ def predict(settings: PredictSettings) -> State[RunSummary]:
 
         return predict_samples(settings)
     with staged_run(settings) as staged:
-        embedded = staged.embed(**{name: getattr(settings, name) for name in VerdictSpec.model_fields})
+        embedded = staged.embed()
         summary = embedded.result()
         publish_prediction(staged.run, staged.label, summary, staged.staging)
     viral = summary.fates.get("viral", 0)

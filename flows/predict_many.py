@@ -134,7 +134,6 @@ def _predicted(
     settings.check_place()
     with run_lock(settings.out):
         run, spec = RunDir(settings.out), settings.spec(Devices.parse(settings.devices), EngineSpec(), name)
-        spec = spec.model_copy(update={field: getattr(settings, field) for field in VerdictSpec.model_fields})
         if among > 1 and not settings.stage_workers:
             workers = max(1, len(os.sched_getaffinity(0)) // among)
             settings = settings.model_copy(update={"stage_workers": workers})

@@ -1,7 +1,6 @@
 """How a flow is started. What can be refused at once is refused before any work, by hand before the flow is loaded.
 
-Nothing heavy is imported before it is needed, so that `virnuc predict --help` answers at once.
-"""
+Nothing heavy is imported before it is needed, so that `virnuc predict --help` answers at once."""
 
 import atexit
 import importlib
@@ -190,8 +189,7 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
     tells of it.
 
     A Ctrl-C at the terminal does not reach it, and it ends with this process, however that ends. Prefect's own would
-    be imported here, and start later. Errors: those of `usable_home`; of what is returned `VirnucError`: no answer.
-    """
+    be imported here, and start later. Errors: those of `usable_home`; of what is returned `VirnucError`: no answer."""
     usable_home()
     from prefect.context import refresh_global_settings_context
     from prefect.settings import PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS, get_current_settings

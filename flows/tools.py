@@ -142,8 +142,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
 def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
     """Records a few shards with torch's profiler, after a run of all reads that tells the seconds of the nine stages.
 
-    The run is a prediction like any other and is not repeated when it is there; the recording is always made anew.
-    """
+    The run is a prediction like any other and is not repeated when it is there; the recording is always made anew."""
     with staged_run(settings) as staged:
         run, label, devices = staged.run, staged.label, staged.spec.devices
         summary = staged.embed().result()
@@ -177,8 +176,7 @@ def train(settings: TrainSettings) -> State[TrainFile]:
 
     The figures are of genomes that the head has never met, with intervals and baselines: `OUT/train.json` and
     `OUT/train.html`. The head is written to `OUT/head`; with `install` it takes the place of the models directory's
-    own, which is kept (`virnuc models heads`).
-    """
+    own, which is kept (`virnuc models heads`)."""
     head = check_models(settings.models, settings.model_length)
     models = stand_in(settings.models, settings.out, head)
     with staged_run(settings.model_copy(update={"models": models, "model_length": None})) as staged:

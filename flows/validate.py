@@ -1,7 +1,6 @@
 """The proof: stage, baseline, one device, two, all devices, comparison, report, and if wanted a reviewer's word.
 
-And the scaling curve: the same without a baseline, on one, two, four, … devices.
-"""
+And the scaling curve: the same without a baseline, on one, two, four, … devices."""
 
 import logging
 import threading
@@ -66,8 +65,7 @@ class Judged:
 def validate(settings: ValidateSettings) -> State[Judged]:
     """Proves a machine: the same reads by the baseline, on one device, two and all, compared and judged by a profile.
 
-    A validation that stopped goes on where it was; one that is complete is judged again without computing anything.
-    """
+    A validation that stopped goes on where it was; one that is complete is judged again without computing anything."""
     judged, told = measure(settings)
     again = settings.model_copy(update={"force": False})
     while (tried := tune_round(again, judged)) is not None:

@@ -1,8 +1,7 @@
 """What every task of ours is: tried again where that can help, heard in its run's log; and what Prefect shows of it.
 
 Prefect renders table cells as Markdown, so that `>= 0.9` would appear as a quotation that reads "= 0.9"; one infinite
-number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits.
-"""
+number empties a whole table; and the list of artifacts loads every body. Hence the rules of `cell` and the limits."""
 
 import contextvars
 import logging

@@ -133,7 +133,9 @@ class ReadingSpec(Spec):
 class ReadsSpec(ReadingSpec):
     """Which reads come in, which of them are mates, and how they are read."""
 
-    reads: tuple[str, ...] = Field((), description="FASTA, FASTQ or BAM files or folders, plain or compressed; or -")
+    reads: tuple[str, ...] = Field(
+        (), description="FASTA, FASTQ or BAM files or folders, plain or compressed; -; https://…; ncbi:ACCESSIONS"
+    )
     mates_1: tuple[str, ...] = Field((), description="files of first mates, each in step with one of --mates-2")
     mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
     interleaved: bool = Field(False, description="mates follow each other in READS")

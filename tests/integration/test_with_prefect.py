@@ -366,7 +366,7 @@ def test_an_empty_answer_is_refused(tmp_path: Path) -> None:
 
 def test_approving_what_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["approve", "nobody", "--yes"]) == 2
-    assert capsys.readouterr().err == "virnuc: no flow run is named 'nobody'\n"
+    assert capsys.readouterr().err == "virnuc: no flow run has the name 'nobody'\n"
     assert main(["approve", "00000000-0000-0000-0000-000000000000", "--yes"]) == 2
     assert "no flow run has the id" in capsys.readouterr().err
     assert set(blank_form({}).model_json_schema()["required"]) == {"verdict", "reviewer"}
