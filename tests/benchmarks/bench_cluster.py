@@ -67,6 +67,8 @@ class Sleeping(node.Node):
                 self.free_s[child] = began_s + self.sleep_s
                 said = answer(message, self.names[child], began_s, self.sleep_s).line()
                 loop.call_later(began_s + self.sleep_s - now, self.said.put_nowait, (child, said))
+            elif isinstance(message, node.End):
+                self.said.put_nowait((child, node.Ended(status=0, last_words="").line()))
 
     async def hear(self) -> str:
         said = []

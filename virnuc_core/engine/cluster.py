@@ -67,7 +67,8 @@ class RemoteChild(Child):
         """As of one on this machine."""
         if not self._over.is_set():
             self.send(End(grace_s=grace_s))
-            self._over.wait(grace_s + END_S)
+            if not self._over.wait(grace_s + END_S):
+                self.close(last_words="its node does not tell of its end")
         self._forget()
         return self.status
 
