@@ -14,7 +14,7 @@ from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, RunSettings, command
 from flows.start import prepare_prefect, say, starts, writable
-from virnuc_core.config import SWITCHES, Attention, Precision, Spec, Switch, TrainSpec, VerdictSpec
+from virnuc_core.config import SWITCHES, Attention, ClusterSpec, Precision, Spec, Switch, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import DATED, LATEST, keep_newest
@@ -43,7 +43,7 @@ class InboxSettings(VerdictSpec, FlowSettings):
 predict_inbox = starts("flows.predict_many:predict_inbox", InboxSettings, facts={"Fates": "{of.out}/inbox.tsv"})
 
 
-class MeasureSettings(RunSettings):
+class MeasureSettings(ClusterSpec, RunSettings):
     """Runs whose figures are judged."""
 
     out: Path = Field(description="directory of the runs and the report")
@@ -105,8 +105,10 @@ class ValidateSettings(MeasureSettings):
         return (*super().inputs(), *map(str, given.values()))
 
     def check_own_files(self) -> None:
-        """Refuse a time without a device, and a history of no use."""
+        """Refuse a time without a device, rounds of tuning on a cluster, and a history of no use."""
         super().check_own_files()
+        if self.tune_rounds and self.cluster:
+            raise ConfigError("tune_rounds: a cluster's settings are not swept; run virnuc tune on one of its machines")
         if (self.baseline_seconds is None) != (self.baseline_device is None):
             raise ConfigError("baseline: a time needs the device it was measured on, and a device needs a time")
 

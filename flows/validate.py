@@ -6,11 +6,12 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final, Literal
 
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -31,8 +32,10 @@ from tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publi
 from virnuc_core.config import ClassifySpec, Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
+from virnuc_core.engine.pool import Pool
+from virnuc_core.errors import DeviceError
 from virnuc_core.measure.bench import Bench
-from virnuc_core.pipeline import read_summary
+from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
@@ -41,9 +44,16 @@ from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, message, met_sentence
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
-from virnuc_core.runfiles import write
+from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
 
+if TYPE_CHECKING:
+    from virnuc_core.engine.cluster import Cluster
+
+NOT_HERE: Final = (
+    "this machine has no device as the nodes have, so what is measured on one machine only was not run:"
+    " baseline, fp32 sample, ceilings, the cost of commits"
+)
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
 POLL_S: Final = 5
 logger = logging.getLogger(__name__)
@@ -60,7 +70,28 @@ class Judged:
     approval: str | None = None  # the reviewer's verdict
 
 
-@flow(name="validate", flow_run_name=named("reads", "profile", "devices"))
+class Machines:
+    """The devices that runs are computed on: a cluster's, one node's after the other's, or this machine's own."""
+
+    def __init__(self, spec: ClassifySpec, cluster: "Cluster | None") -> None:
+        self._cluster, own = cluster, list[Device]()
+        nodes = [node.devices for node in cluster.used] if cluster else [(one,) for one in resolve(spec.devices)]
+        self.devices, ends = tuple(chain(*nodes)), tuple(accumulate(map(len, nodes)))
+        self.of_whole_nodes = [ends[(1 << power) - 1] for power in range(len(ends).bit_length())]  # 1, 2, 4, …
+        with suppress(DeviceError):
+            own = [one for one in resolve(spec.devices) if one.kind == self.devices[0].kind]
+        self.here = _named(own, self.devices[0].kind)  # of this machine, for what is measured here only; maybe none
+
+    def pool(self, count: int) -> AbstractContextManager[Pool | None]:
+        """Workers on the first devices of a cluster."""
+        return self._cluster.pool(self.devices[:count]) if self._cluster else nullcontext()
+
+
+def _named(devices: Sequence[Device], kind: Literal["cuda", "cpu", "auto"]) -> Devices:
+    return Devices(kind=kind, ids=tuple(device.id for device in devices))
+
+
+@flow(name="validate", flow_run_name=named("reads", "profile", "devices", "cluster"))
 @with_parameters(ValidateSettings)
 def validate(settings: ValidateSettings) -> State[Judged]:
     """Proves a machine: the same reads by the baseline, on one device, two and all, compared and judged by a profile.
@@ -80,7 +111,7 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     return ended(settings, judged, f"{met_sentence(judged)}{told}", approval)
 
 
-@flow(name="scale", flow_run_name=named("reads", "profile", "devices"))
+@flow(name="scale", flow_run_name=named("reads", "profile", "devices", "cluster"))
 @with_parameters(ScaleSettings)
 def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
@@ -105,35 +136,43 @@ def ended(
 def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
     for new, `; nothing had to be computed` where that is so."""
-    profile = load_profile(settings.profile)
-    label = sample_of(settings.named)
+    profile, label = load_profile(settings.profile), sample_of(settings.named)
     spec = settings.spec(start.check(settings, profile.engine), profile.engine, label)
-    out, devices, force = settings.out, spec.devices, spec.force
-    if force:
-        (out / TUNING).unlink(missing_ok=True)
-    spec = spec.model_copy(update={"engine": tuned(out, spec.engine)})
+    if spec.force:
+        (settings.out / TUNING).unlink(missing_ok=True)
+    spec = spec.model_copy(update={"engine": tuned(settings.out, spec.engine)})
+    given = spec.models, spec.devices, spec.engine
+    with nodes_of(spec, given, settings.out) if spec.cluster else nullcontext() as cluster:
+        return _measured(settings, spec, profile, label, Machines(spec, cluster))
+
+
+def _measured(
+    settings: ValidateSettings | ScaleSettings, spec: ClassifySpec, profile: Profile, label: str, on: Machines
+) -> tuple[Report, str]:
+    out, force, here, most = settings.out, spec.force, on.here, len(on.devices)
     store, before = RunDir(out).store, _finished_runs(out)
-    announce(label, profile.name, devices.kind)
+    announce(label, profile.name, here.kind)
     staging = stage_input(settings, label)
     if isinstance(settings, ValidateSettings):
         profile = settings.with_baseline(profile, staging.counts.n_reads)
-    record_validation(out, spec, profile, staging, resolve(devices))
-    subset, most = False, len(devices.ids)
+    record_validation(out, spec, profile, staging, on.devices, () if here.ids else (NOT_HERE,))
+    bench, subset = Bench(store, spec.models, here), False
     if isinstance(settings, ScaleSettings):
-        wanted = {most, *(1 << power for power in range(most.bit_length())), *map(int, profile.scaling_bands)}
+        wanted = {1, most, *on.of_whole_nodes, *map(int, profile.scaling_bands)}
         counts = sorted(count for count in wanted if count <= most) * settings.repeats
     else:
         counts = sorted({1, min(2, most), most})
-        beside, asked = RunDir(out / BASELINE), profile.baseline
-        slow = steps.baseline(
-            beside, store=store, models=spec.models, devices=devices, spec=asked, label=label, force=force
-        )
-        subset = slow.result().subset is not None
-    names = _runs(out, staging, spec, profile, counts, label)
-    if devices.kind == "cuda":  # cores compute in fp32
-        steps.precision(out, Bench(store, spec.models, devices), spec.engine, label=label).result()
-    if profile.targets.checkpoint_overhead is not None:
-        steps.overhead(out, Bench(store, spec.models, devices), spec.engine, label=label, force=force).result()
+        if here.ids or profile.baseline.source == "recorded":
+            beside, asked = RunDir(out / BASELINE), profile.baseline
+            slow = steps.baseline(
+                beside, store=store, models=spec.models, devices=here, spec=asked, label=label, force=force
+            )
+            subset = slow.result().subset is not None
+    names = _runs(out, staging, spec, profile, counts, label, on)
+    if here.ids and here.kind == "cuda":  # cores compute in fp32
+        steps.precision(out, bench, spec.engine, label=label).result()
+    if here.ids and profile.targets.checkpoint_overhead is not None:
+        steps.overhead(out, bench, spec.engine, label=label, force=force).result()
     steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     judged = steps.report(out, profile, history=settings.history_file, label=label).result()
     steps.publish(judged, out, label)
@@ -147,14 +186,25 @@ def _finished_runs(out: Path) -> dict[str, int]:
 
 
 def _runs(
-    out: Path, staging: StageSummary, spec: ClassifySpec, profile: Profile, counts: Sequence[int], label: str
+    out: Path,
+    staging: StageSummary,
+    spec: ClassifySpec,
+    profile: Profile,
+    counts: Sequence[int],
+    label: str,
+    on: Machines,
 ) -> tuple[str, ...]:
     """Names of the first runs that came to an end, one for each number of devices. Of a number that stands in `counts`
     again only measurements stay. The GPUs' ceilings are measured first, unless nothing is to be computed."""
     flops, names = None, []
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
-    if spec.devices.kind == "cuda" and (spec.force or not complete):
-        flops = steps.ceiling(out, models=spec.models, devices=spec.devices, engine=spec.engine).result()
+    if on.here.ids and on.here.kind == "cuda" and (spec.force or not complete):
+        measured = steps.ceiling(out, models=spec.models, devices=on.here, engine=spec.engine).result()
+        by_device = [(name, rates) for name, rates in measured if isinstance(rates, dict)]
+        told = {
+            name: {one.id: rates[one.local] for one in on.devices if one.local in rates} for name, rates in by_device
+        }
+        flops = measured.model_copy(update=told)
     for folder in out.glob(f"{RUN_PREFIX}*.*") if spec.force else ():
         discard(folder, *RUN_FILES)
     for place, count in enumerate(counts):
@@ -163,14 +213,17 @@ def _runs(
             name = f"{name}.{again + 1}"
             if read_summary(RunDir(out / name)) is not None:
                 continue
-        with suppress(TimeLimitError):  # the run's summary says so, and the report calls it a failure
+        own = spec.model_copy(update={"devices": _named(on.devices[:count], on.here.kind)})
+        watch = Watch(sample_s=profile.sample_s, window_s=profile.window_s)
+        with suppress(TimeLimitError), on.pool(count) as pool:  # the run's summary says so: to the report a failure
             embed(
                 RunDir(out / name),
                 staging,
-                spec.model_copy(update={"devices": Devices(kind=spec.devices.kind, ids=spec.devices.ids[:count])}),
+                own,
                 label=label,
-                watch=Watch(sample_s=profile.sample_s, window_s=profile.window_s),
+                watch=watch,
                 time_limit_s=profile.time_limit_s,
+                pool=pool,
                 flops=flops,
             ).result()
             if again:

@@ -1,6 +1,6 @@
 """The steps from reads to verdicts: stage and embed."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,9 @@ from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import classify, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import ModelFlops, RunSummary, write
+from virnuc_core.runfiles import ModelFlops, RunSummary, read, write
+from virnuc_core.telemetry.log import TelemetryFile
+from virnuc_core.telemetry.statistics import DeviceBusy
 from virnuc_core.telemetry.tables import OVERLAPPED, ROWS, STAGES
 
 REMARKS: Final = ("short_for_model", "ambiguous", "duplicate_ids", "skipped")
@@ -80,6 +82,10 @@ def embed(
         if show is not None:
             show(1.0)
     publish_table(on_host(f"stages-{label}-{devices}"), stage_rows(summary), f"Where the time went on {devices}")
+    if spec.cluster and summary.telemetry is not None:
+        busy = read(run.telemetry / summary.telemetry, TelemetryFile).summary.devices
+        rows = device_rows(busy, summary.deaths or ())
+        publish_table(on_host(f"devices-{label}-{devices}"), rows, f"What the devices of {spec.cluster} did")
     if before is not None and (summary.total_s, summary.telemetry) == (before.total_s, before.telemetry):
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
@@ -99,6 +105,21 @@ def stage_rows(summary: RunSummary) -> Rows:
         title = f"Stage {place + 1}: {name}" if name in STAGES else name
         rows.append({"stage": title, "seconds": sign + spent, "share": share})
     return [*rows, {"stage": Markdown("**Total wall time**"), "seconds": f"{total_s:.2f}", "share": "100 %"}]
+
+
+def device_rows(busy: Sequence[DeviceBusy], deaths: Sequence[str]) -> Rows:
+    """What each device did: shards, both encoders' tokens a second of computing, workers that died."""
+    return [
+        {
+            "node": node,
+            "device": device,
+            "shards": one.shards,
+            "tokens/s": one.tokens / one.busy_s if one.busy_s else None,
+            "restarts": sum(line.startswith(f"worker on {one.device} ") for line in deaths),
+        }
+        for one in busy
+        for device, _, node in [one.device.partition("@")]
+    ]
 
 
 def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:

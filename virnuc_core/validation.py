@@ -1,5 +1,6 @@
 """What a validation leaves beside its runs: one model for each file, and how it is begun."""
 
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -47,7 +48,12 @@ class ValidationRecord(RunRecord):
 
 
 def record_validation(
-    out: Path, spec: ClassifySpec, profile: Profile, staging: StageSummary, devices: tuple[Device, ...]
+    out: Path,
+    spec: ClassifySpec,
+    profile: Profile,
+    staging: StageSummary,
+    devices: tuple[Device, ...],
+    remarks: Sequence[str] = (),
 ) -> None:
     """`run.json` of the validation: what it was started with, and when it first was.
 
@@ -68,7 +74,7 @@ def record_validation(
         # the CUDA that torch was built for; a torch without names none
         versions=runfiles.versions() | ({"cuda": torch.version.cuda} if torch.version.cuda else {}),
         profile=profile,
-        staging=staging.tally | read | {"warnings": tuple(staging.warnings())},
+        staging=staging.tally | read | {"warnings": (*remarks, *staging.warnings())},
     )
     path = RunDir(out).record
     before = runfiles.read_or_set_aside(path, ValidationRecord)

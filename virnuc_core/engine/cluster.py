@@ -155,7 +155,9 @@ class Cluster(AbstractContextManager["Cluster"]):
     def pool(self, devices: Collection[Device] | None = None, *, keep: bool = False, warm: bool = False) -> Pool:
         """A pool of all devices, those of nodes still to come too, which ends the connection; or of some `devices`."""
         workers = ClusterWorkers(self, devices)
-        found = [*workers.joined(0)]
+        found = workers.joined(0)
+        if gone := [one.id for one in devices or () if one not in found]:
+            raise self.problem(f"{', '.join(gone)} is gone; start nodes and run again, what was committed stays")
         engine = resolve_engine(self._engine, found[0].kind)
         return Pool(worker_specs(self._models, found, engine), workers, keep=keep, warm=warm)
 

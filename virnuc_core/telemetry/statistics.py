@@ -182,6 +182,7 @@ class DeviceBusy(RunFile):
 
     device: str
     shards: int
+    tokens: int = 0  # of both encoders; none in files of older versions
     dnabert_s: float
     esm2_s: float
     head_s: float
@@ -196,6 +197,7 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
         DeviceBusy(
             device=str(device),
             shards=len(own),
+            tokens=int(own.protein_tokens.sum() + own.dna_tokens.sum()),
             **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "commit_s")},
             allocated_peak_bytes=known(own.allocated_bytes.max()),
             busy_s=own.dnabert_s.sum() + own.esm2_s.sum() + own.head_s.sum(),

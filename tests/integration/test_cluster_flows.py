@@ -1,0 +1,67 @@
+"""Validation and scaling on nodes that are Dask workers of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.artifacts import Artifact
+
+from flows.validate import scale, validate
+from tasks.step import on_host
+from virnuc_core.config import Devices
+from virnuc_core.errors import ConfigError, DeviceError
+from virnuc_core.pipeline import read_summary
+from virnuc_core.report.render import read_report
+from virnuc_core.report.verify import verify_report
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Device
+
+pytest.importorskip("distributed")
+pytestmark = [pytest.mark.usefixtures("prefect_backend"), pytest.mark.slow]
+
+
+def devices(folder: Path) -> set[str]:
+    summary = read_summary(RunDir(folder))
+    assert summary is not None
+    return {device.id for device in summary.devices}
+
+
+def test_a_validation_on_two_nodes_is_judged_like_any_other(tmp_path: Path, few_reads: Path, models: Path) -> None:
+    out = tmp_path / "validation"
+    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "profile": "ci-smoke"}
+    given |= {"devices": "cpu", "cluster": "local:2"}
+    with pytest.raises(ConfigError, match="tune_rounds"):
+        validate(**given, tune_rounds=1)
+    state = validate(**given, return_state=True)
+    assert (state.message or "").startswith("1 of 1 asked criteria met")
+    assert {name.partition("@")[2] for name in devices(out / "devices-2")} == {"local-0", "local-1"}
+    assert devices(out / "devices-1") < devices(out / "devices-2")
+    report = read_report(out / "report" / "report.json")
+    assert [check.verdict for check in report.checks if check.id == "same_bytes"] == ["pass"]
+    assert verify_report(out).ok
+    table = Artifact.get(on_host("devices-few-cpu-2"))
+    assert table is not None
+    rows = json.loads(str(table.data))
+    assert {row["node"] for row in rows} <= {"local-0", "local-1"}
+    assert sum(int(row["shards"]) for row in rows) == len([*(out / "devices-2" / "shards").glob("0*.h5")])
+
+
+def test_scaling_goes_node_by_node_without_a_device_here(
+    tmp_path: Path, few_reads: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_here(_: Devices) -> tuple[Device, ...]:
+        raise DeviceError("no such device")
+
+    monkeypatch.setattr("flows.validate.resolve", none_here)
+    out = tmp_path / "curve"
+    given = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:2", "cluster": "local:2"}
+    scale(**given, return_state=True)
+    assert len(devices(out / "devices-1")) == 1
+    assert {name.partition("@")[2] for name in devices(out / "devices-2")} == {"local-0"}
+    assert {name.partition("@")[2] for name in devices(out / "devices-4")} == {"local-0", "local-1"}
+    report = read_report(out / "report" / "report.json")
+    assert any("this machine has no device as the nodes have" in one for one in report.warnings)
+    assert verify_report(out).ok
