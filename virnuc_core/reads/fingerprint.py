@@ -6,8 +6,7 @@ batches, whoever hashes a batch alone knows every leaf within it, and only what 
 neighbours.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
@@ -93,113 +92,41 @@ class Fingerprint:
         return sha256(b"".join([column.digest() for column in self._leaf])).digest()
 
 
-# repeats among any number of digests: in one bucket of them after the other, so that memory is bounded
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """Entries of several 64-bit values in a file, read by stretches: none are held."""
-
-    path: Path
-    width: int  # values of one entry
-
-    def __len__(self) -> int:
-        return self.path.stat().st_size // (8 * self.width)
-
-    def read(self, low: int, high: int) -> NDArray[np.int64]:
-        """The entries `low` to `high`, fewer at the end: [n, width]."""
-        values = np.fromfile(self.path, np.int64, (high - low) * self.width, offset=8 * low * self.width)
-        return values.reshape(-1, self.width)
+# repeats among any number of digests: in one bucket of them after the other, so that few are held
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Those of a column of digests that equal ones can be among."""
+    """Those of a file of digests, uint64 [n, 2], that equal ones can be among."""
 
-    digests: Column  # [n, 2]
+    digests: Path
     number: int
     buckets: int  # a power of two
 
     @classmethod
-    def all_of(cls, digests: Column) -> list[Self]:
-        """All buckets of a column, a few at least, so that all workers have some; every digest is in one."""
-        buckets = 1 << max(_FEWEST, -(-len(digests) // BUCKET) - 1).bit_length()
+    def all_of(cls, digests: Path) -> list[Self]:
+        """All buckets of a file, a few at least, so that all workers have some; every digest is in one."""
+        buckets = 1 << max(_FEWEST, -(-digests.stat().st_size // (16 * BUCKET)) - 1).bit_length()
         return [cls(digests, number, buckets) for number in range(buckets)]
 
-    def records(self) -> Iterator[tuple[NDArray[np.int64], bool]]:
-        """Both halves of the digests and their places in the column: [n, 3]; and whether more come after, which is so
-        only where a few digests make up much of the column."""
-        held = [np.empty((0, 3), np.int64)]
-        for low in range(0, len(self.digests), _READ_AT_ONCE):
-            found = self.digests.read(low, low + _READ_AT_ONCE)
-            own = np.flatnonzero(found[:, 0] & self.buckets - 1 == self.number)
-            held.append(np.column_stack([found[own], low + own]))
-            if sum(map(len, held)) > BUCKET:
-                yield np.concatenate(held), True
-                held = held[:1]
-        yield np.concatenate(held), False
 
-
-def repeats_in(bucket: Bucket) -> Column:
-    """The entries of a bucket that equal an earlier one, in order: [n, 3], in a file.
-
-    Each is its place in the column, the place of the first of its kind, and how many-th of the kind it is, from 2.
-    """
-    made = Column(bucket.digests.path.with_suffix(f".{bucket.number}"), 3)
-    known = np.empty((0, 4), np.int64)  # the first of each kind, how many there were
-    with made.path.open("wb") as out:
-        for new, more in bucket.records():
-            records = np.concatenate([known, np.pad(new, ((0, 0), (0, 1)), constant_values=1)])
-            # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
-            order = np.argsort(records[:, 0])
-            same = np.diff(records[order, 0]) == 0
-            in_company = np.append(same, False) | np.append(False, same)[: len(order)]
-            kinds = records[order[in_company]]
-            kinds = kinds[np.lexsort(kinds.T[2::-1])]
-            begins = np.append(True, np.diff(kinds[:, :2], axis=0).any(axis=1))[: len(kinds)]
-            first = np.flatnonzero(begins)[np.cumsum(begins) - 1]
-            count = kinds[first, 3] + np.arange(len(kinds)) - first
-            found = np.column_stack([kinds[:, 2], kinds[first, 2], count])[~begins]
-            out.write(found[np.argsort(found[:, 0])].data)
-            if more:
-                counted = np.column_stack([kinds[begins, :3], count[np.append(begins, True)[1:]]])
-                known = np.concatenate([records[order[~in_company]], counted])
-    return made
-
-
-class Repeats:
-    """What repeats in a whole column of digests, of which each bucket has its file."""
-
-    def __init__(self, buckets: list[Column], edges: list[int]) -> None:
-        self._edges = edges  # where stretches of the column begin, and where the last ends
-        self._found = [
-            np.memmap(one.path, np.int64, "r").reshape(-1, 3) if len(one) else np.empty((0, 3), np.int64)
-            for one in buckets
-        ]
-
-    def __len__(self) -> int:
-        return sum(map(len, self._found))
-
-    def of(self, stretch: int) -> NDArray[np.int64]:
-        """The repeats within the stretch of this number: [n, 3] as of `repeats_in`, in order of their buckets."""
-        low, high = self._edges[stretch : stretch + 2]
-        return np.concatenate([one[bisect_left(one[:, 0], low) : bisect_left(one[:, 0], high)] for one in self._found])
-
-    def first(self) -> tuple[int, int] | None:
-        """The first place of all that repeats another, and that one; none where nothing repeats."""
-        return min(((int(one[0, 0]), int(one[0, 1])) for one in self._found if len(one)), default=None)
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """Which rows repeat an earlier one."""
-
-    words: NDArray[np.uint64]  # a bit for each row, lowest first
-    before: NDArray[np.int64]  # repeating rows before each word
-
-    def uniques_before(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many rows before each of `rows` are the first of their kind: the unique of a row that is one itself."""
-        word = rows >> 6
-        lower = (np.uint64(1) << (rows & 63).astype(np.uint64)) - np.uint64(1)
-        uniques: NDArray[np.int64] = rows - self.before[word] - np.bitwise_count(self.words[word] & lower)
-        return uniques
+def repeats_in(bucket: Bucket) -> NDArray[np.int64]:
+    """The digests of a bucket that equal an earlier one: [n, 3], each by its place in the file, the place of the first
+    of its kind, and how many-th of the kind it is, from 2."""
+    held = [np.empty((0, 3), np.int64)]
+    for low in range(0, bucket.digests.stat().st_size // 16, _READ_AT_ONCE):
+        found = np.fromfile(bucket.digests, np.int64, 2 * _READ_AT_ONCE, offset=16 * low).reshape(-1, 2)
+        own = np.flatnonzero(found[:, 0] & bucket.buckets - 1 == bucket.number)
+        held.append(np.column_stack([found[own], low + own]))
+    records = np.concatenate(held)
+    # most are one of a kind: a quick sort by one half finds the rest, and only they are sorted with care
+    order = np.argsort(records[:, 0])
+    same = np.diff(records[order, 0]) == 0
+    in_company = np.append(same, False) | np.append(False, same)[: len(order)]
+    kinds = records[order[in_company]]
+    kinds = kinds[np.lexsort(kinds.T[::-1])]
+    begins = np.append(True, np.diff(kinds[:, :2], axis=0).any(axis=1))[: len(kinds)]
+    first = np.flatnonzero(begins)[np.cumsum(begins) - 1]
+    count = np.arange(len(kinds)) - first + 1
+    repeats: NDArray[np.int64] = np.column_stack([kinds[:, 2], kinds[first, 2], count])[~begins]
+    return repeats

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
 from virnuc_core.reads.fast_parser import Strings, offsets_of
-from virnuc_core.reads.fingerprint import Bucket, Column, Repeated, Repeats, digests, repeats_in
+from virnuc_core.reads.fingerprint import Bucket, digests, repeats_in
 from virnuc_core.reads.translate import DUPLICATE_ID, FRAMES, Segment
 from virnuc_core.reads.workers import Workers
 from virnuc_core.rundir import check_room, whole_file
@@ -210,17 +210,18 @@ _AXES: Final = {name: name.partition("_")[0] for name in COLUMNS} | {  # what a 
 
 
 class StoreWriter:
-    """Takes segments in the order of the reads, then writes the store whole. What it holds grows by two bits for each
-    row, and a little for each segment."""
+    """Takes segments in the order of the reads, then writes the store whole. What it holds grows by 24 bytes for each
+    row or id that repeats an earlier one, and a little for each segment."""
 
     def __init__(self, folder: Path, model_length: int) -> None:
         self._folder, self._model_length = folder, model_length
         self._segments: list[Segment] = []
         self._counts: Counter[str] = Counter()
         self._kinds = dict(COLUMNS)
-        self._digests = {axis: Column(folder / f"{axis}_digests", 2) for axis in ("read", "row")}
-        for column in self._digests.values():
-            column.path.touch()
+        self._repeats: dict[str, NDArray[np.int64]] = {}  # once they were found, by axis
+        self._digests = {axis: folder / f"{axis}_digests" for axis in ("read", "row")}
+        for path in self._digests.values():
+            path.touch()
 
     def add(self, segment: Segment) -> None:
         """Take in the next segment."""
@@ -229,7 +230,7 @@ class StoreWriter:
         if segment.counts["n_bases"] > np.iinfo(np.int32).max:  # that of one long read, then
             self._kinds["read_length"] = np.int64
         for name, axis in (("read_id_digest", "read"), ("row_digest", "row")):
-            with self._digests[axis].path.open("ab") as file:
+            with self._digests[axis].open("ab") as file:
                 file.write(segment.read(name).data)
 
     def find_repeats(self, workers: Workers) -> tuple[int, int] | None:
@@ -238,13 +239,19 @@ class StoreWriter:
             axis: offsets_of(np.array([segment.sizes[name] for segment in self._segments], np.int64))
             for axis, name in (("read", "read_length"), ("row", "row_frame"), ("id", "read_id_bytes"))
         }
-        buckets = {axis: Bucket.all_of(column) for axis, column in self._digests.items()}
+        buckets = {axis: Bucket.all_of(path) for axis, path in self._digests.items()}
         found = workers.map(repeats_in, buckets["read"] + buckets["row"], may_start=False)
-        self._repeats = {
-            axis: Repeats([next(found) for _ in some], self._at[axis].tolist()) for axis, some in buckets.items()
-        }
-        self._counts["n_duplicate_ids"] = len(self._repeats["read"])
-        return self._repeats["read"].first()
+        for axis, some in buckets.items():
+            repeats = np.concatenate([next(found) for _ in some])
+            self._repeats[axis] = repeats[np.argsort(repeats[:, 0])]
+        ids = self._repeats["read"]
+        self._counts["n_duplicate_ids"] = len(ids)
+        return (int(ids[0, 0]), int(ids[0, 1])) if len(ids) else None
+
+    def _repeats_of(self, axis: str, number: int) -> NDArray[np.int64]:
+        """Those within a segment, [n, 3] as of `repeats_in`, in order."""
+        low, high = np.searchsorted(self._repeats[axis][:, 0], self._at[axis][number : number + 2])
+        return self._repeats[axis][low:high]
 
     def place(self, read: int) -> tuple[str, int]:
         """Id of a read, and the line of its header."""
@@ -255,14 +262,14 @@ class StoreWriter:
     def write(self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False) -> None:
         """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
         mark = self._free_mark(workers)
-        repeated, uniques = self._uniques()
+        uniques = self._uniques()
         self._counts["n_uniques"] = int(uniques["unique"][-1])
         about: dict[str, str | int] = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint}
         about |= {"model_length": self._model_length, "duplicate_mark": mark}
         about |= {name: self._counts[name] for name in StoreCounts.__slots__} | ({"paired": 1} if paired else {})
         with whole_file(path) as aside:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
-            for _ in workers.map(_write_part, self._parts(aside, starts, repeated, uniques), may_start=False):
+            for _ in workers.map(_write_part, self._parts(aside, starts, uniques), may_start=False):
                 pass
             seal(aside)
 
@@ -270,11 +277,11 @@ class StoreWriter:
         """What stands between an id and its number: a dot, or as many as it takes that no such name is an id yet."""
         known = len(self._repeats["read"])
         for mark in map(".".__mul__, itertools.count(1)) if known else ():
-            both = Column(self._folder / f"names{len(mark)}", 2)  # of ids, and of the names that those of repeats get
-            shutil.copyfile(self._digests["read"].path, both.path)
-            with both.path.open("ab") as out:
+            both = self._folder / f"names{len(mark)}"  # digests of ids, and of the names that those of repeats get
+            shutil.copyfile(self._digests["read"], both)
+            with both.open("ab") as out:
                 for number, segment in enumerate(self._segments):
-                    if len(repeats := self._repeats["read"].of(number)):
+                    if len(repeats := self._repeats_of("read", number)):
                         places, ids = repeats[:, 0] - self._at["read"][number], _ids(segment)
                         named = zip(places.tolist(), repeats[:, 2].tolist(), strict=True)
                         out.write(digests([b"%b%b%d" % (ids[i], mark.encode(), n) for i, n in named]).data)
@@ -282,19 +289,14 @@ class StoreWriter:
                 return mark
         return "."
 
-    def _uniques(self) -> tuple[Repeated, dict[str, NDArray[np.int64]]]:
-        """Which rows repeat an earlier one; uniques, and letters of them, before each segment and in all."""
-        repeated = np.zeros((int(self._at["row"][-1]) >> 6) + 1, np.uint64)
-        held: list[tuple[int, ...]] = []
+    def _uniques(self) -> dict[str, NDArray[np.int64]]:
+        """Uniques, and letters of them, before each segment and in all."""
+        held = [(0, 0, 0)]
         for number, segment in enumerate(self._segments):
-            rows = self._repeats["row"].of(number)[:, 0]
-            np.bitwise_or.at(repeated, rows >> 6, np.uint64(1) << (rows & 63).astype(np.uint64))
-            lengths = [segment.read(f"{kind}_length") for kind in ("protein", "dna")]
-            dropped = rows - self._at["row"][number]
-            held.append((len(lengths[0]) - len(rows), *(int(n.sum() - n[dropped].sum()) for n in lengths)))
-        at = np.array([(0, 0, 0), *held], np.int64).cumsum(axis=0)
-        before = offsets_of(np.bitwise_count(repeated))
-        return Repeated(repeated, before), dict(zip(("unique", "protein", "dna"), at.T, strict=True))
+            dropped = self._repeats_of("row", number)[:, 0] - self._at["row"][number]
+            protein, dna = (np.delete(segment.read(f"{kind}_length"), dropped) for kind in ("protein", "dna"))
+            held.append((len(dna), int(protein.sum()), int(dna.sum())))
+        return dict(zip(("unique", "protein", "dna"), np.array(held, np.int64).cumsum(axis=0).T, strict=True))
 
     def _create(self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]) -> dict[str, _Place]:
         """Make the file with room for all columns, as zeros; gives where each is."""
@@ -317,12 +319,13 @@ class StoreWriter:
         return starts
 
     def _parts(
-        self, path: Path, starts: Mapping[str, _Place], repeated: Repeated, uniques: dict[str, NDArray[np.int64]]
+        self, path: Path, starts: Mapping[str, _Place], uniques: dict[str, NDArray[np.int64]]
     ) -> Iterator[_Part]:
         for number, segment in enumerate(self._segments):
             begin = {axis: int(at[number]) for axis, at in (self._at | uniques).items()}
-            copies, rows = (self._repeats[axis].of(number) for axis in ("read", "row"))
-            again = np.column_stack([rows[:, 0], repeated.uniques_before(rows[:, 1])])
+            copies, rows = (self._repeats_of(axis, number) for axis in ("read", "row"))
+            before = np.searchsorted(self._repeats["row"][:, 0], rows[:, 1])  # what repeats is no unique
+            again = np.column_stack([rows[:, 0], rows[:, 1] - before])
             yield _Part(path, starts, segment, begin, copies, again)
 
 
