@@ -212,8 +212,7 @@ class TrainSpec(Spec):
 def explain(error: ValidationError, most: int = 5, *, quoted: bool = False) -> str:
     """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`.
 
-    `quoted`: say what was given; not of a file, for who reads the message may not be whom its content is for.
-    """
+    `quoted`: say what was given; not of a file, for who reads the message may not be whom its content is for."""
     parts = []
     for item in error.errors()[:most]:
         place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MOST_SHOWN] or "settings"

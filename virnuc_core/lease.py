@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 def lease(name: Path, covers: Path, *, wait: bool = False) -> Iterator[str]:
     """Hold the lease of this name while the `with` block lasts, for writing in or at `covers`.
 
-    Yields "", or who holds it, in words, when it is another's. `wait`: until it is free. Errors: `OSError`.
-    """
+    Yields "", or who holds it, in words, when it is another's. `wait`: until it is free. Errors: `OSError`."""
     mine, place = Lease(name), covers.resolve()
     if other := mine.take(wait=wait):
         yield other

@@ -62,8 +62,7 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
     `spec.out` are then the tables of docs/results.md, scores from 0 to 1, and `embeddings.h5` with `embeddings`,
     float32 [distinct sequences, DNA width + protein width]. A run that is complete is not computed again. `watch`
     hears of progress. Raises `InputError` for reads, `WeightsError`, `DeviceError`, `ConfigError` for settings and
-    output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do.
-    """
+    output, `RunMismatchError` where another run lies, `WorkerError`, `StorageError`; each says what to do."""
     run, spec = RunDir(spec.out), spec.model_copy(update={n: tuple(map(hidden, getattr(spec, n))) for n in INPUTS})
     check_output(spec.out, models=spec.models, reads=local_files(spec.named), force=spec.force)
     with ExitStack() as held:
@@ -88,8 +87,7 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
     Remote reads are fetched into `downloads` beside it.
 
     Errors: those of `stage`; `ConfigError` when a run is at work beside the store, `RunMismatchError` when a run of
-    other reads was recorded there: its shards refer to its store.
-    """
+    other reads was recorded there: its shards refer to its store."""
     beside = RunDir(out.parent)
     if any(map(is_remote, spec.named)):
         from virnuc_core.reads.remote import fetch_all  # few runs need it
@@ -163,8 +161,7 @@ def classify(
     A run that is complete is not computed again: its summary comes back. Its result files are written again from the
     shards when the threshold is another, or one of them is not as the summary lists it. Workers of `pool` are used if
     they fit; `flops` has the devices' ceilings where they were measured. Errors: those of `predict`; `InputError` also
-    when reads are to be written and the input is not what was staged. Whatever was committed stays.
-    """
+    when reads are to be written and the input is not what was staged. Whatever was committed stays."""
     with run_lock(run.root), ExitStack() as held:
         started_s, before = time.monotonic(), None if spec.force else read_summary(run)
         if spec.cluster and pool is None and before is None:
@@ -345,8 +342,7 @@ def _write_results(
 ) -> dict[str, Any]:
     """Write the result files; returns what a summary says of them: another threshold changes nothing else.
 
-    There is no summary.json meanwhile. Files of reads in `kept` stay. `since_s`: when the embedding ended.
-    """
+    There is no summary.json meanwhile. Files of reads in `kept` stay. `since_s`: when the embedding ended."""
     run, spec = job.run, job.spec
     if not job.engine.commit:
         raise ConfigError("commits are off, so there are no results; this setting is for measuring what commits cost")

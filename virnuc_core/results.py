@@ -185,8 +185,7 @@ def write_results(
 
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
     verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
-    `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself.
-    """
+    `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself."""
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")

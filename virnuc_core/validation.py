@@ -57,8 +57,7 @@ def record_validation(
 ) -> None:
     """`run.json` of the validation: what it was started with, and when it first was.
 
-    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there.
-    """
+    Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there."""
     import torch
 
     read = {"files": [str(Path(name).absolute()) for name in staging.files], "ignored_files": staging.ignored_files}
@@ -101,8 +100,7 @@ class BaselineSubset(RunFile):
 class BaselineSummary(RunFile):
     """`summary.json` of a baseline: its time and what that stands on.
 
-    Chunking and translation are not among its stages: the rows are taken from the store, which favours the baseline.
-    """
+    Chunking and translation are not among its stages: the rows are taken from the store, which favours the baseline."""
 
     schema_version: int = 1
     name: BaselineName

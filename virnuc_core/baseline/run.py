@@ -54,8 +54,7 @@ def run_baseline(
     same reads, weights, devices and settings is returned as it is, marked `reused`. Nothing it started outlives the
     call. `on_progress` hears the share of the embedding that is done. Errors: `ConfigError` for a recorded baseline
     without its numbers; `WeightsError`, `DeviceError`, `InputError`; `WorkerError` with the worker's traceback for a
-    worker that failed.
-    """
+    worker that failed."""
     orfs = OrfStore.open(store)
     if spec.source == "recorded":
         summary = _recorded(orfs, spec)
@@ -247,8 +246,7 @@ def scaled_seconds(
     """Seconds a stage would take on all rows in files of 10,000, dealt to the devices as the algorithm does.
 
     The measured seconds of computing, which grow with the tokens, are shared out over those files by their rows; each
-    file, or each device when the model stays loaded, costs the mean time of a load besides.
-    """
+    file, or each device when the model stays loaded, costs the mean time of a load besides."""
     files = [high - low for low, high in worker.cut(total_rows, worker.FILE_ROWS)]
     compute_s = sum(one.compute_s for one in done) * growth
     loads = [one.load_s for one in done if one.load_s > 0]

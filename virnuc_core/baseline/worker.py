@@ -175,8 +175,7 @@ class Padded(ABC):
     def embed(self, sequences: list[bytes]) -> Tensor:
         """Mean over each sequence's tokens: float32 [rows, width] on the CPU.
 
-        Each row's mean is taken in the precision of the run and fetched by itself, as the originals do.
-        """
+        Each row's mean is taken in the precision of the run and fetched by itself, as the originals do."""
         tokens, lengths = pad(*self.tokenizer.encode(sequences), self.tokenizer.pad_id)
         real = torch.arange(tokens.shape[1]) < lengths[:, None]  # [rows, longest]
         out = self.hidden(tokens.to(self.device), real.to(self.device))
@@ -261,8 +260,7 @@ class PaddedDnabertS(Padded):
 def plain_scores(w: Tensors, features: Tensor, norm_eps: float) -> Tensor:
     """The head: linear, batch norm on stored statistics, ReLU, linear, softmax; float32 [rows, 2] on the CPU.
 
-    P(others) and P(virus) of each row of `features` (float32 [rows, DNA + protein]).
-    """
+    P(others) and P(virus) of each row of `features` (float32 [rows, DNA + protein])."""
     x = F.linear(features.to(w["bn1.weight"].device), w["hidden_layer.weight"], w["hidden_layer.bias"])
     scale = w["bn1.weight"] / torch.sqrt(w["bn1.running_var"] + norm_eps)
     x = torch.relu((x - w["bn1.running_mean"]) * scale + w["bn1.bias"])
@@ -294,8 +292,7 @@ def embed_rows(
 def merge_file(folder: Path, number: int) -> None:
     """Join the two embeddings of each row of a file, DNA first, in place of the two.
 
-    Errors: `ValueError` when the two files do not hold as many rows.
-    """
+    Errors: `ValueError` when the two files do not hold as many rows."""
     parts = file_path(folder, "dnabert_s.npy", number), file_path(folder, "esm2.npy", number)
     save(file_path(folder, "merged.npy", number), np.concatenate([np.load(part) for part in parts], axis=1))
     for part in parts:

@@ -118,8 +118,7 @@ def group_bound(length: int) -> int:
 def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[BatchPlan]:
     """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch; the same gives the same.
 
-    A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it.
-    """
+    A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it."""
     sizes = np.asarray(lengths, dtype=np.int64)
     distinct, place = np.unique(sizes, return_inverse=True)
     bounds = np.array([group_bound(n) for n in distinct.tolist()], dtype=np.int64)

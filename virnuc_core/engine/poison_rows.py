@@ -27,8 +27,7 @@ def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
     """What to try next within one shard, which has ended workers. Each is answered by whether a worker survived it.
 
     They are probes, and after each round the shard again without the rows found, which is answered only when it has
-    ended workers again. They end when the shard cannot be cleared.
-    """
+    ended workers again. They end when the shard cannot be cleared."""
     guilty, in_vain = list[int](), 0
     while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
         found = yield from _halve(whole, guilty)
@@ -64,8 +63,7 @@ def _halves(lo: int, hi: int) -> list[tuple[int, int]]:
 def judge_not_finite(result: ShardResult, task: ShardTask, store: OrfStore, models: Path, most: int) -> None:
     """Let up to `most` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
 
-    Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite.
-    """
+    Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite."""
     width = open_part(models, DnabertShape)[0].width
     left = np.ones(len(result.scores), bool)  # [rows] without a cause so far
     left[np.array(task.skip, np.int64) - task.lo] = False

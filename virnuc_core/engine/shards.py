@@ -100,8 +100,7 @@ class ShardResult:
 def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budget: int, fingerprint: str) -> ShardPlan:
     """Cut the uniques into shards of at most `shard_tokens` ESM-2 tokens, smaller towards the end, never by device.
 
-    A shard is a whole number of batches, nearly full, where it can be.
-    """
+    A shard is a whole number of batches, nearly full, where it can be."""
     uniques = len(protein_offsets) - 1
     ends = np.asarray(protein_offsets, dtype=np.int64) + 2 * np.arange(uniques + 1)  # start and end token each
     bounds = [0]
@@ -171,8 +170,7 @@ def _checksum(array: NDArray[np.float32], lo: int, hi: int, fingerprint: str) ->
 def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Path:
     """Make a shard's result permanent, the same one by the same bytes: write aside, flush, checksum, rename.
 
-    Errors: `ShardError` when the result has not one row per unique; `StorageError` of the disk.
-    """
+    Errors: `ShardError` when the result has not one row per unique; `StorageError` of the disk."""
     lo, hi = plan.range(shard)
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
@@ -269,8 +267,7 @@ def store_of(run: RunDir, record: RunRecord) -> OrfStore:
 def write_virtual_embeddings(run: RunDir) -> Path:
     """Write `embeddings.h5`: a virtual dataset over the shards' own data, no copy; the run can be moved.
 
-    NaN marks what failed. HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened.
-    """
+    NaN marks what failed. HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened."""
     plan = read_plan(run)
     with whole_hdf5(run.embeddings, libver="latest") as file:
         if len(plan) == 0:

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Final, Literal, Self
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
@@ -191,12 +190,6 @@ def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     return offsets
 
 
-def within(width: int, lengths: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which of `width` columns lie within each row's length: [n, width]."""
-    inside: NDArray[np.bool_] = np.arange(width, dtype=np.int32) < lengths.astype(np.int32)[:, None]
-    return inside
-
-
 def shortened(text: str) -> str:
     """Printable, and no longer than people read: what stands in a broken file may be anything."""
     return _printable(text[:_LONGEST_SHOWN]) + "…" * (len(text) > _LONGEST_SHOWN)
@@ -230,16 +223,8 @@ class _Lines:
 
     def pick(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
         """The bytes of the given stretches."""
-        offsets = offsets_of(ends - starts)
-        longest, total = int((ends - starts).max(initial=0)), int(offsets[-1])
-        even = longest * len(starts)
-        if even > 2 * total or longest == 0 or starts[-1] + longest > len(self.data):
-            data = self.data
-            return Strings(b"".join([data[a:b] for a, b in zip(starts.tolist(), ends.tolist(), strict=True)]), offsets)
-        table = sliding_window_view(self.letters, longest)[starts]  # much faster where the lengths are much alike
-        if even > total:
-            table = table[within(longest, ends - starts)]
-        return Strings(table.tobytes(), offsets)
+        data, spans = self.data, zip(starts.tolist(), ends.tolist(), strict=True)
+        return Strings(b"".join([data[a:b] for a, b in spans]), offsets_of(ends - starts))
 
     def ids(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Strings:
         """The first word of each of these stretches, possibly empty."""
@@ -247,8 +232,7 @@ class _Lines:
         following = np.append(blanks, len(self.data))[np.searchsorted(blanks, starts)]
         if (following > starts).all():
             return self.pick(starts, np.minimum(following, ends))
-        spans = zip(starts.tolist(), ends.tolist(), strict=True)
-        return Strings.of([first_word(self.data[a:b]) for a, b in spans])
+        return Strings.of([*map(first_word, self.pick(starts, ends))])
 
 
 def cut_fastq(piece: Piece) -> tuple[ReadBatch | None, int]:

@@ -59,8 +59,7 @@ def parse(
     """Batches of reads of all files, in order; what was met is counted in `log`.
 
     A FASTA record of more than `block_bytes` comes in parts, each a batch of its own. Errors: `InputError` for a file
-    that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is `skip`, for a broken record.
-    """
+    that is neither FASTA nor FASTQ or cannot be read, and, unless `log.on_error` is `skip`, for a broken record."""
     with Workers(1) as here:
         yield from parse_by(here, lambda batch: batch, files, log or ParseLog(), block_bytes=block_bytes)
 
@@ -76,8 +75,7 @@ def parse_by(
     """What `work` makes of the batches of all files, in order; `workers` read the pieces.
 
     Where a file turns out irregular, what was made of its later pieces is dropped. Errors: as of `parse`, the first in
-    the order of the files whatever was met first; those of `workers`.
-    """
+    the order of the files whatever was met first; those of `workers`."""
     cut, again = _pieces_of(files, log, block_bytes), deque[Piece]()
 
     def pieces() -> Iterator[Piece]:
@@ -94,12 +92,15 @@ def parse_by(
             given.append(item)
             yield item
 
+    def nbytes(item: Piece | ReadBatch) -> int:
+        return len(item.data if isinstance(item, Piece) else item.bases.data)
+
     irregular: Iterator[ReadBatch] | None = iter(())
     while irregular is not None:
         given = deque[Piece | ReadBatch]()
         items = noted(chain(irregular, pieces()), given)
         irregular = None
-        for done in workers.map(partial(_work_on, work), items, _nbytes):
+        for done in workers.map(partial(_work_on, work), items, nbytes):
             item = given.popleft()
             made = _work_on(work, item, log.reads + log.left_out) if done.nameless else done
             value = made.value
@@ -124,10 +125,6 @@ def parse_by(
                 raise cast(InputError, item.damage)
             if item.damage is not None:
                 log.broken(item.damage)
-
-
-def _nbytes(item: Piece | ReadBatch) -> int:
-    return len(item.data if isinstance(item, Piece) else item.bases.data)
 
 
 def _work_on(work: Callable[[ReadBatch], O], item: Piece | ReadBatch, before: int | None = None) -> _Made[O]:

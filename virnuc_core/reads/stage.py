@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
-import psutil
 from pydantic import Field
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, MOST_STAGING_PROCESSES, ReadsSpec
@@ -31,6 +30,7 @@ from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import InputFile, RunFile, RunRecord, digest, other_files, read_or_set_aside, write
 
 SKIPPED_LIST: Final = "skipped.tsv"
+MADE: Final = ".made.json"  # ending of the summary's file, beside the store
 _log = logging.getLogger(__name__)
 
 
@@ -114,7 +114,7 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
                 with _log_of(spec, out) as log, Workers(spec.workers, folder) as workers:
                     seconds = _make(spec, inputs, out, folder, log, workers, expected)
                 summary = _summary(spec, inputs, out, log, seconds)
-                write(_summary_of(out), summary)
+                write(out.with_suffix(MADE), summary)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
         raise storage_error(error, out) or ConfigError(
             f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
@@ -129,11 +129,6 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
-
-
-def _summary_of(out: Path) -> Path:
-    """Where what is known of a store lies."""
-    return out.with_name(f"{out.stem}.made.json")
 
 
 def _find(spec: StageSpec) -> Inputs:
@@ -245,7 +240,7 @@ def _kept(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
     """What was staged of these very files, with these settings, and lies in `out` still; None if something differs."""
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
         return None
-    made = read_or_set_aside(_summary_of(out), StageSummary)
+    made = read_or_set_aside(out.with_suffix(MADE), StageSummary)
     asked = spec.model_length, spec.on_error, inputs.pairs
     if made is None or (made.model_length, made.on_error, made.pairs) != asked:
         return None
@@ -306,12 +301,10 @@ def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A folder beside `out` for this run of staging; those that killed runs left behind are removed too."""
+    """A folder beside `out` for this run of staging, which nobody does beside it; those of killed ones are removed."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    for entry in out.parent.glob(f".{out.name}.*.scratch*"):
-        match = re.match(rf"\.{re.escape(out.name)}\.(\d+)\.scratch", entry.name)
-        if match is not None and not psutil.pid_exists(int(match[1])):
-            shutil.rmtree(entry, ignore_errors=True)
-    prefix = f".{out.name}.{os.getpid()}.scratch"
+    prefix = f".{out.name}.scratch"
+    for entry in out.parent.glob(f"{prefix}*"):
+        shutil.rmtree(entry, ignore_errors=True)
     with tempfile.TemporaryDirectory("", prefix, out.parent, ignore_cleanup_errors=True) as folder:
         yield Path(folder)

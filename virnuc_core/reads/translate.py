@@ -20,7 +20,7 @@ from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_of, within
+from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_of
 from virnuc_core.reads.fingerprint import Leaves, digests, leaves_of
 from virnuc_core.reads.workers import Workers
 
@@ -74,8 +74,7 @@ def chunk(lengths: NDArray[np.int64], size: int) -> Chunks:
     """Cut reads of the given lengths into chunks of at most `size` bases.
 
     Neighbours overlap so that all but the last chunk are full; the last ends with the read and may be shorter, never
-    empty. A read of at most `size` bases is one chunk.
-    """
+    empty. A read of at most `size` bases is one chunk."""
     counts = -(-lengths // size)
     read = np.repeat(np.arange(len(lengths), dtype=np.int64), counts)
     number = np.arange(len(read), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -148,7 +147,8 @@ def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.i
     segment = bases[low:high]
     strands = (segment.translate(_UPPER), segment.translate(_COMPLEMENT)[::-1])
     begins = (starts - low, high - ends)
-    inside = within(3 * width, lengths[:1] - 2 if lengths.min() == lengths.max() else lengths - 2)
+    codons = (lengths[:1] if lengths.min() == lengths.max() else lengths).astype(np.int32) - 2
+    inside = np.arange(3 * width, dtype=np.int32) < codons[:, None]
     residues = np.empty((2, len(starts), width, 3), np.uint8)
     is_open = np.empty((len(starts), 6), bool)
     for number, (letters, begin) in enumerate(zip(_residues(segment, pad), begins, strict=True)):
@@ -212,8 +212,7 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment
     """The batch's part of a store, in a file of `folder`; its part of the fingerprint; seconds of staging's stages.
 
     Reads are cut, their chunks translated in six frames, ids and open frames digested. A part of a long read is kept
-    until the length of all is known.
-    """
+    until the length of all is known."""
     if batch.part is not None:
         return _keep_part(batch, batch.part, folder)
     started = time.perf_counter()
@@ -262,8 +261,7 @@ def _rows(orfs: Orfs, chunks: Chunks, ambiguous: NDArray[np.bool_]) -> dict[str,
     """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters.
 
     Rows with equal digests are taken as equal: of their DNA, which of A, C, G, T alone says what the protein is;
-    elsewhere the protein goes into the digest too.
-    """
+    elsewhere the protein goes into the digest too."""
     reads, texts = chunks.read[orfs.chunk], orfs.dna.tolist()
     proteins = Strings(orfs.proteins.tobytes(), offsets_of(orfs.protein_lengths))
     for i in np.flatnonzero(ambiguous[reads]).tolist():

@@ -429,13 +429,6 @@ def test_settings_are_checked() -> None:
         StageSpec()
 
 
-def test_scratch_of_a_living_process_is_left_alone(write: WriteReads, tmp_path: Path) -> None:
-    other = tmp_path / f".orfs.h5.{os.getppid()}.scratch"
-    other.mkdir()
-    stage(StageSpec(reads=(write(">a\nACGT\n"),)), tmp_path / "orfs.h5")
-    assert other.is_dir()
-
-
 def test_a_reused_store_tells_the_seconds_it_took_to_make(write: WriteReads, tmp_path: Path) -> None:
     out, reads = tmp_path / "orfs.h5", write(">a\nACGTACGTACGT\n")
     first = stage(StageSpec(reads=(reads,)), out)
