@@ -78,7 +78,7 @@ def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "
     """Draw reads so that their lengths are distributed as in the whole.
 
     Args:
-        source: FASTA or FASTQ file or folder; - is standard input
+        source: FASTA or FASTQ file or folder
         reads: how many
         out: file to write; .gz packs it
         seed: equal seeds draw equal reads"""

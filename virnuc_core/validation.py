@@ -24,17 +24,11 @@ def read_usable(path: Path, kind: type[File]) -> File | None:
     return None
 
 
-class StagingTally(RunFile):
-    """What staging counted of the input."""
+class StagingTally(RunFile, extra="allow"):
+    """What staging counted of the input: further counts as of `StageSummary.tally`."""
 
-    reads: Count | None = None
-    empty: Count | None = None
+    __pydantic_extra__: dict[str, Count] = Field(init=False)
     skipped: Count | None = None  # broken records left out
-    duplicate_ids: Count | None = None
-    duplicates: Count | None = None  # rows whose sequences an earlier row has
-    ambiguous: Count | None = None
-    short_for_model: Count | None = None
-    no_open_frame: Count | None = None
     files: tuple[str, ...] = ()  # that were read, by their whole paths
     ignored_files: tuple[str, ...] | None = None
     warnings: tuple[str, ...] = ()

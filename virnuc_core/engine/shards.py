@@ -29,6 +29,7 @@ from virnuc_core.telemetry.tables import ShardDone
 log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
+SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
 MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
 LARGEST_SHARD: Final = 4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
@@ -151,10 +152,6 @@ def read_plan(run: RunDir) -> ShardPlan:
         raise ShardError(f"{run.plan}: not a readable shard plan ({error}); run again to write it anew") from error
 
 
-def _seal(body: bytes | memoryview) -> bytes:
-    return sealed(f"shard {SCHEMA_VERSION}", [body])
-
-
 def shard_path(run: RunDir, shard: int) -> Path:
     """Where a committed shard lies."""
     return run.shards / f"{shard:05d}.h5"
@@ -175,7 +172,9 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_hdf5(path, _seal, libver="latest", userblock_size=SEAL_BYTES) as shard_file:
+    with whole_hdf5(
+        path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES
+    ) as shard_file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
             dataset = shard_file.create_dataset(name, data=array)
             dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
@@ -203,7 +202,7 @@ def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole:
     lo, hi = plan.range(shard)
     try:
         body = path.read_bytes() if whole else b""
-        if whole and body[:SEAL_BYTES] != _seal(memoryview(body)[SEAL_BYTES:]):
+        if whole and body[:SEAL_BYTES] != sealed(SEALED_AS, [memoryview(body)[SEAL_BYTES:]]):
             raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
         with h5py.File(path, "r") as file:
             if file.attrs["fingerprint"] != plan.fingerprint:

@@ -1,6 +1,7 @@
 """Where reads come from: files, folders and standard input, opened as plain bytes whatever they are packed in."""
 
 import bz2
+import gzip
 import hashlib
 import importlib
 import lzma
@@ -102,13 +103,13 @@ def can_be_read_twice(name: str) -> bool:
 
 @contextmanager
 def reads_file(path: Path) -> Iterator[BinaryIO]:
-    """A file to write reads to, gzipped if its name ends in .gz; it appears once all is written."""
-    from xopen import xopen  # few runs write reads
-
-    with whole_file(path) as aside:
-        gzipped = path.suffix == ".gz"
-        with xopen(aside, "wb", compresslevel=1, threads=0, format="gz") if gzipped else aside.open("wb") as out:
+    """A file to write reads to, gzipped (no name and time in it) if its name ends in .gz; it appears once whole."""
+    with whole_file(path) as aside, aside.open("wb") as out:
+        if path.suffix != ".gz":
             yield out
+            return
+        with gzip.GzipFile("", "wb", compresslevel=4, fileobj=out, mtime=0) as packed:
+            yield cast(BinaryIO, packed)
 
 
 def find_inputs(reads: tuple[str, ...]) -> Inputs:

@@ -143,8 +143,9 @@ class OrfStore:
                 store.counts = counts
                 store.n_reads, store.n_rows, store.n_uniques = counts.n_reads, counts.n_rows, counts.n_uniques
                 whole = np.memmap(path, np.uint8, "r")
-                for name in COLUMNS:
-                    setattr(store, name, _mapped(whole, file[name]))
+                for name, column in ((name, file[name]) for name in COLUMNS):
+                    at = column.id.get_offset()  # none where it is empty
+                    setattr(store, name, whole[at : at + column.nbytes].view(column.dtype) if at else column[:])
         except FileNotFoundError as error:
             raise InputError("no such file", file=path, hint="stage the reads first") from error
         except (OSError, KeyError) as error:
@@ -188,13 +189,6 @@ def _cut(letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high:
     at = offsets[low : high + 1].tolist()
     data = letters[at[0] : at[-1]].tobytes()
     return [data[a - at[0] : b - at[0]] for a, b in pairwise(at)]
-
-
-def _mapped(whole: NDArray[np.uint8], dataset: h5py.Dataset) -> NDArray[np.generic]:
-    if dataset.size == 0:
-        return np.zeros(dataset.shape, dataset.dtype)
-    at = dataset.id.get_offset()
-    return whole[at : at + dataset.nbytes].view(dataset.dtype)
 
 
 COLUMNS: Final[dict[str, type[np.generic]]] = {  # of the file, in this order, by the hints of `OrfStore`

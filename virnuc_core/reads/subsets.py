@@ -5,13 +5,11 @@ equal stretches of the reads in order of length; some 20 bytes a read are held i
 """
 
 import csv
-import gzip
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, BinaryIO, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -21,10 +19,10 @@ from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.fast_parser import OnError, ParseLog
 from virnuc_core.reads.pairs import pair_batches
 from virnuc_core.reads.parse import parse
-from virnuc_core.reads.sources import STDIN, Inputs, Source, can_be_read_twice, find_inputs, reads_file
+from virnuc_core.reads.sources import STDIN, Inputs, can_be_read_twice, find_inputs, reads_file
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
-from virnuc_core.rundir import MATES, RunDir, whole_file
+from virnuc_core.rundir import MATES, RunDir
 
 _BINS: Final = 50  # of a histogram, at most
 
@@ -57,34 +55,24 @@ class SampleSummary(NamedTuple):
 
 
 def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
-    """Draw `n` reads of a file, a folder or standard input (`-`), or all there are, into `out`, as they stand, in their
-    order; gzipped if its name ends in .gz. Errors: `InputError` for reads that cannot be used, or FASTA mixed with
+    """Draw `n` reads of a file or a folder, or all there are, into `out`, as they stand, in their order; gzipped if its
+    name ends in .gz. Errors: `InputError` for reads that cannot be used, or cannot be read twice, or FASTA mixed with
     FASTQ; `ConfigError` for `n` below 1 or a name that belies the format."""
     if n < 1:
         raise ConfigError(f"{n} reads were asked for; ask for 1 or more")
-    with ExitStack() as held:
-        files = find_inputs((source,)).files
-        if source == STDIN:  # kept for the second reading
-            out.parent.mkdir(parents=True, exist_ok=True)
-            kept = held.enter_context(tempfile.NamedTemporaryFile(dir=out.parent, prefix=".sample."))
-            with Source.open(STDIN) as stream:
-                kept.writelines(iter(lambda: stream.read(1 << 20), b""))
-                if stream.damage is not None:
-                    raise stream.damage
-            kept.flush()
-            files = (kept.name,)
-        if any(out.resolve() == Path(name).resolve() for name in files):
-            raise ConfigError(f"{out}: is what is drawn from; choose another name")
-        lengths = _lengths(files, out)
-        drawn = np.argsort(lengths, kind="stable")[choose_reads(len(lengths), n, seed)]
-        picked = np.zeros(len(lengths), bool)
-        picked[drawn] = True
-        read = 0
-        with reads_file(out) as target:
-            for batch in parse(files, ParseLog()):
-                for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
-                    target.write(batch.text[i])
-                read += len(batch) if batch.part is None or batch.part.last else 0
+    readable_twice((source,))
+    files = find_inputs((source,)).files
+    if any(out.resolve() == Path(name).resolve() for name in files):
+        raise ConfigError(f"{out}: is what is drawn from; choose another name")
+    lengths, read = _lengths(files, out), 0
+    drawn = np.argsort(lengths, kind="stable")[choose_reads(len(lengths), n, seed)]
+    picked = np.zeros(len(lengths), bool)
+    picked[drawn] = True
+    with reads_file(out) as target:
+        for batch in parse(files, ParseLog()):
+            for i in np.flatnonzero(picked[read : read + len(batch)]).tolist():
+                target.write(batch.text[i])
+            read += len(batch) if batch.part is None or batch.part.last else 0
     kinds, before = np.unique(lengths, return_counts=True)
     after = np.bincount(np.searchsorted(kinds, lengths[drawn]), minlength=len(kinds))
     shares = (one.cumsum() / max(1, one.sum()) for one in (before, after))
@@ -127,7 +115,7 @@ def readable_twice(reads: Sequence[str]) -> None:
     for name in find_inputs(tuple(reads)).files:
         if not can_be_read_twice(name):
             what = f"{'standard input' if name == STDIN else name} cannot be read twice"
-            raise InputError(what, hint="put the reads into a file to have some written out")
+            raise InputError(what, hint="put the reads into a file to have some of them written out")
 
 
 def write_reads(
@@ -142,7 +130,7 @@ def write_reads(
     kinds, goes_to = _kinds(run, store, verdicts)
     read, log = 0, ParseLog(on_error)
     with ExitStack() as stack:
-        out: dict[str, gzip.GzipFile] = {}
+        out: dict[str, BinaryIO] = {}
         begun = False  # a wanted read of which parts are still to come
         for batch in chain(pair_batches(inputs, log), parse(inputs.singles, log)):
             part, last = batch.part, read + len(batch)
@@ -153,10 +141,8 @@ def write_reads(
                 raise InputError(f"reads {read + 1} to {last} are not those that were staged", hint="run predict again")
             begun = same and part is not None and not part.last and bool(goes_to[read] >= 0)
             names = [f"{kind}.{batch.form}.gz" for kind in kinds]
-            for name in names if names[0] not in out else ():  # without name or time in it
-                raw = stack.enter_context(stack.enter_context(whole_file(run.root / name)).open("wb"))
-                packed = gzip.GzipFile(fileobj=raw, filename="", mode="wb", compresslevel=4, mtime=0)
-                out[name] = stack.enter_context(packed)
+            if names[0] not in out:
+                out |= {name: stack.enter_context(reads_file(run.root / name)) for name in names}
             for i in np.flatnonzero((goes_to[read:last] >= 0) & same).tolist():
                 out[names[goes_to[read + i]]].write(batch.text[i])
             read = last if part is None or part.last else read

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import random
-import sys
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -80,10 +77,10 @@ def test_all_reads_when_more_are_asked_for(write: WriteReads, tmp_path: Path) ->
     assert summary.reads_after == 3
 
 
-def test_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(fastq([20] * 50).encode())))
-    assert sample("-", 5, tmp_path / "out.fq").reads_after == 5
-    assert [path.name for path in tmp_path.iterdir()] == ["out.fq"]
+def test_what_cannot_be_read_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot be read twice"):
+        sample("-", 5, tmp_path / "out.fq")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_nothing_to_draw_from(write: WriteReads, tmp_path: Path) -> None:
