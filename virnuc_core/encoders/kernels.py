@@ -138,10 +138,9 @@ def int8_rows(
     out, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty(rows, 1, dtype=torch.float32)
     near = 1 << (width.bit_length() - 1)
     parts = {"near": near, "far": max(turn, triton.next_power_of_2(width - near)), "turn": turn}
-    warps = max(1, min(4, near // 512))
-    programs = _programs(
-        x, rows, 16 // warps
-    )  # 16 warps of up to 128 registers a thread run on a multiprocessor at once
+    warps = max(1, min(4, near // 1024))
+    # so many warps run on a multiprocessor at once: a norm takes 168 registers a thread, the others 126 at most
+    programs = _programs(x, rows, (12 if norm else 16) // warps)
     kind = {"first": "norm" if norm else "gelu" if gelu else "", "programs": programs, "num_warps": warps}
     _int8[(programs,)](x, *(norm or (x, x)), turning, out, scale, rows, eps, width, **parts, **kind)
     return out, scale
