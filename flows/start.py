@@ -244,9 +244,8 @@ def say(*lines: object) -> None:
 
 def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = None) -> Devices:
     """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
-    headers, devices, settings and output, and of the files one flow alone takes.
-
-    Workers of a prediction that may have something to compute load meanwhile; `ahead` keeps them."""
+    headers, devices, settings and output, and of the files one flow alone takes. Workers of a prediction that may have
+    something to compute load meanwhile; `ahead` keeps them."""
     from virnuc_core.engine import devices, process
 
     run, remote = RunDir(settings.out), getattr(settings, "cluster", None)

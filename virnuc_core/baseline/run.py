@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, TypeVar, get_args
@@ -19,8 +19,8 @@ from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.loader import slices
-from virnuc_core.engine.process import LocalWorkers, Ready, worker_specs
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.engine.process import INTERRUPTED, Child, Closed, Failed, LocalWorkers, Message, Ready, worker_specs
+from virnuc_core.errors import ConfigError, InputError, WorkerError, named
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import choose_reads
@@ -32,6 +32,7 @@ from virnuc_core.validation import BaselineSubset, BaselineSummary
 
 log = logging.getLogger(__name__)
 
+SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
 _, _, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 
@@ -218,7 +219,7 @@ class _Measurement:
             logs = self.run.root / "logs"
             children = [workers.start(spec, logs / f"baseline-{spec.device.id}.log") for spec in specs]
             for _ in children:
-                assert isinstance(workers.expect(children)[1], Ready)
+                assert isinstance(expect(workers, children)[1], Ready)
             start_s = time.monotonic() - started
             for stage, op in zip((DNABERT_S, ESM2, MERGING, PREDICTION), get_args(worker.Operation), strict=True):
                 began, done[stage] = time.monotonic(), []
@@ -229,7 +230,7 @@ class _Measurement:
                         name, folder = self.spec.name, str(self.folder)
                         child.send(worker.FileTask(op=op, algorithm=name, folder=folder, file=file + 1))
                 while busy := [child for child, files in todo.items() if files]:
-                    child, event = workers.expect(busy)
+                    child, event = expect(workers, busy)
                     if isinstance(event, worker.RowsDone):
                         self.rows_embedded += event.rows
                         self.on_progress(self.rows_embedded / (2 * rows))
@@ -238,6 +239,27 @@ class _Measurement:
                         todo[child] -= 1
                 self.seconds[stage] = time.monotonic() - began
         return done, start_s
+
+
+def expect(workers: LocalWorkers, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
+    """The next message of workers none of which may fail.
+
+    Errors: our own as the worker raised them; `WorkerError` for one that failed otherwise, died, or is `busy` and
+    is silent or has not moved for `silence_s`, and after `end_all_children`."""
+    while True:
+        for child in busy:
+            if (rest_s := time.monotonic() - child.progress_s) > silence_s or child.silent:
+                raise WorkerError(f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}")
+        if (received := workers.receive(1.0)) is None:
+            continue
+        child, heard = received
+        if isinstance(heard, Failed):
+            problem = f"worker on {child.device}: {heard.kind}: {heard.message}; see {child.log}"
+            raise named(heard.kind, heard.message) or WorkerError(problem, worker_traceback=heard.traceback)
+        if not isinstance(heard, Closed):
+            return received
+        ended = f"ended (status {child.end(0.5)}); last words: {child.last_words}"
+        raise WorkerError(INTERRUPTED if workers.cancelled else f"worker on {child.device} {ended}; see {child.log}")
 
 
 def scaled_seconds(

@@ -187,13 +187,14 @@ def _digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
     """The digest of a file in this state; of a large one it is remembered in the user's own folder for such things."""
     kept = Path("~/.cache/virnuc/sha256", hashlib.sha256(f"{path} {state}".encode()).hexdigest())
     with suppress(OSError, RuntimeError):  # RuntimeError: nobody's home
-        if not anew and re.fullmatch("[0-9a-f]{64}", found := kept.expanduser().read_text("ascii", "replace")):
+        kept = kept.expanduser()
+        if not anew and re.fullmatch("[0-9a-f]{64}", found := kept.read_text("ascii", "replace")):
             return found
     found = sha256_of(path)
-    if path.stat().st_size >= LARGE_BYTES:
-        with suppress(OSError, RuntimeError, VirnucError):
-            kept.expanduser().parent.mkdir(parents=True, exist_ok=True)
-            write_text_whole(kept.expanduser(), found)
+    with suppress(OSError, VirnucError):
+        if path.stat().st_size >= LARGE_BYTES and kept.is_absolute():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_text_whole(kept, found)
     return found
 
 

@@ -102,8 +102,7 @@ class Pool(AbstractContextManager["Pool"]):
 
         Errors: our own as a worker raised them; `ShardError` for a shard that ends workers though no row of it does
         alone; `WorkerError` for workers that never get ready, and after `end_all_children`. What lies with the data of
-        one job (`OF_A_JOB`) ends that job, where workers are kept; all else ends every job, and the workers.
-        """
+        one job (`OF_A_JOB`) ends that job, where workers are kept; all else ends every job, and the workers."""
         job = PooledJob(tasks[0].job.run if tasks else "", logs, note, {task.shard for task in tasks})
         if tasks:
             with self._giving:

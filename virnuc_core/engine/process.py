@@ -28,7 +28,7 @@ from pydantic import Field
 
 from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment
-from virnuc_core.errors import WorkerError, named, storage_error
+from virnuc_core.errors import WorkerError, storage_error
 from virnuc_core.lease import command_s
 from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
@@ -37,7 +37,6 @@ from virnuc_core.telemetry.tables import DeviceSample
 log = logging.getLogger(__name__)
 
 GRACE_S: Final = 4.5  # for a worker to finish what it is at
-SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 WORKER: Final = "virnuc_core.engine.worker"
 # a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
 PROGRAM: Final = """
@@ -235,8 +234,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     """Worker processes of this machine, that do what a module's `work` says; they are gone when the `with` block ends.
 
     The thread that starts them must live as long as they do: its end is the parent's death to the kernel. Those started
-    `ahead` load while a command finds out what they are for; then `local_workers` has them.
-    """
+    `ahead` load while a command finds out what they are for; then `local_workers` has them."""
 
     reader: Callable[[str, float], DeviceSample] | None = None  # of devices elsewhere
 
@@ -287,27 +285,6 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     def wake(self) -> None:
         """Let whoever waits in `receive` have a look round."""
         self._inbox.put(None)
-
-    def expect(self, busy: Iterable[Child], silence_s: float = SILENCE_S) -> tuple[Child, Message]:
-        """The next message of workers none of which may fail.
-
-        Errors: our own as the worker raised them; `WorkerError` for one that failed otherwise, died, or is `busy` and
-        is silent or has not moved for `silence_s`, and after `end_all_children`.
-        """
-        while True:
-            for child in busy:
-                if (rest_s := time.monotonic() - child.progress_s) > silence_s or child.silent:
-                    raise WorkerError(f"worker on {child.device} has not moved for {rest_s:.0f} s; see {child.log}")
-            if (received := self.receive(1.0)) is None:
-                continue
-            child, heard = received
-            if isinstance(heard, Failed):
-                problem = f"worker on {child.device}: {heard.kind}: {heard.message}; see {child.log}"
-                raise named(heard.kind, heard.message) or WorkerError(problem, worker_traceback=heard.traceback)
-            if not isinstance(heard, Closed):
-                return received
-            ended = f"ended (status {child.end(0.5)}); last words: {child.last_words}"
-            raise WorkerError(INTERRUPTED if self.cancelled else f"worker on {child.device} {ended}; see {child.log}")
 
     def __exit__(self, *_: object) -> None:
         if self in _ahead:

@@ -23,7 +23,7 @@ from virnuc_core.encoders.checkpoint import load_all, open_part
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import Esm2, Head
-from virnuc_core.engine.loader import Batch, Loader, Take, group_bound, packed
+from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.rundir import RunDir
@@ -31,8 +31,6 @@ from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 3.5
-SAMPLED_ROWS = 10_000  # of the store, to warm up with rows of its usual length
-SHORT_ROW = 52  # tokens of a frame of 150 bases
 POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 
 Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
@@ -50,9 +48,10 @@ def milliseconds(span: Span) -> float:
 
 
 def warm_up(encoder: Encoder, budget: int, device: torch.device, *lengths: int) -> None:
-    """Launch full batches, of rows of each of these lengths (tokens), or raise `torch.OutOfMemoryError`."""
+    """Launch a full batch of rows of the first length (tokens) and small ones of the others, which may have kernels of
+    their own, or raise `torch.OutOfMemoryError`."""
     for length in lengths:
-        rows = max(1, budget // length)
+        rows = max(1, (budget if length == lengths[0] else shapes(budget)[-1]) // length)
         tokens = np.random.default_rng().integers(5, 9, rows * length)
         _, batch = next(packed((tokens, np.arange(rows + 1) * length), budget, pad=5))
         with torch.inference_mode():
@@ -202,22 +201,15 @@ class Worker:
 
     def run(self) -> None:
         """Load, then compute shards until told to stop."""
-        longest = open_part(Path(self.spec.models), HeadShape)[0].model_length // 3 + 2
-        warm = {group_bound(length): length for length in (longest, min(longest, SHORT_ROW))}  # as the reads may be
-        runner, loaded_s = self._load(*warm.values()), time.monotonic()
+        self.runner, loaded_s = self._load(), time.monotonic()
         if (first := self._receive()) is None:
             return
         waited_s = time.monotonic() - loaded_s
         spec, engine, given = self.spec, self.spec.engine, [first]
         pin = engine.pin_memory and spec.device.kind == "cuda"
         self.loader = Loader(Path(spec.models), engine, pin=pin)
-        store, _ = self.loader.opened(first.job)
         depth = engine.prefetch_factor * max(1, engine.num_workers)
         taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
-        self.runner, usual = runner, int(np.median(np.diff(store.protein_offsets[:SAMPLED_ROWS]))) + 2
-        if group_bound(usual) not in warm:
-            self._warm_up(runner.dnabert_s, usual)
-            self._warm_up(runner.esm2, usual)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
@@ -229,24 +221,21 @@ class Worker:
             self._writes.put(None)
             writer.join()
 
-    def _warm_up(self, encoder: Encoder, *lengths: int) -> None:
-        """On a GPU: kernels compiled for rows of these lengths, and proof that the budget fits."""
-        if self.spec.device.kind == "cuda":
-            engine = self.spec.engine
-            budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
-            warm_up(encoder, budget // self.spec.divisor, torch.device("cuda:0"), *lengths)
-
-    def _load(self, *lengths: int) -> Runner:
-        """Both encoders, warmed up with rows of these lengths, and the head on the device."""
-        import_s = time.monotonic() - self.parent.started_s
-        device = torch.device("cuda:0" if self.spec.device.kind == "cuda" else "cpu")
-        loaded_s = list[float]()
+    def _load(self) -> Runner:
+        """Both encoders and the head on the device; on a GPU with kernels compiled, and proof that the budgets fit."""
+        import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
+        models, engine, kind = Path(self.spec.models), self.spec.engine, self.spec.device.kind
+        device = torch.device("cuda:0" if kind == "cuda" else "cpu")
+        longest = open_part(models, HeadShape)[0].model_length // 3 + 2
+        shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
 
         def warm(encoder: Encoder) -> None:
             loaded_s.append(time.monotonic() - self.parent.started_s)
-            self._warm_up(encoder, *lengths)
+            if kind == "cuda":
+                budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
+                warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
 
-        esm2, dnabert_s, head = load_all(Path(self.spec.models), device, self.spec.engine, warm)
+        esm2, dnabert_s, head = load_all(models, device, engine, warm)
         self.said = {
             "device": self.spec.device.id,
             "pid": os.getpid(),

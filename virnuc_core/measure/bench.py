@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from virnuc_core.baseline.run import expect
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec, Switch
 from virnuc_core.encoders.checkpoint import fingerprint, load_all
 from virnuc_core.encoders.layers import Layer, quantise_rows
@@ -252,7 +253,7 @@ def measure_ceilings(models: Path, devices: Sequence[Device], engine: EngineSpec
         gpus = worker_specs(models, [device for device in devices if device.kind == "cuda"], engine)
         measuring = {workers.start(gpu, logs / f"ceiling-{gpu.device.id}.log") for gpu in gpus}
         while measuring:
-            worker, event = workers.expect(measuring)
+            worker, event = expect(workers, measuring)
             assert isinstance(event, Ready)
             measuring.discard(worker)
             if not event.record:

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from virnuc_core.baseline.run import expect
 from virnuc_core.config import EngineSpec
 from virnuc_core.engine import process
 from virnuc_core.engine.process import Message, WorkerSpec
@@ -115,17 +116,17 @@ def test_a_workers_own_error_is_raised_by_its_type(workers: process.LocalWorkers
     child, _ = start(workers, tmp_path)
     child.send(Number(number=13))
     with pytest.raises(InputError, match=r"x\.fa:13: unlucky"):
-        workers.expect({child}, 30)
+        expect(workers, {child}, 30)
 
 
 def test_a_worker_that_does_not_move_or_dies_is_an_error(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
     child.progress_s -= 100
     with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for 1\d\d s"):
-        workers.expect({child}, 60)
+        expect(workers, {child}, 60)
     os.kill(child.pid, signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"status -9\); last words: noise from a library"):
-        workers.expect({child}, 1000)
+        expect(workers, {child}, 1000)
 
 
 def test_a_stopped_worker_is_an_error_however_long_it_may_load(workers: process.LocalWorkers, tmp_path: Path) -> None:
@@ -134,7 +135,7 @@ def test_a_stopped_worker_is_an_error_however_long_it_may_load(workers: process.
     child, _ = start(workers, tmp_path, engine=quick)
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(WorkerError, match=rf"{CORE.id} has not moved for [01] s"):
-        workers.expect({child}, 1800)
+        expect(workers, {child}, 1800)
 
 
 @pytest.mark.parametrize("models", ["", "stubborn"])
