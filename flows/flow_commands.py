@@ -14,7 +14,17 @@ from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, RunSettings, command
 from flows.start import prepare_prefect, say, starts, writable
-from virnuc_core.config import SWITCHES, Attention, ClusterSpec, Precision, Spec, Switch, TrainSpec, VerdictSpec
+from virnuc_core.config import (
+    SWITCHES,
+    Attention,
+    ClusterSpec,
+    Precision,
+    Spec,
+    Switch,
+    TraceOptions,
+    TrainSpec,
+    VerdictSpec,
+)
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import DATED, LATEST, keep_newest
@@ -185,15 +195,10 @@ tune = starts(
 )
 
 
-class ProfileSettings(RunSettings):
+class ProfileSettings(TraceOptions, RunSettings):
     """Where does the time of a run go, down to the kernels?"""
 
     out: Path = Field(description="run directory; traces and tables are written to its telemetry/traces/")
-    traced_shards: int = Field(1, ge=1, le=8, description="shards recorded on each device, after one to warm up")
-    operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
-    shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
-    memory: bool = Field(False, description="record allocations as well")
-    max_trace_mb: int = Field(200, ge=1, le=4096, description="a larger trace is removed, its tables stay")
 
 
 _TABLES: Final = "{of.out}/telemetry/traces/profile.md"
@@ -268,7 +273,7 @@ class ApprovalOptions(Spec):
 
 
 @command(ApprovalOptions, "run")
-def approve(answer: ApprovalOptions) -> int:
+def approve(answer: ApprovalOptions) -> None:
     """Answer a validation that was started with --approval and waits."""
     decisions = {"approved": answer.yes, "rejected": answer.no, "pending": answer.later}
     chosen = [verdict for verdict, wanted in decisions.items() if wanted]
@@ -290,7 +295,6 @@ def approve(answer: ApprovalOptions) -> int:
         reason = getattr(response.details, "reason", None) or response.status.value
         raise VirnucError(f"flow run '{flow_run.name}': the answer was not accepted: {reason}")
     say(f"{flow_run.name}: {form['verdict']} by {form['reviewer']}")
-    return 0
 
 
 def _find(client: Any, run: str) -> Any:

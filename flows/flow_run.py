@@ -181,18 +181,15 @@ def run_flow(
                 handler.setFormatter(_Printable("%(asctime)s  %(message)s", datefmt="%H:%M:%S"))
     if ready is not None:
         ready()
-    state = untold(flow, parameters) if ready is None else _told(flow, parameters)
+        state = _told(flow, parameters)
+    else:  # the flow's function as it is
+        core = logging.getLogger("virnuc_core")
+        core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
+        state = without_server(flow.fn, **parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):
         raise found
     return state
-
-
-def untold(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:
-    """The flow's function as it is; Prefect only checks what it is given."""
-    core = logging.getLogger("virnuc_core")
-    core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
-    return cast(State[Any], without_server(flow.fn, **parameters))
 
 
 def _told(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> State[Any]:

@@ -117,15 +117,15 @@ def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Res
     return decorate
 
 
-def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
+def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
     """Turn a function of settings into a command with the model's fields as options, the `positional` ones bare."""
     fields, own = fields_of(model), inspect.signature(model).parameters
     parameters = [own[name].replace(kind=inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in positional]
     parameters += [own[name] for name in fields if name not in positional]
     shown = [one.replace(annotation=_option(one.name, fields[one.name], one.name in positional)) for one in parameters]
 
-    def decorate(function: Callable[[Settings], int]) -> Callable[..., int]:
-        def called(*values: Any, **options: Any) -> int:
+    def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
+        def called(*values: Any, **options: Any) -> Result:
             return function(build(model, dict(zip(positional, values, strict=False)) | options))
 
         _signed(called, function, shown)

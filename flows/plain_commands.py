@@ -35,6 +35,7 @@ Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validat
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
 ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="models directory")]
 Out = Annotated[Path, Parameter(name=("--out", "-o"))]
+Wanted = Annotated[int, Parameter(name=("--reads", "-n"))]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
 LENGTH_HELP: Final = "model length S of the head: 300 or 500 as VirNucPro's, or another"
 RandomHeadLength = Annotated[int, Parameter(validator=Number(gte=CODON), help=LENGTH_HELP)]
@@ -63,7 +64,7 @@ class SimulateSettings(SimulateSpec):
 
 
 @command(SimulateSettings, "out")
-def simulate(settings: SimulateSettings) -> int:
+def simulate(settings: SimulateSettings) -> None:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
     given = settings.model_dump(exclude={"out", "size"}, exclude_unset=True)
     if settings.size is not None:
@@ -71,10 +72,9 @@ def simulate(settings: SimulateSettings) -> int:
     made = write_simulated(SimulateSpec(**given), settings.out)
     print(f"{made.reads_file}: {made.reads:,} reads, {made.viral_reads:,} viral, of {made.genomes} genomes")
     print(f"{made.truth_file}: what each read is")
-    return 0
 
 
-def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "-n"))], out: Out, seed: int = 0) -> int:
+def sample(source: str, /, *, reads: Wanted, out: Out, seed: int = 0) -> None:
     """Draw reads so that their lengths are distributed as in the whole.
 
     Args:
@@ -85,7 +85,6 @@ def sample(source: str, /, *, reads: Annotated[int, Parameter(name=("--reads", "
     from virnuc_core.reads.subsets import sample as draw
 
     print("\n".join(draw(source, reads, out, seed).lines()))
-    return 0
 
 
 @models.command(name="init-random")
@@ -98,13 +97,12 @@ def init_random(
     head: RandomHeadLength = DEFAULT_MODEL_LENGTH,
     dtype: Annotated[Storage, Parameter(help="what the encoders are stored in")] = "fp32",
     seed: Annotated[int, Parameter(help="equal seeds give equal bytes")] = 0,
-) -> int:
+) -> None:
     """Write a models directory with random weights of any size, for trying things out."""
     from virnuc_core.encoders.convert import init_random as write
 
     write(out, esm2=esm2, dnabert_s=dnabert_s, model_length=head, seed=seed, dtype=dtype)
     print(f"{out}: random weights, ESM-2 {esm2}, DNABERT-S {dnabert_s}, head for length {head}")
-    return 0
 
 
 @models.command
@@ -119,7 +117,7 @@ def convert(
     model_length: HeadLength | None = None,
     dtype: StoredAs | None = None,
     drop_extra: Annotated[bool, Parameter(help="leave out tensors that the encoders do not have")] = False,
-) -> int:
+) -> None:
     """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
 
@@ -134,23 +132,21 @@ def convert(
     if head is not None:
         convert_head(head, out, model_length)
         print(out / "head")
-    return 0
 
 
 @models.command
 def fetch(
     out: ModelsOut, /, *, head: HeadFile, model_length: HeadLength | None = None, dtype: StoredAs | None = None
-) -> int:
+) -> None:
     """Download the public encoders at pinned revisions into a models directory."""
     from virnuc_core.encoders.convert import fetch as download
 
     download(out, head, model_length=model_length, dtype=dtype)
     print(f"{out}: ESM-2 3B, DNABERT-S and {head.name}")
-    return 0
 
 
 @models.command
-def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> int:
+def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> None:
     """Measure on some of your reads what --precision int8 must know of a models directory, and keep it there.
 
     Args:
@@ -162,11 +158,10 @@ def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> int:
 
     path, rows = quantise(out, reads, torch_device(device))
     print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")
-    return 0
 
 
 @models.command(name="verify")
-def verify_models(out: Path, /, *, device: str = "cpu") -> int:
+def verify_models(out: Path, /, *, device: str = "cpu") -> None:
     """Is a models directory complete, sound, and equal to VirNucPro where that can be told?
 
     Args:
@@ -179,11 +174,10 @@ def verify_models(out: Path, /, *, device: str = "cpu") -> int:
         print(f"{check.verdict:<8} {check.name}: {check.detail}")
     if failed := [check.name for check in checks if check.verdict == "fail"]:
         raise WeightsError(f"{out}: {', '.join(failed)} did not pass")
-    return 0
 
 
 @models.command
-def heads(*, models: ModelsDir) -> int:
+def heads(*, models: ModelsDir) -> None:
     """The heads of a models directory: each that was ever installed, and what its card says."""
     from virnuc_core.encoders.kept_heads import kept_heads
 
@@ -193,18 +187,16 @@ def heads(*, models: ModelsDir) -> int:
         told = (str(card.auroc), "-".join(map(str, card.lengths)), card.test[:8]) if card else ("no card", "", "")
         rows.append((str(head.number or ""), head.digest[:8], mark, str(head.shape.model_length), *told))
     show(("number", "digest", "", "model length", "AUROC of reads", "bases in training", "test"), rows)
-    return 0
 
 
 @models.command(name="use-head")
-def use_head(number: str, /, *, models: ModelsDir) -> int:
+def use_head(number: str, /, *, models: ModelsDir) -> None:
     """Go back to a head that was installed before; the present one is kept."""
     from virnuc_core.encoders.kept_heads import use_head as put
 
     if not number.isdecimal():
         raise ConfigError(f"{number!r} is no number of a head; see virnuc models heads")
     print(f"{models / 'head'} is now {put(models, int(number)).name}")
-    return 0
 
 
 def compare(
@@ -233,7 +225,7 @@ def compare(
     return 0 if meets(found, minimum) else DISAGREE
 
 
-def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False) -> int:
+def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False) -> None:
     """Render a validation's report again from its report.json, and print it.
 
     Args:
@@ -249,16 +241,13 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
     else:
         write_report(out, load_profile(profile))
     print((RunDir(out).report / "report.txt").read_text(encoding="utf-8"), end="")
-    if not serve:
-        return 0
-    from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+    if serve:
+        from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
-    handler = partial(SimpleHTTPRequestHandler, directory=str(RunDir(out).report))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:  # for this machine alone
-        print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
-        with suppress(KeyboardInterrupt):
+        handler = partial(SimpleHTTPRequestHandler, directory=str(RunDir(out).report))
+        with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, suppress(KeyboardInterrupt):  # for this machine
+            print(f"http://127.0.0.1:{server.server_port}/report.html (Ctrl-C ends it)", flush=True)
             server.serve_forever()
-    return 0
 
 
 def verify(out: Directory, /, *, profile: str | None = None) -> int:
@@ -289,19 +278,18 @@ class RescoreSettings(VerdictSpec):
 
 
 @command(RescoreSettings, "run")
-def rescore(settings: RescoreSettings) -> int:
+def rescore(settings: RescoreSettings) -> None:
     """Score a finished run's embeddings again: another head or threshold, no GPU."""
     from virnuc_core.measure.head import rescore as score
 
     with run_lock(settings.out):
         fates = score(RunDir(settings.run), settings.head, RunDir(settings.out), settings).results.fates
     print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral\nResults: {settings.out}")
-    return 0
 
 
 def export(
     run: Path, /, *, out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None, sample: str = ""
-) -> int:
+) -> None:
     """Write what other tools read of a finished run: MultiQC's custom content, Kraken's tables, verdicts on contigs.
 
     Args:
@@ -313,7 +301,6 @@ def export(
 
     name = sample or str(read_record(RunDir(run)).spec.get("sample") or run.resolve().name)
     print(*write(RunDir(run), out or run / "export", name), sep="\n")
-    return 0
 
 
 def history(file: Path, /, *, profile: str | None = None, chart: Path | None = None) -> int:
@@ -344,7 +331,7 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
     return code
 
 
-def devices() -> int:
+def devices() -> None:
     """The devices of this machine, as --devices wants them."""
     from virnuc_core.engine.devices import cpu_name, visible_gpus
 
@@ -354,10 +341,9 @@ def devices() -> int:
     show(("--devices", "name", "id"), [*rows, (f"cpu:{cores}", cpu_name(), f"{cores} cores this process may use")])
     if not gpus:
         print("No NVIDIA driver or GPU is visible; virnuc computes on CPU cores.")
-    return 0
 
 
-def profiles(name: str | None = None, /) -> int:
+def profiles(name: str | None = None, /) -> None:
     """The profiles of `virnuc validate`. A .toml file of your own works as well.
 
     Args:
@@ -367,10 +353,9 @@ def profiles(name: str | None = None, /) -> int:
         asked = [(name, target) for name, target in profile.targets if isinstance(target, Target)]
         rows = [(name.replace("_", " "), f"{target.op} {target.value:g}") for name, target in asked]
         show(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")
-        return 0
+        return
     known = [
         (one.name, one.title, f"≥ {one.min_reads:,}", ", ".join(one.device_names) or "any device")
         for one in map(load_profile, profile_names())
     ]
     show(("profile", "what it asks", "reads", "meant for"), known)
-    return 0

@@ -26,7 +26,7 @@ from tasks.measure import train as fit
 from tasks.predict import embed, stage, stage_rows
 from tasks.server import announce
 from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
-from virnuc_core.config import Devices, EngineSpec, TraceSpec
+from virnuc_core.config import Devices, EngineSpec, TraceOptions, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
@@ -146,14 +146,8 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
     with staged_run(settings) as staged:
         run, label, devices = staged.run, staged.label, staged.spec.devices
         summary = staged.embed().result()
-        spec = TraceSpec(
-            folder=str((run.telemetry / "traces").resolve()),
-            shards=settings.traced_shards,
-            operations=settings.operations,
-            max_bytes=settings.max_trace_mb * MEBIBYTE,
-            shapes=settings.shapes,
-            memory=settings.memory,
-        )
+        options = settings.model_dump(include={*TraceOptions.model_fields})
+        spec = TraceSpec(folder=str((run.telemetry / "traces").resolve()), **options)
         found = trace(run, Bench(run.store, settings.models, devices), staged.spec.engine, spec, label=label).result()
         marks = told_rows("marks.view.j2", tables=found)
         operations = told_rows("operations.view.j2", tables=found, limit=settings.operations)

@@ -54,16 +54,21 @@ class EngineSpec(Spec):
 RESULT_FIELDS = ("precision", "attention", "token_budget", "dna_token_budget", "shard_tokens")
 
 
-class TraceSpec(Spec):
-    """What a worker records with torch's profiler, once: whole shards, so that every encoder and the head are in it."""
+class TraceOptions(Spec):
+    """What torch's profiler records of a run."""
+
+    traced_shards: int = Field(1, ge=1, le=8, description="shards recorded on each device, after one to warm up")
+    operations: int = Field(20, ge=1, le=100, description="rows of the table of operations")
+    shapes: bool = Field(False, description="tell operations apart by the shapes of their inputs")
+    memory: bool = Field(False, description="record allocations as well")
+    max_trace_mb: int = Field(200, ge=0, le=4096, description="a larger trace is removed, its tables stay")
+
+
+class TraceSpec(TraceOptions):
+    """What a worker records, once: whole shards, so that every encoder and the head are in it."""
 
     folder: str  # `<device>.json.gz` and `<device>.operations.json` are written there
     skip: int = 1  # shards left out first: they warm caches and allocators
-    shards: int = 1
-    operations: int = 50  # rows of the table of operations
-    max_bytes: int = 200 << 20  # a larger trace is removed, its table stays
-    shapes: bool = False
-    memory: bool = False
 
 
 class Devices(Spec):

@@ -72,10 +72,10 @@ def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable
     discard(folder, *TRACES)
     folder.mkdir(parents=True, exist_ok=True)
     job = bench.job(scratch, engine.model_copy(update={"commit": False}))
-    if len(job.plan) < (spec.skip + spec.shards) * len(job.devices):
+    if len(job.plan) < (spec.skip + spec.traced_shards) * len(job.devices):
         spec = spec.model_copy(update={"skip": 0})  # so few reads that there is nothing to warm up with
     job = replace(job, trace=spec, worker=__name__)
-    measure(job, shards=(spec.skip + spec.shards) * len(job.devices))
+    measure(job, shards=(spec.skip + spec.traced_shards) * len(job.devices))
     discard(scratch.root, *RUN_FILES)
     paths = [folder / TABLE.format(device.id) for device in job.devices]
     tables = tuple(read(path, TraceTable) for path in paths if path.is_file())
@@ -114,7 +114,7 @@ def recorded(take: Take, spec: TraceSpec, device: Device) -> Iterator[Take]:
 
     def next_item() -> tuple[Item, float]:
         nonlocal profiler, told, ended, batches, tokens
-        if ended >= spec.shards:
+        if ended >= spec.traced_shards:
             finish()
         with record_function(WAIT):  # the wait for it is a range of the trace
             item, wait_ms = take()
@@ -144,7 +144,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         gz = aside.with_name(aside.name + ".gz")  # the name decides that torch compresses
         profiler.export_chrome_trace(str(gz))
         gz.replace(aside)
-    if (size := trace.stat().st_size) > spec.max_bytes:
+    if (size := trace.stat().st_size) > (spec.max_trace_mb << 20):
         trace.unlink()
     averages = profiler.key_averages(group_by_input_shape=spec.shapes)
     spans = [event.time_range for event in profiler.events() or ()]
@@ -158,7 +158,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         window_ms=(last - first) / 1e3,
         marks=_marks(averages),
         operations=_operations(averages, spec.operations),
-        trace=trace.name if size <= spec.max_bytes else None,
+        trace=trace.name if size <= (spec.max_trace_mb << 20) else None,
         trace_bytes=size,
     )
     write(trace.with_name(TABLE.format(device.id)), table)

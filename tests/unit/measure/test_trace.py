@@ -17,7 +17,8 @@ def test_a_trace_that_is_too_large_is_not_kept_but_its_tables_are(
     tmp_path: Path, bench: Bench, engine: EngineSpec
 ) -> None:
     folder = tmp_path / "traces"
-    found = trace(bench, engine, TraceSpec(folder=str(folder), max_bytes=16, shapes=True, operations=5))
+    spec = TraceSpec(folder=str(folder), max_trace_mb=0, shapes=True, operations=5)
+    found = trace(bench, engine, spec)
     [table] = found
     assert table == read(folder / TABLE.format(table.device), TraceTable)
     assert table.trace is None
