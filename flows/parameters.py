@@ -259,8 +259,9 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
     samples: Path | None = Field(
         None, description="sample sheet (columns sample, fastq_1, fastq_2): a run for each sample, in OUT/sample"
     )
-    sample_from: Literal["none", "name"] = Field(
-        "none", description="name: each file, or pair of files, is a sample of that name; a run for each, in OUT/sample"
+    sample_from: Literal["none", "name", "read-group"] = Field(
+        "none",
+        description="each file, or pair, is a sample by its name, or each SM, else ID, of a BAM: runs OUT/sample",
     )
 
     @property
@@ -277,15 +278,18 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
 
     def by_sample(self) -> dict[str, Self]:
         """The settings of each sample's own run. Errors: those of `read_sheet` and `by_name`; `ConfigError`."""
-        from virnuc_core.reads.samples import by_name, read_sheet  # few runs need it
+        from virnuc_core.reads.samples import by_name, by_read_group, read_sheet  # few runs need it
 
         if self.samples is not None and (self.named or self.sample_from != "none"):
             raise ConfigError("samples: the sheet names all reads; give none beside it")
-        found = by_name(self) if self.samples is None else read_sheet(self.samples)
+        if self.read_group:
+            raise ConfigError("read_group: one is named; several samples have their own")
+        told_by = {"name": by_name, "read-group": by_read_group}
+        found = told_by[self.sample_from](self) if self.samples is None else read_sheet(self.samples)
         runs = {}
         for name, reads in found.items():
             own = {"samples": None, "sample_from": "none", "out": self.out / name}
-            runs[name] = self.model_copy(update=reads.model_dump(include={*INPUTS}) | own)
+            runs[name] = self.model_copy(update=reads.model_dump(include={*INPUTS, "read_group"}) | own)
             within_roots(runs[name])
         return runs
 

@@ -145,6 +145,9 @@ class ReadsSpec(ReadingSpec):
     mates_2: tuple[str, ...] = Field((), description="files of second mates, as many")
     interleaved: bool = Field(False, description="mates follow each other in READS")
     pairs: bool = Field(True, description="files of a folder called _R1 and _R2, or _1 and _2, hold pairs")
+    read_group: str = Field(
+        "", description="of BAM, CRAM or SAM: only reads of read groups of this sample (SM, else ID)"
+    )
 
     @property
     def named(self) -> tuple[str, ...]:

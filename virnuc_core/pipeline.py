@@ -362,7 +362,8 @@ def _write_results(
         from virnuc_core.reads.subsets import write_reads  # few runs need it
 
         inputs = Inputs(staging.files, (), staging.pairs)
-        write_reads(run, job.store, inputs, spec.written, on_error=staging.on_error)
+        read_group, on_error = staging.read_group, staging.on_error
+        write_reads(run, job.store, inputs, spec.written, on_error=on_error, read_group=read_group)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))

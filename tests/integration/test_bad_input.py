@@ -309,4 +309,5 @@ def test_samples_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: P
     reads = file(tmp_path, "r.fa")
     assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *given)
     assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *given)
+    assert "not a BAM, CRAM or SAM" in virnuc.refuses(2, "predict", reads, "--sample-from", "read-group", *given)
     assert not (tmp_path / "out").exists()

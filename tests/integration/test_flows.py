@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import shutil
@@ -398,6 +399,32 @@ def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     assert {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found} == times, (
         "only what was not complete"
     )
+
+
+@pytest.mark.slow
+def test_read_groups_of_a_bam_are_samples(tmp_path: Path, models: Path) -> None:
+    pysam = pytest.importorskip("pysam")
+    made = simulate(SimulateSpec(reads=60, seed=4), tmp_path / "made.fastq").reads_file.read_text().splitlines()
+    bam, out, groups = tmp_path / "run.bam", tmp_path / "out", ("lung", "gut", "run")
+    with pysam.AlignmentFile(bam, "wb", header={"RG": [{"ID": "1", "SM": "lung"}, {"ID": "gut"}]}) as written:
+        for at in range(0, len(made), 4):
+            one = pysam.AlignedSegment(written.header)
+            one.query_name, one.flag, one.query_sequence = made[at][1:].split()[0], 4, made[at + 1]
+            one.set_tags([("RG", group) for group in ("1", "gut", "")[at // 4 % 3 :][:1] if group])
+            written.write(one)
+    given = {"reads": [str(bam)], "sample_from": "read-group", "out": out, "models": models, "devices": "cpu:1"}
+    given |= {"write_viral": True, "write_nonviral": True}
+    told = predict(**given, return_state=True).message
+    for number, group in enumerate(groups):
+        wanted = [line[1:].split()[0] for line in made[4 * number :: 12]]
+        table = (out / group / "reads.tsv").read_text().splitlines()[1:]
+        assert [line.split("\t")[0] for line in table] == wanted
+        packed = [gzip.decompress(path.read_bytes()).decode() for path in (out / group).glob("*viral.fastq.gz")]
+        assert sorted(line[1:] for text in packed for line in text.splitlines()[::4]) == sorted(wanted)
+        assert read_record(RunDir(out / group)).spec["read_group"] == group
+    assert documented(out / "samples.tsv") == 3
+    again = predict(**given, return_state=True)
+    assert (again.message, task_runs(again)) == (told, {})
 
 
 def test_a_content_another_run_works_on_is_left_to_it(tmp_path: Path, models: Path) -> None:

@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any, Final
 
-from virnuc_core.errors import InputError
+from virnuc_core.errors import InputError, few
 
 NOT_PRIMARY: Final = 0x900  # secondary and supplementary: the read stands in another record too
 REVERSE: Final = 0x10
@@ -25,13 +25,46 @@ _TEXT_LETTERS: Final = 1 << 20  # of a piece
 _LOOKED_AT: Final = 1000  # records
 
 
-def mates_follow(file: str, form: str) -> bool | None:
+def samples_of(file: str, form: str, rest: str) -> list[str]:
+    """Whose reads a file holds: of each read group the sample (SM), else the ID; and `rest` where a read is of none of
+    them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it."""
+    found, problem = dict[str, None](), f"the {form} data is damaged"
+    with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
+        groups, problem = _groups(opened), "has no read groups (@RG)"
+        found = dict.fromkeys(groups.values())
+        every = opened.fetch(until_eof=True) if found else ()
+        if any(not one.flag & NOT_PRIMARY and _sample(one, groups) is None for one in every):
+            found[rest] = None
+    if not found:
+        raise InputError(problem, file=file, hint="--sample-from name makes each whole file a sample")
+    return [*found]
+
+
+def _groups(opened: Any) -> dict[str, str]:
+    return {one["ID"]: one.get("SM") or one["ID"] for one in opened.header.to_dict().get("RG", ()) if "ID" in one}
+
+
+def _sample(record: Any, groups: dict[str, str]) -> str | None:
+    return groups.get(record.get_tag("RG")) if record.has_tag("RG") else None
+
+
+def _records(opened: Any, kept: tuple[str, str], file: str) -> Iterator[Any]:
+    """The records of a sample, or all for ""; of a sample that is called as the second of `kept` those of no group."""
+    groups, (wanted, rest) = _groups(opened), kept
+    if wanted and wanted not in (*groups.values(), rest):
+        raise InputError(f"has no read group of {wanted}", file=file, hint=f"it has {few(sorted({*groups.values()}))}")
+    every = opened.fetch(until_eof=True)
+    return (one for one in every if (_sample(one, groups) or rest) == wanted) if wanted else every
+
+
+def mates_follow(file: str, form: str, kept: tuple[str, str] = ("", "")) -> bool | None:
     """Whether mates follow each other, as `samtools collate` and sequencers leave them, and not those of a sort by
-    place; None where the first reads have none. Errors: `InputError` without pysam; what is damaged has no mates."""
+    place; None where the first reads, of those that are `kept`, have none. Errors: `InputError` without pysam; what is
+    damaged has no mates."""
     names: list[str] = []
     with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
         by_place = opened.header.to_dict().get("HD", {}).get("SO") == "coordinate"
-        first = islice(opened.fetch(until_eof=True), _LOOKED_AT)
+        first = islice(_records(opened, kept, file), _LOOKED_AT)
         names += (one.query_name for one in first if one.is_paired and not one.flag & NOT_PRIMARY)
     return any(one == other for one, other in pairwise(names)) and not by_place if names else None
 
@@ -47,9 +80,12 @@ def pysam_for(form: str, file: str) -> Any:
     return pysam
 
 
-def fastq(pysam: Any, pieces: Iterator[bytes], form: str, file: str) -> Iterator[tuple[str, int]]:
+def fastq(
+    pysam: Any, pieces: Iterator[bytes], form: str, file: str, kept: tuple[str, str] = ("", "")
+) -> Iterator[tuple[str, int]]:
     """Whole records of FASTQ, and how many alignments were left out between them; `pieces` hold a file of this `form`.
-    Errors: `InputError` where the data is damaged or ends early."""
+    `kept` names the sample whose reads these are, and what those without a read group are called. Errors: `InputError`
+    where the data is damaged or ends early."""
     outlet, inlet = os.pipe()
     tail, ended = b"", False
 
@@ -67,7 +103,7 @@ def fastq(pysam: Any, pieces: Iterator[bytes], form: str, file: str) -> Iterator
         with open(outlet, "rb", 0) as source:  # noqa: PTH123
             feeder.start()
             with pysam.AlignmentFile(source, check_sq=False, ignore_truncation=True) as opened:
-                for count, record in enumerate(opened.fetch(until_eof=True), 1):  # noqa: B007 - told of damage
+                for count, record in enumerate(_records(opened, kept, file), 1):  # noqa: B007 - told of damage
                     name, flag = record.query_name, record.flag
                     if flag & NOT_PRIMARY:
                         left_out += 1

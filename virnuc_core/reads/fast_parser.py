@@ -144,6 +144,7 @@ class ParseLog:
 
     on_error: OnError = "stop"
     report: Callable[[InputError], None] | None = None  # given each broken record that is left out
+    read_group: str = ""  # the sample whose reads are taken from alignments
     left_out: int = 0  # reads with letters that are no nucleotides
     reads_by_file: Counter[str] = field(default_factory=Counter)
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them

@@ -150,7 +150,7 @@ def _pieces_of(files: tuple[str, ...], log: ParseLog, block_bytes: int) -> Itera
     """The text of all files; one that cannot be read is a piece too, so that it is told of in its turn."""
     for number, name in enumerate(files):
         try:
-            with Source.open(name) as source:
+            with Source.open(name, log.read_group) as source:
                 yield from _pieces_of_one(number, source, block_bytes)
                 log.contents[name], log.not_primary[name] = source.content(), source.left_out
         except InputError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import logging
 import re
 from collections import defaultdict
@@ -14,7 +15,7 @@ from typing import Final, Literal
 from virnuc_core.config import ReadsSpec, reading, small_text
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.pairs import arranged
-from virnuc_core.reads.sources import STDIN, find_inputs, hidden, is_remote, sample_of
+from virnuc_core.reads.sources import STDIN, alignments_at, find_inputs, hidden, is_remote, sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import GUARDED, write_text_whole
 from virnuc_core.runfiles import RunFile, RunSummary
@@ -105,6 +106,27 @@ def _found(sheet: Path, name: str) -> str:
 def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:
     sides = [tuple(side) for side in zip(*lanes, strict=True)]
     return ReadsSpec(**dict(zip(("reads",) if len(sides) == 1 else ("mates_1", "mates_2"), sides, strict=True)))
+
+
+def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
+    """The samples of BAM, CRAM and SAM files, by their read groups; what is of none is a sample by its file's name.
+    Errors: those of `find_inputs` and `samples_of`; `InputError` for other files; `ConfigError` for unfit names."""
+    files_of = defaultdict[str, list[str]](list)
+    for file in find_inputs(spec.named).files:
+        if not (form := alignments_at(file)):
+            raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
+        for sample in _samples_of(file, form, Path(file).stat().st_mtime_ns):
+            if problem := _unfit(sample):
+                raise ConfigError(f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)")
+            files_of[sample].append(file)
+    return {sample: ReadsSpec(reads=tuple(files), read_group=sample) for sample, files in files_of.items()}
+
+
+@functools.cache  # asked before the start and at it
+def _samples_of(file: str, form: str, _changed_ns: int) -> list[str]:
+    from virnuc_core.reads.alignments import samples_of  # few files are such
+
+    return samples_of(file, form, sample_of((file,)))
 
 
 def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:

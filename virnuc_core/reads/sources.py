@@ -161,7 +161,7 @@ class Source:
     """One opened input: `read` gives unpacked bytes; `damage` says why they ended, where that was not their end. What
     it is packed as is told by its first bytes, never by its name."""
 
-    def __init__(self, name: str, stream: BinaryIO) -> None:
+    def __init__(self, name: str, stream: BinaryIO, read_group: str = "") -> None:
         self.name = name
         self.damage: InputError | None = None  # unpacking or reading came no further; what came before is good
         self._stream = stream
@@ -173,19 +173,24 @@ class Source:
         if form := alignments_in(head):
             from virnuc_core.reads.alignments import fastq, pysam_for  # few files are such
 
-            self._pieces = self._records(fastq(pysam_for(form, name), plain, form, name))
+            kept = (read_group, sample_of((name,)))
+            self._pieces = self._records(fastq(pysam_for(form, name), plain, form, name, kept))
+        elif read_group:
+            raise InputError("neither BAM, CRAM nor SAM, which alone have read groups", file=name)
         else:
             self._pieces = plain if make is None else self._unpacked(head, packed_as, make, errors)
 
     @classmethod
     @contextmanager
-    def open(cls, name: str) -> Iterator[Self]:
-        """A path, or standard input for `-`, which stays open. Errors: `InputError` when it cannot be opened."""
+    def open(cls, name: str, read_group: str = "") -> Iterator[Self]:
+        """A path, or standard input for `-`, which stays open; of alignments the reads of a `read_group`, if one is
+        named. Errors: `InputError` when it cannot be opened."""
         if name == STDIN and sys.stdin is None:
             raise InputError("standard input is closed", file=name, hint="give it reads, or name a file")
         with ExitStack() as opened:
             try:
-                source = cls(name, sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb")))
+                stream = sys.stdin.buffer if name == STDIN else opened.enter_context(Path(name).open("rb"))
+                source = cls(name, stream, read_group)
             except OSError as error:
                 raise _unreadable(name, error) from error
             opened.callback(source._pieces.close)

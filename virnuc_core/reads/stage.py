@@ -65,6 +65,7 @@ class StageSummary(RunFile):
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
     skipped_records: int
     on_error: OnError = "stop"  # as they were read
+    read_group: str = ""
     pairs: tuple[tuple[str, str], ...] = ()  # as of `Inputs`
     n_pairs: int = 0
 
@@ -177,8 +178,11 @@ def _make(
         for part, part_s in taken.items():
             seconds[part] += part_s / spec.workers  # side by side with those of others
     seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
-    if log.reads == 0 and not all(can_be_read_twice(name) for name in inputs.files):
-        raise InputError(f"no read came in from {', '.join(inputs.files)}", hint="did what writes to it fail?")
+    if log.reads == 0 and (spec.read_group or not all(can_be_read_twice(name) for name in inputs.files)):
+        of_group = f" of {spec.read_group}" * bool(spec.read_group)
+        raise InputError(
+            f"no read{of_group} came in from {', '.join(inputs.files)}", hint="did what writes to it fail?"
+        )
     _accept(spec, inputs, out, fingerprint.hexdigest(), expected)
     for name, first in log.first_broken.items():
         if not log.reads_by_file[name]:
@@ -208,6 +212,7 @@ def _summary(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, seconds:
         ignored_files=inputs.ignored,
         skipped_records=log.skipped_by_file.total(),
         on_error=spec.on_error,
+        read_group=spec.read_group,
     )
 
 
@@ -216,6 +221,7 @@ def _accept(spec: StageSpec, inputs: Inputs, out: Path, found: str, expected: Ru
     if expected is not None and expected.fingerprints.get("reads", "") != found:
         before = {"model length": expected.model_length, "on_error": expected.spec.get("on_error")}
         now: dict[str, object] = {"model length": spec.model_length, "on_error": spec.on_error}
+        before["read group"], now["read group"] = expected.spec.get("read_group"), spec.read_group
         if expected.spec:
             before["pairs"], now["pairs"] = ("yes" if some else "no" for some in (expected.pairs, inputs.pairs))
         others = [f"{name} {was} → {now[name]}" for name, was in before.items() if was not in (None, now[name])]
@@ -241,8 +247,8 @@ def _kept(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
     if not out.is_file() or not all(can_be_read_twice(name) for name in inputs.files):
         return None
     made = read_or_set_aside(out.with_suffix(MADE), StageSummary)
-    asked = spec.model_length, spec.on_error, inputs.pairs
-    if made is None or (made.model_length, made.on_error, made.pairs) != asked:
+    asked = spec.model_length, spec.on_error, spec.read_group, inputs.pairs
+    if made is None or (made.model_length, made.on_error, made.read_group, made.pairs) != asked:
         return None
     if (spec.strict and made.counts.n_duplicate_ids) or (
         made.skipped_records and not out.with_name(SKIPPED_LIST).is_file()
@@ -283,7 +289,7 @@ def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile,
 def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
     """The log of a reading; the records that it skips are listed beside `out` in the end."""
     if spec.on_error == "stop":
-        yield ParseLog()
+        yield ParseLog(read_group=spec.read_group)
         return
     with (
         whole_file(out.with_name(SKIPPED_LIST)) as aside,
@@ -296,7 +302,7 @@ def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
             listing.write("\t".join(cells) + "\n")
 
         listing.write("file\tline\tread\tproblem\n")
-        yield ParseLog(spec.on_error, note)
+        yield ParseLog(spec.on_error, note, spec.read_group)
 
 
 @contextmanager

@@ -119,16 +119,22 @@ def readable_twice(reads: Sequence[str]) -> None:
 
 
 def write_reads(
-    run: RunDir, store: OrfStore, inputs: Inputs, verdicts: Sequence[str] = ("viral",), *, on_error: OnError = "stop"
+    run: RunDir,
+    store: OrfStore,
+    inputs: Inputs,
+    verdicts: Sequence[str] = ("viral",),
+    *,
+    on_error: OnError = "stop",
+    read_group: str = "",
 ) -> int:
     """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
     input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none
     is viral; the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in
-    step, reads without a mate to `viral_orphans`. `inputs` and `on_error` are those the store was made from. Errors:
-    `InputError` when the input is not what was staged, or came through a pipe."""
+    step, reads without a mate to `viral_orphans`. `inputs` and the rest are those the store was made from.
+    Errors: `InputError` when the input is not what was staged, or came through a pipe."""
     readable_twice(inputs.files)
     kinds, goes_to = _kinds(run, store, verdicts)
-    read, log = 0, ParseLog(on_error)
+    read, log = 0, ParseLog(on_error, read_group=read_group)
     with ExitStack() as stack:
         out: dict[str, BinaryIO] = {}
         begun = False  # a wanted read of which parts are still to come

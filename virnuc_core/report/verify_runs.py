@@ -270,6 +270,7 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
         interleaved=len(two) + len(reads) == len(record.pairs or ()),  # else flags tell it again
         pairs=bool(record.pairs),
         model_length=store.model_length,
+        read_group=str(record.spec.get("read_group", "")),
         on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
         stage_workers=len(os.sched_getaffinity(0)),
     )

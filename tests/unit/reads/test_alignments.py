@@ -6,14 +6,17 @@ import io
 import random
 import sys
 import threading
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from virnuc_core.errors import InputError
+from virnuc_core.config import ReadsSpec
+from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads import alignments
+from virnuc_core.reads.samples import by_read_group
 from virnuc_core.reads.sources import Source, find_inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
@@ -29,8 +32,16 @@ def bases(seed: object, n: int = 90) -> str:
     return "".join(random.Random(str(seed)).choices("ACGT", k=n))
 
 
-def written(path: Path, records: list[Record], order: str = "unsorted", contig: str = "") -> Path:
+def written(
+    path: Path,
+    records: list[Record],
+    order: str = "unsorted",
+    contig: str = "",
+    groups: tuple[dict[str, str], ...] = (),
+    group_of: Callable[[int], str] = lambda _: "",
+) -> Path:
     header = {"HD": {"VN": "1.6", "SO": order}, **({"SQ": [{"SN": "c", "LN": 500}]} if contig else {})}
+    header |= {"RG": [*groups]} if groups else {}
     more: Any = {"reference_filename": contig} if path.suffix == ".cram" and contig else {}
     with pysam.AlignmentFile(path, FORMS[path.suffix[1:]], header=header, **more) as out:
         for i, (name, flag, letters) in enumerate(records):
@@ -38,6 +49,8 @@ def written(path: Path, records: list[Record], order: str = "unsorted", contig: 
             one.query_name, one.flag, one.query_sequence = name, flag, letters
             if i % 7:  # the others have no quality
                 one.query_qualities = pysam.qualitystring_to_array(bases(i, len(letters)))
+            if group := group_of(i):
+                one.set_tag("RG", group)
             if contig:
                 one.reference_id, one.reference_start, one.cigarstring = 0, 10, f"{len(letters)}M"
             out.write(one)
@@ -86,6 +99,82 @@ def test_the_store_is_that_of_the_fastq_that_samtools_makes(tmp_path: Path, form
     left_out = f"{path}: 2 secondary or supplementary alignments left out"
     assert (left_out in summary.warnings()) is (not pairs)
     assert staged(path).reused
+
+
+GROUPS = ({"ID": "l1", "SM": "lung"}, {"ID": "gut"}, {"ID": "l2", "SM": "lung"}, {"ID": "none", "SM": "idle"})
+OF = ("l1", "gut", "l2", "", "unknown")  # in turn; the last two are of no read group
+
+
+def sample_ids(path: Path, spec: ReadsSpec, sample: str) -> list[str]:
+    made = stage(StageSpec(**spec.model_dump() | {"model_length": 60}), path.parent / f"of-{sample}" / "orfs.h5")
+    assert (made.read_group, made.files) == (sample, spec.reads)
+    store = OrfStore.open(made.store)
+    return store.original_ids(0, store.n_reads)
+
+
+@pytest.mark.parametrize("form", ["bam", "cram"])
+def test_each_read_is_of_the_sample_of_its_read_group(tmp_path: Path, form: str) -> None:
+    path = written(tmp_path / f"run.{form}", ALIGNED, groups=GROUPS, group_of=lambda i: OF[i % 5])
+    other = written(tmp_path / f"lane2.{form}", [("x1", 4, bases(0)), ("x2", 4, bases(1))], groups=GROUPS[:2])
+    again = written(tmp_path / f"lane3.{form}", [("y", 4, bases(3))], groups=GROUPS[:2], group_of=lambda _: "l1")
+    found = by_read_group(ReadsSpec(reads=(str(path), str(other), str(again))))
+    three = (str(path), str(other), str(again))
+    samples = {"lung": three, "gut": three, "idle": three[:1], "run": three[:1], "lane2": three[1:2]}
+    assert {sample: (spec.reads, spec.read_group) for sample, spec in found.items()} == {
+        sample: (files, sample) for sample, files in samples.items()
+    }
+    with pytest.raises(InputError, match=r"no read of idle came in from .*run"):
+        sample_ids(path, found.pop("idle"), "idle")
+    ids = {sample: sample_ids(path, spec, sample) for sample, spec in found.items()}
+    wanted: dict[str, list[str]] = {"lung": [], "gut": [], "run": [], "lane2": ["x1", "x2"]}
+    for i, (name, flag, _) in enumerate(ALIGNED):
+        if not flag & alignments.NOT_PRIMARY:
+            wanted[("lung", "gut", "lung", "run", "run")[i % 5]].append(name)
+    wanted["lung"].append("y")
+    assert ids == wanted
+    whole = Counter(name for name, flag, _ in ALIGNED if not flag & alignments.NOT_PRIMARY) + Counter(["x1", "x2", "y"])
+    assert sum(map(Counter, ids.values()), Counter()) == whole
+
+
+def test_a_store_of_one_read_group_is_not_that_of_another(tmp_path: Path) -> None:
+    path = written(tmp_path / "run.bam", SINGLE, groups=GROUPS, group_of=lambda i: OF[i % 3])
+    out = tmp_path / "run" / "orfs.h5"
+    spec = StageSpec(reads=(str(path),), read_group="gut", model_length=60)
+    assert not stage(spec, out).reused
+    assert stage(spec, out).reused
+    assert not stage(spec.model_copy(update={"read_group": "lung"}), out).reused
+    assert not stage(spec.model_copy(update={"read_group": ""}), out).reused
+
+
+def test_mates_of_a_read_group_follow_each_other_among_those_of_others(tmp_path: Path) -> None:
+    alone = [(f"s{i}", UNPAIRED, bases(i)) for i in range(alignments._LOOKED_AT + 1)]
+    turns = [PAIRS[at] for i in range(0, 60, 4) for at in (i, i + 2, i + 1, i + 3)]  # of two groups in turn
+    groups = ["gut"] * len(alone) + ["l1", "none"] * 30
+    path = written(tmp_path / "run.bam", alone + turns, groups=GROUPS, group_of=lambda i: groups[i])
+    found = {one: staged(path, read_group=one) for one in ("lung", "idle")}
+    assert [summary.n_pairs for summary in found.values()] == [15, 15]
+    assert staged(path, read_group="gut").n_pairs == 0
+
+
+def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
+    def told(file: Path) -> None:
+        by_read_group(ReadsSpec(reads=(str(file),)))
+
+    with pytest.raises(InputError, match=r"a\.bam: has no read groups \(@RG\); --sample-from name"):
+        told(written(tmp_path / "a.bam", SINGLE))
+    with pytest.raises(InputError, match=r"a\.fq: not a BAM, CRAM or SAM file"):
+        told(samtools_fastq(tmp_path / "a.bam"))
+    with pytest.raises(InputError, match=r"a\.fq: neither BAM, CRAM nor SAM, which alone have read groups"):
+        staged(tmp_path / "a.fq", read_group="lung")
+    with pytest.raises(ConfigError, match=r"b\.bam: read groups of 'x/y': not the name of a directory"):
+        told(written(tmp_path / "b.bam", SINGLE, groups=({"ID": "1", "SM": "x/y"},)))
+    path = written(tmp_path / "c.bam", SINGLE, groups=GROUPS)
+    for spec in ({}, {"on_error": "skip"}):
+        with pytest.raises(InputError, match=r"c\.bam: has no read group of liver; it has gut, idle, lung"):
+            staged(path, read_group="liver", **spec)
+    path.write_bytes(path.read_bytes()[:60])
+    with pytest.raises(InputError, match=r"c\.bam: the BAM data is damaged"):
+        told(path)
 
 
 def test_mates_that_do_not_follow_are_judged_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
