@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from cyclopts import Parameter
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from virnuc_core.config import (
@@ -138,6 +138,8 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
     """A field's type with how the command line shows it, and without its bounds: those are the model's affair."""
     flag = "--" + name.replace("_", "-")
     annotation: Any = field.annotation
+    if any(isinstance(fact, BeforeValidator) for fact in field.metadata):
+        annotation = str  # which the model makes something of
     many = typing.get_origin(annotation) is tuple
     if many:
         part: Any = typing.get_args(annotation)[0]

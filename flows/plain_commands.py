@@ -21,7 +21,7 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import Target, load_profile, profile_names
-from virnuc_core.reads.simulate import PRESETS, SimulateSpec
+from virnuc_core.reads.simulate import SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 
@@ -30,7 +30,6 @@ DISAGREE: Final = 5
 COSINES_HELP: Final = "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
 WIDTH_IN_FILES: Final = 160
 Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
-Size = Literal["tiny", "small", "medium", "large", "100k", "1m", "6m"]
 Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
 ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="models directory")]
@@ -55,21 +54,15 @@ def show(header: Iterable[str], rows: Iterable[Iterable[str]], title: str | None
 
 
 class SimulateSettings(SimulateSpec):
-    """Where simulated reads go, and how many by name."""
+    """Where simulated reads go."""
 
     out: Path = Field(description="reads: .fastq or .fasta, with .gz or without")
-    size: Annotated[Size | None, Parameter(name="--preset")] = Field(
-        None, description="number of reads by name; --reads overrides it"
-    )
 
 
 @command(SimulateSettings, "out")
 def simulate(settings: SimulateSettings) -> None:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
-    given = settings.model_dump(exclude={"out", "size"}, exclude_unset=True)
-    if settings.size is not None:
-        given.setdefault("reads", PRESETS[settings.size])
-    made = write_simulated(SimulateSpec(**given), settings.out)
+    made = write_simulated(settings, settings.out)
     print(f"{made.reads_file}: {made.reads:,} reads, {made.viral_reads:,} viral, of {made.genomes} genomes")
     print(f"{made.truth_file}: what each read is")
 

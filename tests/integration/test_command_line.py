@@ -204,7 +204,7 @@ def test_compare_tells_agreement_by_its_exit_code(tmp_path: Path, capsys: pytest
 def test_models_simulate_devices_and_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert inside(capsys, "models", "init-random", tmp_path / "m", "--seed", "3")[0] == 0
     assert inside(capsys, "models", "init-random", tmp_path / "m")[0] == 3  # there is a model already
-    assert inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--preset", "tiny")[0] == 0
+    assert inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--reads", "tiny")[0] == 0
     with gzip.open(tmp_path / "r.fastq.gz", "rt") as handle:
         assert sum(1 for _ in handle) == 40
     assert inside(capsys, "simulate", tmp_path / "r.odd")[0] == 2

@@ -8,13 +8,13 @@ import re
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Self
+from typing import Annotated, Any, Final, NamedTuple, Self
 
 import numpy as np
 from Bio.Data import CodonTable
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from virnuc_core.config import Share, Spec
 from virnuc_core.errors import ConfigError
@@ -36,7 +36,9 @@ _CODING: Final = (0.35, 0.95)  # share of the genome within genes
 class SimulateSpec(Spec):
     """How many reads, of what, and how faulty."""
 
-    reads: int = Field(PRESETS["medium"], ge=0)
+    reads: Annotated[int, BeforeValidator(lambda given: PRESETS.get(given, given))] = Field(
+        1000, ge=0, description=f"how many, or {', '.join(PRESETS)}"
+    )
     read_length: int = Field(150, ge=1, le=100_000, description="bases of a read")
     viral_share: Share = Field(0.5, description="share of viral reads")
     viral_genomes: int = Field(20, ge=1)
