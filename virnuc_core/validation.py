@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Literal
 
 from pydantic import Field
@@ -118,6 +119,7 @@ class BaselineSummary(RunFile):
 OVERHEAD: Final = "checkpoint_overhead.json"
 TUNING: Final = "tuning.json"
 MIN_PAIRS: Final = 3  # fewer say nothing: two runs of the same work differ by themselves
+MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
 
 
 class OverheadPair(RunFile):
@@ -148,6 +150,26 @@ class OverheadFile(RunFile):
     shards: int  # computed in each run
     shard_tokens: int
     pairs: tuple[OverheadPair, ...]
+
+    @property
+    def shares(self) -> list[float]:
+        """What commits cost in each undisturbed pair, the least first; shares of 1, below 0 is noise."""
+        found = (pair.overhead for pair in self.pairs if pair.of == "commits")
+        return sorted(share for share in found if share is not None)
+
+    @property
+    def median(self) -> float | None:
+        """What commits cost; `None` without a pair."""
+        return median(self.shares) if self.shares else None
+
+    @property
+    def problem(self) -> str:
+        """Why the pairs say nothing of commits; empty where they do."""
+        shortest_s = min((pair.seconds for pair in self.pairs if pair.of == "commits"), default=0.0)
+        if len(self.shares) < MIN_PAIRS:
+            return f"{len(self.shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"
+        short = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
+        return short if shortest_s < MIN_SECONDS else ""
 
 
 class TuningRound(RunFile):

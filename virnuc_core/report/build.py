@@ -11,13 +11,14 @@ from itertools import combinations
 from pathlib import Path
 from typing import Final
 
+from virnuc_core import validation
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
 from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
-from virnuc_core.report.metrics import baseline_metrics, overhead_metrics, run_metrics, scaling_metrics
+from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
 from virnuc_core.report.model import Accounting, ApprovalState, Bottleneck, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, append_history, check, earlier, entry_of, points, read_history
 from virnuc_core.report.render import REPORT_JSON, render, told
@@ -25,7 +26,6 @@ from virnuc_core.results import FATES
 from virnuc_core.rundir import EXACT, RunDir, write_text_whole
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read
 from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES
-from virnuc_core.validation import TUNING, ApprovalRecord, ComparisonFile, StagingTally, TuningFile, ValidationRecord
 
 REGRESSION: Final = "regression.json"
 APPROVAL: Final = "approval.json"
@@ -51,7 +51,10 @@ def build_report(out: Path, profile: Profile) -> Report:
     Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
     `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N."""
     raw = RawFolder(out)
-    record, found = raw.read(ValidationRecord, RECORD), (run_metrics(raw, name, profile) for name in run_names(out))
+    record, found = (
+        raw.read(validation.ValidationRecord, RECORD),
+        (run_metrics(raw, name, profile) for name in run_names(out)),
+    )
     runs = tuple(run for run in found if run is not None)
     judged, single = runs[-1] if runs else None, next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
     measured_here = profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
@@ -61,7 +64,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         baseline = baseline.model_copy(update={"problem": reason})
     scaled = [scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
     file = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
-    compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(ComparisonFile, COMPARISON)
+    compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(validation.ComparisonFile, COMPARISON)
     report = Report(
         profile=profile,
         provenance=_provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)),
@@ -78,14 +81,14 @@ def build_report(out: Path, profile: Profile) -> Report:
         regression=None if compared is None else check(compared.history, compared.entry),
         history=() if compared is None else points(compared.history, compared.entry),
         charts=charts(raw, judged, None if file is None else file[1], profile),
-        overhead=overhead_metrics(raw),
+        overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
         accounting=_accounting(raw, judged, record),
         approval=approval_state(raw, judged),
         warnings=(),
         notes=(),
         evidence=(),
     )
-    tuning = raw.read(TuningFile, TUNING) or TuningFile()
+    tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     judgement = _verdicts(report, unlike)
     known = {"tuning": tuning.rounds, "baseline_note": baseline_note, "exact": EXACT, "problems": raw.remarks()}
     for what in ("warnings", "notes"):
@@ -137,14 +140,16 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
     return reasons
 
 
-def _provenance(validation: ValidationRecord | None, run: RunRecord | None) -> RunRecord:
+def _provenance(whole: validation.ValidationRecord | None, run: RunRecord | None) -> RunRecord:
     """The validation's own record; the run's where that says nothing."""
-    own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (validation, run))
+    own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (whole, run))
     parts = {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
     return RunRecord.model_validate(other | own | parts)
 
 
-def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord | None) -> Accounting | None:
+def _accounting(
+    raw: RawFolder, run: RunMetrics | None, record: validation.ValidationRecord | None
+) -> Accounting | None:
     """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
     if run is None:
         return None
@@ -157,7 +162,7 @@ def _accounting(raw: RawFolder, run: RunMetrics | None, record: ValidationRecord
     remarks = table["flags"][table["flags"] != ""].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True)
     flags = dict.fromkeys(FLAGS, 0) | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
     said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
-    staging = (record and record.staging) or StagingTally()
+    staging = (record and record.staging) or validation.StagingTally()
     return Accounting(
         reads=len(table),
         fates=fates,
@@ -173,10 +178,10 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
     """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
     path = RunDir(raw.root).report / APPROVAL
     if not path.is_file():
-        record = raw.read(ValidationRecord, RECORD)
+        record = raw.read(validation.ValidationRecord, RECORD)
         asked = record is not None and record.spec.get("approval") is True
         return ApprovalState(verdict="pending") if asked else None
-    said = raw.read(ApprovalRecord, path.parent.name, APPROVAL)
+    said = raw.read(validation.ApprovalRecord, path.parent.name, APPROVAL)
     if said is None:
         return None
     file = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)

@@ -148,9 +148,9 @@ def starved_share(_: model.Report, run: Run) -> Finding:
 def checkpoint_overhead(report: model.Report, _: Run) -> Finding:
     found = report.overhead
     if found is None or found.median is None:
-        return Finding(absent="no pair of runs with and without commits" if found is None else found.problem or "")
+        return Finding(absent="no pair of runs with and without commits" if found is None else found.problem)
     way_out = f"try shard_tokens above {found.shard_tokens:,}, or a faster disk"
-    return Finding(100.0 * found.median, found.pairs, absent=found.problem or "", if_missed=way_out)
+    return Finding(100.0 * found.median, len(found.shares), absent=found.problem, if_missed=way_out)
 
 
 def device_time_spread(_: model.Report, run: Run) -> Finding:

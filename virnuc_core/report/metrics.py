@@ -17,12 +17,11 @@ from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSu
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, ROWS, Encoder
-from virnuc_core.validation import MIN_PAIRS, OVERHEAD, BaselineSummary, OverheadFile
+from virnuc_core.validation import BaselineSummary
 
 VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
 RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
-MIN_SECONDS: Final = 10.0  # of a run that times commits; the rate of a shorter one is the luck of its scheduling
 NEVER: Final = (1.0, 0.0)  # a span that holds no sample
 
 
@@ -218,28 +217,4 @@ def scaling_metrics(single: model.RunMetrics | None, many: model.RunMetrics | No
         efficiency=speedup / len(many.devices),
         esm2_scaling=esm2,
         dnabert_scaling=dnabert_s,
-    )
-
-
-def overhead_metrics(raw: RawFolder) -> model.OverheadMetrics | None:
-    """1 − tokens/s with commits ÷ tokens/s without: the median over the pairs, with least and most."""
-    found = raw.read(OverheadFile, OVERHEAD)
-    if found is None:
-        return None
-    pairs = [pair for pair in found.pairs if pair.of == "commits"]
-    shares = [share for pair in pairs if (share := pair.overhead) is not None]
-    shortest_s = min((pair.seconds for pair in pairs), default=0.0)
-    problem = None
-    if len(shares) < MIN_PAIRS:
-        problem = f"{len(shares)} undisturbed pairs of runs; {MIN_PAIRS} are needed"
-    elif shortest_s < MIN_SECONDS:
-        problem = f"a run took {shortest_s:.1f} s; {MIN_SECONDS:g} s are needed, more shards or more reads"
-    return model.OverheadMetrics(
-        pairs=len(shares),
-        median=median(shares) if shares else None,
-        least=min(shares, default=None),
-        most=max(shares, default=None),
-        shards=found.shards,
-        shard_tokens=found.shard_tokens,
-        problem=problem,
     )

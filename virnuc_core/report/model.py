@@ -9,7 +9,7 @@ from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
-from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison
+from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison, OverheadFile
 
 SCHEMA_VERSION = 4
 
@@ -100,18 +100,6 @@ class BaselineMetrics(Record):
     seconds: float | None
     subset: BaselineSubset | None = None  # what was measured; None: all
     problem: str | None = None  # why it cannot be used
-
-
-class OverheadMetrics(Record):
-    """What commits cost, from pairs of runs with and without them. Shares of 1; below 0 is noise."""
-
-    pairs: int
-    median: float | None
-    least: float | None
-    most: float | None
-    shards: int
-    shard_tokens: int
-    problem: str | None = None  # why it says nothing
 
 
 class Accounting(Record):
@@ -285,7 +273,7 @@ class Report(Record):
     regression: Regression | None
     history: tuple[HistoryEntry, ...]  # of the runs like this one, itself included
     charts: Charts
-    overhead: OverheadMetrics | None
+    overhead: OverheadFile | None
     accounting: Accounting | None
     approval: ApprovalState | None  # None: none was asked for
     warnings: tuple[str, ...]
