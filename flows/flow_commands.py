@@ -243,7 +243,7 @@ class TrainSettings(TrainSpec, RunSettings):
 
     def check_own_files(self) -> None:
         """Refuse a table of origins that is not fit. Errors: those of `read_truth`; `ConfigError`."""
-        from virnuc_core.measure.splits import read_truth  # it brings scikit-learn along
+        from virnuc_core.measure.evaluation import read_truth  # it brings scikit-learn along
 
         read_truth(self.truth)
         if self.coding_only is not None and self.genomes is None:

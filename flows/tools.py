@@ -31,7 +31,7 @@ from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, median, spread, validated
-from virnuc_core.measure.splits import Examples
+from virnuc_core.measure.evaluation import Examples
 from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds

@@ -30,7 +30,7 @@ from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
-from virnuc_core.measure.splits import Examples, choose
+from virnuc_core.measure.evaluation import Examples, choose
 from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.training import TrainFile, train_head

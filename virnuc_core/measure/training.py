@@ -31,9 +31,8 @@ from virnuc_core.encoders.convert import random_tensor, write_part, write_tensor
 from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard, HeadShape, origins, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
-from virnuc_core.measure import scores as scoring
-from virnuc_core.measure.scores import Figures, Floats, Points, Scored, by_level, judge, thresholds
-from virnuc_core.measure.splits import SIDES, Examples, deal, draw, read_genomes
+from virnuc_core.measure import evaluation
+from virnuc_core.measure.evaluation import SIDES, Examples, Figures, Floats, Scored, by_level, deal, draw, thresholds
 from virnuc_core.reads.simulate import LABELS as CLASSES
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RESULTS, RunDir, discard, write_text_whole
@@ -76,7 +75,7 @@ class TrainFile(RunFile):
     best_epoch: int
     validation_loss: float
     figures: tuple[Figures, ...]
-    curves: dict[str, Points]
+    curves: dict[str, evaluation.Points]
     histograms: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # by who was asked: reads by score, others and virus
     not_run: dict[str, str]  # what could not be measured, and why
 
@@ -137,7 +136,7 @@ def remove_results(run: RunDir) -> None:
 
 def write_cuts(examples: Examples, sequences: Path, out: Path) -> str | None:
     """Fragments of each length of the test's genomes as reads `genome_length_place`; or why there are none."""
-    found, lines = read_genomes(sequences), []
+    found, lines = evaluation.read_genomes(sequences), []
     of_test = examples.genomes[examples.genomes["side"] == TEST]
     if absent := [name for name in of_test["genome"] if name not in found]:
         return f"{len(absent)} of the test's {len(of_test)} genomes have no sequence in {sequences.name}"
@@ -166,9 +165,10 @@ def train_head(
         network, told, learnt = learn(inputs, side, shape, spec, spec.seed)
         asked = [(TEST, inputs.part(side == SIDES.index(TEST))), *_cut_inputs(cuts, examples, shape.width)]
         scored |= {(name, method): [(some.rows, by(some))] for name, some in asked for method, by in learnt.items()}
-    figures = [line for key, found in scored.items() for line in judge(*key, found, spec.prevalence, spec.seed)]
+    share, seed = spec.prevalence, spec.seed
+    figures = [line for key, found in scored.items() for line in evaluation.judge(*key, found, share, seed)]
     reads = {name: by_level(*found[0])["read"] for (name, method), found in scored.items() if method == HEAD}
-    best = CROSS if spec.repeats else TEST
+    best, wrong = CROSS if spec.repeats else TEST, evaluation.false_share
     told_of = next(one for one in figures if one.asked == best and one.level == "read" and not one.natural)
     card = _card(store, inputs.rows, spec, reads[best], told_of)
     _write_head(network, shape, card, run.root)
@@ -180,14 +180,14 @@ def train_head(
         model_length=store.model_length,
         encoders=origins(encoders),
         digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
-        realised={rate: scoring.false_share(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
+        realised={rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,
         **_dealt(examples),
         left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
         **told,
         figures=tuple(figures),
-        curves=scoring.curves(reads[best]),
-        histograms={name: scoring.histogram(table) for name, table in reads.items()},
+        curves=evaluation.curves(reads[best]),
+        histograms={name: evaluation.histogram(table) for name, table in reads.items()},
         not_run={f"{length} bases": why for length in LENGTHS if f"{length} bases" not in reads}
         | ({} if spec.repeats else {CROSS: "no repeats were asked for"}),
     )

@@ -16,7 +16,7 @@ from sklearn.metrics import (
     roc_auc_score,
 )
 
-from virnuc_core.measure.scores import (
+from virnuc_core.measure.evaluation import (
     METRICS,
     _weights,
     by_level,

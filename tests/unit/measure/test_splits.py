@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from virnuc_core.config import TrainSpec
 from virnuc_core.errors import InputError
-from virnuc_core.measure.splits import Examples, choose, deal, draw, read_truth
+from virnuc_core.measure.evaluation import Examples, choose, deal, draw, read_truth
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore

@@ -22,7 +22,7 @@ from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Estimat
 from virnuc_core.engine import shards
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.measure import training
-from virnuc_core.measure.splits import Examples, choose
+from virnuc_core.measure.evaluation import Examples, choose
 from virnuc_core.measure.training import (
     BASELINES,
     CROSS,
