@@ -212,7 +212,7 @@ def compare(
     lines = [found.model_dump_json(indent=2)] if as_json else []
     for section in () if as_json else told("correctness.view.j2", comparisons=(found,)):
         lines += section.prose
-        for row in (row for table in section.tables for row in table.rows):
+        for row in (row for rows in section.tables.values() for row in rows):
             lines += ["", *(f"{name + ':':<20}{cell(value)}" for name, value in row.items() if value is not None)]
     print("\n".join(lines))
     return 0 if meets(found, minimum) else DISAGREE

@@ -150,7 +150,7 @@ def compare(
 ) -> State[tuple[Comparison, ...]]:
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
-    rows = [row for section in told("correctness.view.j2", comparisons=found) for row in section.tables[0].rows]
+    rows = [row for section in told("correctness.view.j2", comparisons=found) for row in section.tables[""]]
     publish_table(f"comparison-{label}", rows_of(rows), f"Agreement of the runs of {label}")
     return done(found, message("compared", found))
 

@@ -24,7 +24,7 @@ from virnuc_core.report.regression import RegressionFile, append_history, check,
 from virnuc_core.report.render import REPORT_JSON, render, told
 from virnuc_core.results import FATES
 from virnuc_core.rundir import EXACT, RunDir, write_text_whole
-from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read
+from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES
 
 REGRESSION: Final = "regression.json"
@@ -189,17 +189,6 @@ def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | No
     return ApprovalState(**said.model_dump(), of_earlier_run=older)
 
 
-def with_answer(out: Path, report: Report) -> Report:
-    """The report with the answer that lies beside it now, and nothing else changed; as it is when there is none."""
-    raw, path = RawFolder(out), RunDir(out).report / APPROVAL
-    if not path.is_file():
-        return report
-    approval, name = approval_state(raw, report.run), raw.use(path)
-    files = {file.path: file for file in report.evidence} | {f.path: f for f in raw.evidence() if f.path == name}
-    evidence = tuple(files[path] for path in sorted(files))
-    return report.model_copy(update={"approval": approval, "evidence": evidence})
-
-
 def read_report(path: Path) -> Report:
     """Read `report.json`; `InputError` says what is wrong with it."""
     try:
@@ -219,8 +208,7 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
         if (entry := entry_of(report)) is not None:
             append_history(history, entry)  # first: what is broken there is set aside, and told once
             last = tuple(earlier(read_history(history), entry)[-100:])
-            compared = RegressionFile(entry=entry, history=last)
-            write_text_whole(out / REGRESSION, compared.model_dump_json(indent=1) + "\n")
+            write(out / REGRESSION, RegressionFile(entry=entry, history=last))
         report = build_report(out, profile)
     _write(out, render(report))
     return report
@@ -228,9 +216,12 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
 
 def rerender(out: Path) -> Report:
     """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
-    before = read_report(RunDir(out).report / REPORT_JSON)
-    report = with_answer(out, before)
-    _write(out, {name: text for name, text in render(report).items() if name != REPORT_JSON or report != before})
+    report, raw, path = read_report(RunDir(out).report / REPORT_JSON), RawFolder(out), RunDir(out).report / APPROVAL
+    if path.is_file():
+        answer, name = approval_state(raw, report.run), raw.use(path)
+        files = {file.path: file for file in (*report.evidence, *(f for f in raw.evidence() if f.path == name))}
+        report = report.model_copy(update={"approval": answer, "evidence": tuple(files[at] for at in sorted(files))})
+    _write(out, render(report))
     return report
 
 

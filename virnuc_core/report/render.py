@@ -43,26 +43,14 @@ class Mark:
 
 
 @dataclass(slots=True)
-class Table:
-    """Rows of cells by column; a cell is text, a `Number`, a count, a `Mark`, or `None` for what was not measured."""
-
-    rows: list[dict[str, object]] = field(default_factory=list)
-    title: str = ""
-
-    @property
-    def figures(self) -> set[str]:
-        """The columns that hold figures."""
-        return {name for row in self.rows for name, value in row.items() if isinstance(value, int | Number)}
-
-
-@dataclass(slots=True)
 class Section:
-    """One part of the report; one without prose and rows is left out."""
+    """One part of the report; one without prose and rows is left out. A cell is text, a `Number`, a count, a `Mark`, or
+    `None` for what was not measured."""
 
     title: str
     lead: Mark | str = ""  # what the prose begins with, set off
     prose: list[str] = field(default_factory=list)
-    tables: list[Table] = field(default_factory=lambda: [Table()])
+    tables: dict[str, list[dict[str, object]]] = field(default_factory=lambda: {"": []})  # rows of cells, by title
 
 
 class View(list[Section]):
@@ -78,12 +66,17 @@ class View(list[Section]):
 
     def table(self, title: str) -> None:
         """Begin a further table."""
-        self[-1].tables.append(Table(title=title))
+        self[-1].tables[title] = []
 
     def row(self, cells: dict[str, object]) -> None:
         """Add to the table; a column of its first row that is not among `cells` was not measured."""
-        rows = self[-1].tables[-1].rows
+        rows = list(self[-1].tables.values())[-1]
         rows.append(dict.fromkeys(rows[0] if rows else ()) | cells)
+
+
+def figures(rows: list[dict[str, object]]) -> set[str]:
+    """The columns of a table that hold figures."""
+    return {name for row in rows for name, value in row.items() if isinstance(value, int | Number)}
 
 
 def cell(value: object) -> str:
@@ -221,7 +214,7 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, runs_text, all_warnings, met_sentence, skipped, share_of, Mark)
+    texts = (shown, target_text, runs_text, all_warnings, met_sentence, skipped, share_of, figures, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
     found.globals["baseline_titles"] = BASELINE_TITLES
@@ -234,7 +227,7 @@ def told(template: str, report: Report | None = None, **facts: Any) -> list[Sect
     nothing."""
     view = View()
     templates().get_template(template).render(facts | _known(report), view=view)
-    return [one for one in view if one.prose or any(table.rows for table in one.tables)]
+    return [one for one in view if one.prose or any(one.tables.values())]
 
 
 def message(name: str, *about: object) -> str:
@@ -244,7 +237,7 @@ def message(name: str, *about: object) -> str:
 
 def told_rows(template: str, report: Report | None = None, **facts: Any) -> list[dict[str, object]]:
     """The rows of the tables that a template tells, those of one table after those of the other."""
-    return [row for section in told(template, report, **facts) for table in section.tables for row in table.rows]
+    return [row for part in told(template, report, **facts) for rows in part.tables.values() for row in rows]
 
 
 def fill(template: str, report: Report, **more: object) -> str:

@@ -175,7 +175,7 @@ def telemetry_file(
         stages={stage.name: stage.seconds for stage in measured.stages},
         alarms=statistics.alarms(measured.samples, span),
     )
-    every = max(1, -(-len(table) // JSON_BATCHES))
+    every, known = max(1, -(-len(table) // JSON_BATCHES)), statistics.known
     chosen = table[::every].to_dict(orient="records")
     return TelemetryFile(
         summary=summary,
@@ -183,13 +183,10 @@ def telemetry_file(
         windows=statistics.windows(measured.batches, window_s, measured.origin_s, measured.samples),
         per_batch_metrics_every=every,
         batches=len(table),
-        per_batch_metrics=tuple({str(k): _plain(v) for k, v in row.items()} for row in chosen),
+        per_batch_metrics=tuple(  # numbers short, unknown as null
+            {str(k): known(float(f"{v:.7g}")) if isinstance(v, float) else v for k, v in row.items()} for row in chosen
+        ),
     )
-
-
-def _plain(value: Any) -> Any:
-    """A JSON value: numbers short, unknown as null."""
-    return statistics.known(float(f"{value:.7g}")) if isinstance(value, float) else value
 
 
 def batch_frame(measured: Telemetry) -> pd.DataFrame:

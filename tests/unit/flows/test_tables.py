@@ -141,7 +141,7 @@ def test_scaling_and_comparisons() -> None:
     )
     equal = BitwiseEquality(identical=True, files_compared=3, shards_compared=2, differing=())
     found = Comparison(a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal)
-    (shown,) = rows_of(told("correctness.view.j2", comparisons=[found])[0].tables[0].rows)
+    (shown,) = rows_of(told("correctness.view.j2", comparisons=[found])[0].tables[""])
     assert [shown[name] for name in ("Pair", "What", "Agreement")] == ["devices-1 / devices-2", "consensus", "99.000 %"]
     assert shown["Same bytes"] == "yes"
     assert json.dumps(bounded_rows([shown]))
