@@ -42,7 +42,7 @@ from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL, rerender, write_report
 from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import fill, message, met_sentence
+from virnuc_core.report.render import fill, message
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
@@ -108,7 +108,7 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     approval = _approval(settings, judged) if settings.approval else None
     if approval is not None:
         told += f"; {approval.verdict} by {approval.reviewer}"
-    return ended(settings, judged, f"{met_sentence(judged)}{told}", approval)
+    return ended(settings, judged, f"{message('met', judged)}{told}", approval)
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices", "cluster"))

@@ -42,7 +42,7 @@ from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.model import Report
 from virnuc_core.report.regression import RegressionFile, trend
-from virnuc_core.report.render import Mark, fill, message, met_sentence, templates, told, told_rows
+from virnuc_core.report.render import Mark, fill, message, templates, told, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import ModelFlops, read
 from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison, OverheadFile
@@ -168,13 +168,13 @@ def report(out: Path, profile: Profile, *, history: Path, label: str) -> State[R
     if (found := judged.regression) is not None:
         payload = found.model_dump(mode="json") | common
         emit(f"regression.{key(found.verdict)}", f"regression.{key(profile.name)}", profile.title, payload)
-    return done(judged, met_sentence(judged))
+    return done(judged, message("met", judged))
 
 
 def publish(judged: Report, out: Path, label: str) -> None:
     """The verdicts in the UI, under the same keys each time; on the flow's page they come before those of its tasks."""
     name, folder = judged.profile.name, RunDir(out).report
-    told = Markdown(f"**{cell(met_sentence(judged))}** — {cell(label)}, {cell(name)}")
+    told = Markdown(f"**{cell(message('met', judged))}** — {cell(label)}, {cell(name)}")
     publish_table(on_host(f"criteria-{name}"), rows_of(told_rows("criteria.view.j2", judged)), told)
     if judged.accounting is not None:
         fates = rows_of(told_rows("fates.view.j2", judged))
@@ -182,7 +182,7 @@ def publish(judged: Report, out: Path, label: str) -> None:
     if len(judged.scaling) > 1:
         publish_table(on_host(f"scaling-{name}"), rows_of(told_rows("scaling.view.j2", judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
-    publish_markdown(on_host(f"report-{name}"), text, met_sentence(judged), folder / "report.md")
+    publish_markdown(on_host(f"report-{name}"), text, message("met", judged), folder / "report.md")
     white = '<svg style="background:#fff" '  # the charts are in dark ink, and the UI may be dark
     pictures = {
         f"### {title}\n![{what}]": b64encode(svg.replace("<svg ", white, 1).encode()).decode()

@@ -16,7 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from virnuc_core.profiles import Target
 from virnuc_core.report.charts import GENERATOR, all_charts
 from virnuc_core.report.metrics import BASELINE_TITLES
-from virnuc_core.report.model import Criterion, Report, ScalingMetrics, Verdict
+from virnuc_core.report.model import Criterion, Report, Verdict
 from virnuc_core.telemetry.live import clock_text
 from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, ROWS, STAGES
 from virnuc_core.validation import QUESTIONS
@@ -151,25 +151,10 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
     return f"{target.op}{digits}{unit}"
 
 
-def runs_text(figure: ScalingMetrics) -> str:
-    """`one run`, or of how many the time is the median, and their spread: `median of 3 runs, 40.2 to 43.1 s`."""
-    times_s = figure.times_s
-    spread = f"{min(times_s):,.1f} to {max(times_s):,.1f} s"
-    return "one run" if len(times_s) == 1 else f"median of {len(times_s)} runs, {spread}"
-
-
 def all_warnings(report: Report) -> tuple[str, ...]:
     """The report's warnings, and one on an answer that is older than the figures it stands beside."""
     too_old = "The approval was given before these figures were measured: it speaks of an earlier run."
     return (*report.warnings, *([too_old] if report.approval and report.approval.of_earlier_run else []))
-
-
-def met_sentence(report: Report) -> str:
-    """`6 of 7 asked criteria met`, what was missed, and what could not be judged: that first where nothing failed."""
-    left = ", ".join(c.title for c in report.asked if c.verdict in ("not run", "projected"))
-    said = [f"{report.met} of {len(report.asked)} asked criteria met", f"not met: {', '.join(report.missed)}"]
-    said = [*said[: 2 if report.missed else 1], *([f"not judged here: {left}"] if left or not report.asked else [])]
-    return "; ".join(reversed(said) if report.outcome == "not judged" else said)
 
 
 def skipped(report: Report) -> dict[int, str]:
@@ -214,7 +199,7 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, runs_text, all_warnings, met_sentence, skipped, share_of, figures, Mark)
+    texts = (shown, target_text, all_warnings, skipped, share_of, figures, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
     found.globals["baseline_titles"] = BASELINE_TITLES

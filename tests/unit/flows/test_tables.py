@@ -11,7 +11,7 @@ from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.render import message, met_sentence, runs_text, told, told_rows
+from virnuc_core.report.render import message, told, told_rows
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
@@ -103,11 +103,11 @@ def test_the_sentence_of_a_verdict_names_what_was_missed_and_what_was_not_judged
     passed, missed = criterion(title="Scaling", verdict="pass"), criterion()
     skipped = criterion(title="Time", verdict="not run")
     unasked = criterion(title="Speed", verdict="not asked", target=None)
-    assert met_sentence(report(passed, unasked)) == "1 of 1 asked criteria met"
-    assert met_sentence(report(passed, missed, skipped)) == (
+    assert message("met", report(passed, unasked)) == "1 of 1 asked criteria met"
+    assert message("met", report(passed, missed, skipped)) == (
         "1 of 3 asked criteria met; not met: Packing efficiency; not judged here: Time"
     )
-    assert met_sentence(report(passed, skipped)) == "not judged here: Time; 1 of 2 asked criteria met"
+    assert message("met", report(passed, skipped)) == "not judged here: Time; 1 of 2 asked criteria met"
     assert report().outcome == report(unasked).outcome == "not judged"
 
 
@@ -129,7 +129,7 @@ def test_scaling_and_comparisons() -> None:
         )
     )
     assert row["Runs"] == "one run", "which a figure of one run says"
-    assert runs_text(figure.model_copy(update={"times_s": (41.0, 40.2, 43.1)})) == "median of 3 runs, 40.2 to 43.1 s"
+    assert message("runs", (41.0, 40.2, 43.1)) == "median of 3 runs, 40.2 to 43.1 s"
     assert [row[name] for name in ("Time", "Speedup", "Efficiency", "DNABERT-S")] == [
         "2,025.0 s",
         "1.58x",

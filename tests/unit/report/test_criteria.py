@@ -15,7 +15,7 @@ from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import CRITERIA, FIND, Finding, judge
 from virnuc_core.report.model import Criterion, Report
 from virnuc_core.report.regression import entry_of
-from virnuc_core.report.render import fill, met_sentence
+from virnuc_core.report.render import fill, message
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write
 from virnuc_core.validation import BaselineSummary
@@ -281,7 +281,7 @@ def test_all_that_the_profile_asks_for_is_counted_and_nothing_else(tmp_path: Pat
     }
     assert by_id(report)["one_device_time"].verdict == "not asked"
     assert report.outcome == "failed", "scaling is 1.8 here"
-    assert met_sentence(report) == (
+    assert message("met", report) == (
         "6 of 12 asked criteria met; not met: Scaling; not judged here: Time on two devices, Checkpoint overhead, "
         "Worst centred cosine to fp32, Mean centred cosine to fp32, Verdicts as in fp32"
     )
@@ -291,8 +291,8 @@ def test_on_other_hardware_no_performance_is_judged_and_that_is_no_success(tmp_p
     profile = build(tmp_path, Recipe(gpu="NVIDIA H200"), load_profile("phase10-1m"))
     report = build_report(tmp_path, profile.model_copy(update={"min_compared_chunks": 1}))
     assert report.outcome == "not judged"
-    assert met_sentence(report).startswith("not judged here: Time on one device, ")
-    assert met_sentence(report).endswith("; 1 of 7 asked criteria met")
+    assert message("met", report).startswith("not judged here: Time on one device, ")
+    assert message("met", report).endswith("; 1 of 7 asked criteria met")
 
 
 def test_a_scaled_baseline_is_marked(tmp_path: Path) -> None:
