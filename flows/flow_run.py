@@ -118,18 +118,11 @@ def named(*keys: str) -> Callable[[], str]:
 
 def run_name(parameters: Mapping[str, Any], *keys: str) -> str:
     """A run's name of its parameters; `reads` becomes the sample's name, a path its last part."""
-    parts = []
-    for key in keys:
-        value = parameters.get(key)
-        if key == "reads" and parameters.get("samples"):
-            continue
-        if key == "reads":
-            parts.append(sample_of([str(read) for name in INPUTS for read in parameters.get(name) or ()]))
-        elif isinstance(value, Path) or (isinstance(value, str) and key in ("inbox", "profile", "samples")):
-            parts.append(Path(value).name.removesuffix(".toml"))
-        elif value is not None:
-            parts.append(str(value))
-    return printable(" · ".join(part for part in parts if part))
+    reads = [str(read) for name in INPUTS for read in parameters.get(name) or ()]
+    said = {**parameters, "reads": "" if parameters.get("samples") else sample_of(reads)}
+    for key in ("inbox", "out", "profile", "samples"):
+        said[key] = Path(said.get(key) or "").name.removesuffix(".toml")
+    return printable(" · ".join(str(said[key]) for key in keys if said.get(key)))
 
 
 def stage_input(settings: RunSettings, label: str) -> StageSummary:

@@ -36,7 +36,6 @@ from virnuc_core.rundir import RunDir, check_output, run_lock
 
 Settings = TypeVar("Settings", bound=BaseModel)
 Result = TypeVar("Result")
-Reads = Annotated[tuple[str, ...], Field(min_length=1)]
 Flag = Annotated[bool, Parameter(negative=(), show_default=False)]
 Json = Annotated[Flag, Parameter(name="--json", help="the outcome as JSON")]
 # one list of words each, so that the UI shows a choice; an optional type would show as a switch between types
