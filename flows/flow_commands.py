@@ -40,7 +40,6 @@ class InboxSettings(VerdictSpec, FlowSettings):
     interleaved: bool = Field(False, description="mates follow each other in every file")
     pairs: bool = Field(True, description="mates that follow each other in a BAM file are pairs")
     settle_s: float = Field(60.0, ge=0, description="a file changed within this many seconds may still be arriving")
-    max_files: int = Field(100, ge=1, description="files predicted by one run at most; the next run goes on")
     retry_failed: bool = Field(False, description="predict again what failed before")
 
     def check_own_files(self) -> None:

@@ -101,8 +101,8 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     known = {(row.file, row.sha256) for row in ledger.read_table() if row.fate == "failed"}
     rows = ledger.scan(settle_s=settings.settle_s)
     ledger.write_table(rows)
-    left, wanted = settings.max_files, [ledger.wants_work(row, retry_failed=settings.retry_failed) for row in rows]
-    with kept_workers(settings, warm=True) if any(wanted) else nullcontext() as pool:
+    todo = [number for number, row in enumerate(rows) if ledger.wants_work(row, retry_failed=settings.retry_failed)]
+    with kept_workers(settings, warm=True) if todo else nullcontext() as pool:
 
         def predicted(row: Row, out: Path) -> RunSummary | Exception:
             try:
@@ -111,11 +111,9 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
             except Exception as error:  # noqa: BLE001 - the ledger tells them apart
                 return error
 
-        for position, row in enumerate(rows):
-            if left and wanted[position]:
-                rows[position] = ledger.work(row, predicted, retry_failed=settings.retry_failed)
-                left -= rows[position].fate != "busy"
-                ledger.write_table(rows)
+        for number in todo:
+            rows[number] = ledger.work(rows[number], predicted, retry_failed=settings.retry_failed)
+            ledger.write_table(rows)
     rows = ledger.scan(settle_s=settings.settle_s)
     for row in rows:
         if row.fate == "failed" and (row.file, row.sha256) not in known:
@@ -124,7 +122,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     shown = [{name: getattr(row, name) for name in ("file", "fate", "reads", "viral", "run", "note")} for row in rows]
     publish_table(f"inbox-{settings.inbox.name}", shown, f"Files of {settings.inbox}")
     message = ", ".join(f"{count} {fate}" for fate, count in sorted(counts.items())) or "the inbox is empty"
-    return done(counts, message, reused=left == settings.max_files)
+    return done(counts, message, reused=not todo)
 
 
 def _predicted(

@@ -26,7 +26,7 @@ from pydantic import model_validator
 from virnuc_core import errors
 from virnuc_core.lease import lease
 from virnuc_core.rundir import INBOX_MARK, write_text_whole
-from virnuc_core.runfiles import RunFile, RunSummary, now, read_or_set_aside, sha256_of, write
+from virnuc_core.runfiles import RunFile, RunSummary, read_or_set_aside, sha256_of, write
 
 RowFate = Literal["predicted", "failed", "duplicate", "arriving", "busy", "waiting", "gone"]
 UNSETTLED: Final = ("waiting", "busy", "duplicate")  # an overlapping run may find what becomes of these
@@ -35,32 +35,6 @@ SKIPPED_SUFFIXES: Final = (".part", ".partial", ".tmp", ".crdownload", ".filepar
 ATTEMPTS: Final = 3  # of a content that ends without saying what is wrong with it
 KILLED: Final = "ended before it could say why: killed, or out of memory"
 log = logging.getLogger(__name__)
-
-
-class Fate(RunFile):
-    """What became of one content; `waiting` was tried, and will be again."""
-
-    sha256: str
-    fate: Literal["predicted", "failed", "waiting"]
-    file: str  # the file it was predicted from
-    run: str  # run directory, relative to OUT
-    when: str
-    reads: int | None = None
-    viral: int | None = None
-    error: str | None = None
-    attempts: int = 1
-    seal: str = ""  # of what was written; none in older files
-
-    def sealed(self) -> Self:
-        """The fate with its seal."""
-        body = self.model_dump_json(exclude={"seal"}, exclude_defaults=True)
-        return self.model_copy(update={"seal": hashlib.blake2b(body.encode(), digest_size=8).hexdigest()})
-
-    @model_validator(mode="after")
-    def _is_whole(self) -> Self:
-        if self.seal not in ("", self.sealed().seal):
-            raise ValueError("not what was written (seal)")
-        return self
 
 
 class Row(RunFile):
@@ -79,6 +53,24 @@ class Row(RunFile):
     def but(self, **changes: Any) -> Self:
         """The row with some columns changed."""
         return self.model_copy(update=changes)
+
+
+class Fate(Row):
+    """What became of one content, by the file it was predicted from; `waiting` was tried, and will be again."""
+
+    attempts: int = 1
+    seal: str = ""  # of what was written
+
+    def sealed(self) -> Self:
+        """The fate with its seal."""
+        body = self.model_dump_json(exclude={"seal"})
+        return self.but(seal=hashlib.blake2b(body.encode(), digest_size=8).hexdigest())
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> Self:
+        if self.seal not in ("", self.sealed().seal):
+            raise ValueError("not what was written (seal)")
+        return self
 
 
 class Ledger:
@@ -152,8 +144,8 @@ class Ledger:
                 return self._with_fate(row)  # an overlapping run was faster
             attempt = 1 if known is None or known.fate == "failed" else known.attempts + 1
             last, run = attempt >= ATTEMPTS, f"runs/{row.sha256[:16]}"
-            told = Fate(sha256=row.sha256, fate="waiting", file=row.file, run=run, when=now(), attempts=attempt)
-            self.record(told.model_copy(update={"fate": "failed" if last else "waiting", "error": KILLED}))
+            told = Fate(**(dict(row) | {"run": run, "attempts": attempt, "note": ""}))
+            self.record(told.but(fate="failed" if last else "waiting", note=KILLED))
             try:
                 found = predict(row, self.out / run)
                 if isinstance(found, Exception) and errors.is_of_machine(found):
@@ -165,13 +157,12 @@ class Ledger:
                 self._forget(row.sha256, known)
                 row = row.but(note=str(found))
             elif isinstance(found, RunSummary):
-                done = {"fate": "predicted", "reads": found.n_reads, "viral": found.fates["viral"]}
-                self.record(told.model_copy(update=done | {"when": now()}))
+                self.record(told.but(fate="predicted", reads=str(found.n_reads), viral=str(found.fates["viral"])))
             else:
                 fate = "failed" if last or isinstance(found, errors.OWN) else "waiting"
                 log.warning("%s: attempt %d of %d: %s", row.file, attempt, ATTEMPTS, found)
                 why = str(found) if isinstance(found, errors.VirnucError) else f"{type(found).__name__}: {found}"
-                self.record(told.model_copy(update={"fate": fate, "error": why, "when": now()}))
+                self.record(told.but(fate=fate, note=why))
             return self._with_fate(row)
 
     def _forget(self, sha256: str, known: Fate | None) -> None:
@@ -226,11 +217,11 @@ class Ledger:
         if fate is None or (fate.fate == "waiting" and row.fate == "busy"):
             return row
         if fate.fate == "waiting":
-            return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.error}")
-        reads, viral = ("" if count is None else str(count) for count in (fate.reads, fate.viral))
-        if fate.file == row.file:
-            return row.but(run=fate.run, reads=reads, viral=viral, fate=fate.fate, note=fate.error or "")
-        return row.but(run=fate.run, reads=reads, viral=viral, fate="duplicate", note=SAME.format(fate.file))
+            return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}")
+        own = (fate.fate, fate.note) if fate.file == row.file else ("duplicate", SAME.format(fate.file))
+        return row.but(
+            run=fate.run, reads=fate.reads, viral=fate.viral, **dict(zip(("fate", "note"), own, strict=True))
+        )
 
 
 def _sweep(path: Path) -> None:

@@ -3,6 +3,7 @@
 Records go through pysam one by one, from a pipe, so that whatever a file comes through is read once and kept nowhere.
 """
 
+import functools
 import importlib
 import os
 import threading
@@ -11,7 +12,7 @@ from contextlib import suppress
 from itertools import islice, pairwise
 from typing import Any, Final
 
-from virnuc_core.errors import InputError, few
+from virnuc_core.errors import InputError
 
 NOT_PRIMARY: Final = 0x900  # secondary and supplementary: the read stands in another record too
 REVERSE: Final = 0x10
@@ -25,7 +26,8 @@ _TEXT_LETTERS: Final = 1 << 20  # of a piece
 _LOOKED_AT: Final = 1000  # records
 
 
-def samples_of(file: str, form: str, rest: str) -> list[str]:
+@functools.cache  # asked before the start and at it
+def samples_of(file: str, form: str, rest: str, _changed_ns: int) -> list[str]:
     """Whose reads a file holds: of each read group the sample (SM), else the ID; and `rest` where a read is of none of
     them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it."""
     found, problem = dict[str, None](), f"the {form} data is damaged"
@@ -48,11 +50,9 @@ def _sample(record: Any, groups: dict[str, str]) -> str | None:
     return groups.get(record.get_tag("RG")) if record.has_tag("RG") else None
 
 
-def _records(opened: Any, kept: tuple[str, str], file: str) -> Iterator[Any]:
+def _records(opened: Any, kept: tuple[str, str]) -> Iterator[Any]:
     """The records of a sample, or all for ""; of a sample that is called as the second of `kept` those of no group."""
     groups, (wanted, rest) = _groups(opened), kept
-    if wanted and wanted not in (*groups.values(), rest):
-        raise InputError(f"has no read group of {wanted}", file=file, hint=f"it has {few(sorted({*groups.values()}))}")
     every = opened.fetch(until_eof=True)
     return (one for one in every if (_sample(one, groups) or rest) == wanted) if wanted else every
 
@@ -64,7 +64,7 @@ def mates_follow(file: str, form: str, kept: tuple[str, str] = ("", "")) -> bool
     names: list[str] = []
     with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
         by_place = opened.header.to_dict().get("HD", {}).get("SO") == "coordinate"
-        first = islice(_records(opened, kept, file), _LOOKED_AT)
+        first = islice(_records(opened, kept), _LOOKED_AT)
         names += (one.query_name for one in first if one.is_paired and not one.flag & NOT_PRIMARY)
     return any(one == other for one, other in pairwise(names)) and not by_place if names else None
 
@@ -103,7 +103,7 @@ def fastq(
         with open(outlet, "rb", 0) as source:  # noqa: PTH123
             feeder.start()
             with pysam.AlignmentFile(source, check_sq=False, ignore_truncation=True) as opened:
-                for count, record in enumerate(_records(opened, kept, file), 1):  # noqa: B007 - told of damage
+                for count, record in enumerate(_records(opened, kept), 1):  # noqa: B007 - told of damage
                     name, flag = record.query_name, record.flag
                     if flag & NOT_PRIMARY:
                         left_out += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import functools
 import logging
 import re
 from collections import defaultdict
@@ -111,22 +110,17 @@ def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:
 def by_read_group(spec: ReadsSpec) -> dict[str, ReadsSpec]:
     """The samples of BAM, CRAM and SAM files, by their read groups; what is of none is a sample by its file's name.
     Errors: those of `find_inputs` and `samples_of`; `InputError` for other files; `ConfigError` for unfit names."""
+    from virnuc_core.reads.alignments import samples_of  # few files are such
+
     files_of = defaultdict[str, list[str]](list)
     for file in find_inputs(spec.named).files:
         if not (form := alignments_at(file)):
             raise InputError("not a BAM, CRAM or SAM file, which alone have read groups", file=file)
-        for sample in _samples_of(file, form, Path(file).stat().st_mtime_ns):
+        for sample in samples_of(file, form, sample_of((file,)), Path(file).stat().st_mtime_ns):
             if problem := _unfit(sample):
                 raise ConfigError(f"{file}: read groups of '{sample}': {problem} in their SM (samtools addreplacerg)")
             files_of[sample].append(file)
     return {sample: ReadsSpec(reads=tuple(files), read_group=sample) for sample, files in files_of.items()}
-
-
-@functools.cache  # asked before the start and at it
-def _samples_of(file: str, form: str, _changed_ns: int) -> list[str]:
-    from virnuc_core.reads.alignments import samples_of  # few files are such
-
-    return samples_of(file, form, sample_of((file,)))
 
 
 def by_name(spec: ReadsSpec) -> dict[str, ReadsSpec]:

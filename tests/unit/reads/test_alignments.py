@@ -169,9 +169,8 @@ def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"b\.bam: read groups of 'x/y': not the name of a directory"):
         told(written(tmp_path / "b.bam", SINGLE, groups=({"ID": "1", "SM": "x/y"},)))
     path = written(tmp_path / "c.bam", SINGLE, groups=GROUPS)
-    for spec in ({}, {"on_error": "skip"}):
-        with pytest.raises(InputError, match=r"c\.bam: has no read group of liver; it has gut, idle, lung"):
-            staged(path, read_group="liver", **spec)
+    with pytest.raises(InputError, match=r"no read of liver came in from .*c\.bam"):
+        staged(path, read_group="liver", on_error="skip")
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(InputError, match=r"c\.bam: the BAM data is damaged"):
         told(path)
