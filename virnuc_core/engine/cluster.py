@@ -179,20 +179,17 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     async def _work(self) -> None:
         """Watch the nodes until the run is over."""
-        async with connect(self.spec, self._wanted) as (client, fewest):
+        async with connect(self.spec) as (client, fewest, ask):
             try:
                 while not self._over.is_set():
                     await self._watch(client, fewest)
+                    each = 2 * max((len(node.devices) for node in self.used), default=1)  # are in hand of a node
+                    ask(len(self.used) + math.ceil(self.waiting_shards / each))
                     with suppress(TimeoutError):
                         await asyncio.wait_for(self._over.wait(), WATCH_S)
             finally:
                 for node in self._nodes.values():
                     node.lose()
-
-    def _wanted(self) -> int:
-        """Nodes for which there is work: those that are there have theirs in hand."""
-        each = 2 * max((len(node.devices) for node in self.used), default=1)
-        return len(self.used) + math.ceil(self.waiting_shards / each)
 
     async def _watch(self, client: Any, fewest: int) -> None:
         try:

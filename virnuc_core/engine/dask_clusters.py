@@ -13,7 +13,6 @@ from unittest import mock
 import dask
 import psutil
 from distributed import Client, Security
-from distributed.deploy import Adaptive
 from distributed.utils import get_ip
 
 from virnuc_core.config import ClusterSpec, reading, small_text
@@ -36,21 +35,19 @@ importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()
 
 
 @asynccontextmanager
-async def connect(spec: ClusterSpec, wanted: Callable[[], int]) -> AsyncIterator[tuple[Any, int]]:
-    """A client of the scheduler of a cluster, and how many nodes are to be there at first.
-
-    `wanted` says, now and then, how many nodes there is work for. Errors: `DeviceError`, `ConfigError`.
-    """
+async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[int], object]]]:
+    """A client of the scheduler of a cluster; how many nodes are to be there at first; and what is told, now and then,
+    for how many there is work. Errors: `DeviceError`, `ConfigError`."""
     name, fewest, most = spec.cluster or "", *([int(n) for n in spec.nodes.split(":")] * 2)[:2]
     async with AsyncExitStack() as held:
         where: dict[str, Any] = {"address": name}
+        ask: Callable[[int], object] = int
         if name.startswith("local:"):
             fewest = int(name.partition(":")[2])
             where = {"scheduler_file": str(await held.enter_async_context(_local(fewest)))}
         elif "://" not in name:
             cluster = where["address"] = await held.enter_async_context(_batch_system(Path(name)))
-            limits = {"minimum_jobs": fewest, "maximum_jobs": max(fewest, most), "interval": "2s"}
-            cluster.adapt(Adaptive=type("ByShards", (_ByShards,), {"wanted": staticmethod(wanted)}), **limits)
+            ask = lambda wanted: cluster.scale(jobs=max(fewest, min(wanted, most), len(cluster.worker_spec)))  # noqa: E731
         told = {"asynchronous": True, "direct_to_workers": True, "set_as_default": False, "timeout": ANSWER_S}
         try:
             client = await held.enter_async_context(Client(**where, **told))
@@ -60,17 +57,7 @@ async def connect(spec: ClusterSpec, wanted: Callable[[], int]) -> AsyncIterator
             )
             raise DeviceError(f"cluster {name}: {problem}") from error
         held.enter_context(client.as_current())  # by which actors find it
-        yield client, fewest
-
-
-class _ByShards(Adaptive):  # type: ignore[misc]  # Dask is not type-checked here
-    """As many nodes as there is work for. Those that are there stay to the end of the run."""
-
-    async def target(self) -> int:
-        return max(len(self.plan), int(self.wanted()))
-
-    async def workers_to_close(self, target: int) -> list[str]:
-        return []
+        yield client, fewest, ask
 
 
 @asynccontextmanager

@@ -106,7 +106,7 @@ def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str,
     (tmp_path / "c.yaml").write_text(text)
 
     async def begin() -> None:
-        async with connect(ClusterSpec(cluster=str(tmp_path / "c.yaml")), lambda: 1):
+        async with connect(ClusterSpec(cluster=str(tmp_path / "c.yaml"))):
             pass
 
     with pytest.raises(ConfigError, match=word):
