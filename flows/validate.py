@@ -5,13 +5,12 @@ And the scaling curve: the same without a baseline, on one, two, four, … devic
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from prefect import flow
 from prefect.client.orchestration import get_client
@@ -76,19 +75,26 @@ class Machines:
     def __init__(self, spec: ClassifySpec, cluster: "Cluster | None") -> None:
         self._cluster, own = cluster, list[Device]()
         nodes = [node.devices for node in cluster.used] if cluster else [(one,) for one in resolve(spec.devices)]
-        self.devices, ends = tuple(chain(*nodes)), tuple(accumulate(map(len, nodes)))
-        self.of_whole_nodes = [ends[(1 << power) - 1] for power in range(len(ends).bit_length())]  # 1, 2, 4, …
+        self.devices, self._ends = tuple(chain(*nodes)), tuple(accumulate(map(len, nodes)))
         with suppress(DeviceError):
             own = [one for one in resolve(spec.devices) if one.kind == self.devices[0].kind]
-        self.here = _named(own, self.devices[0].kind)  # of this machine, for what is measured here only; maybe none
+        # of this machine, for what is measured here only; maybe none
+        self.here = Devices(kind=self.devices[0].kind, ids=tuple(one.id for one in own))
 
-    def pool(self, count: int) -> AbstractContextManager[Pool | None]:
-        """Workers on the first devices of a cluster."""
-        return self._cluster.pool(self.devices[:count]) if self._cluster else nullcontext()
+    def counts(self, settings: MeasureSettings, profile: Profile) -> list[int]:
+        """Numbers of devices to run on."""
+        most, ends = len(self.devices), self._ends
+        if not isinstance(settings, ScaleSettings):
+            return sorted({1, min(2, most), most})
+        whole_nodes = (ends[(1 << power) - 1] for power in range(len(ends).bit_length()))  # 1, 2, 4, …
+        wanted = {1, most, *whole_nodes, *map(int, profile.scaling_bands)}
+        return sorted(count for count in wanted if count <= most) * settings.repeats
 
-
-def _named(devices: Sequence[Device], kind: Literal["cuda", "cpu", "auto"]) -> Devices:
-    return Devices(kind=kind, ids=tuple(device.id for device in devices))
+    def first(self, count: int) -> tuple[Devices, AbstractContextManager[Pool | None]]:
+        """The first devices, and workers on them where they are a cluster's."""
+        devices = self.devices[:count]
+        named = Devices(kind=self.here.kind, ids=tuple(one.id for one in devices))
+        return named, self._cluster.pool(devices) if self._cluster else nullcontext()
 
 
 @flow(name="validate", flow_run_name=named("reads", "profile", "devices", "cluster"))
@@ -149,26 +155,18 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
 def _measured(
     settings: ValidateSettings | ScaleSettings, spec: ClassifySpec, profile: Profile, label: str, on: Machines
 ) -> tuple[Report, str]:
-    out, force, here, most = settings.out, spec.force, on.here, len(on.devices)
+    out, force, here = settings.out, spec.force, on.here
     store, before = RunDir(out).store, _finished_runs(out)
     announce(label, profile.name, here.kind)
     staging = stage_input(settings, label)
     if isinstance(settings, ValidateSettings):
         profile = settings.with_baseline(profile, staging.counts.n_reads)
-    record_validation(out, spec, profile, staging, on.devices, () if here.ids else (NOT_HERE,))
+    record_validation(out, spec, profile, staging, on.devices, *[NOT_HERE] * (not here.ids))
     bench, subset = Bench(store, spec.models, here), False
-    if isinstance(settings, ScaleSettings):
-        wanted = {1, most, *on.of_whole_nodes, *map(int, profile.scaling_bands)}
-        counts = sorted(count for count in wanted if count <= most) * settings.repeats
-    else:
-        counts = sorted({1, min(2, most), most})
-        if here.ids or profile.baseline.source == "recorded":
-            beside, asked = RunDir(out / BASELINE), profile.baseline
-            slow = steps.baseline(
-                beside, store=store, models=spec.models, devices=here, spec=asked, label=label, force=force
-            )
-            subset = slow.result().subset is not None
-    names = _runs(out, staging, spec, profile, counts, label, on)
+    if isinstance(settings, ValidateSettings) and (here.ids or profile.baseline.source == "recorded"):
+        own: dict[str, Any] = {"store": store, "models": spec.models, "devices": here, "spec": profile.baseline}
+        subset = steps.baseline(RunDir(out / BASELINE), **own, label=label, force=force).result().subset is not None
+    names = _runs(settings, spec, profile, staging, on, label)
     if here.ids and here.kind == "cuda":  # cores compute in fp32
         steps.precision(out, bench, spec.engine, label=label).result()
     if here.ids and profile.targets.checkpoint_overhead is not None:
@@ -186,25 +184,15 @@ def _finished_runs(out: Path) -> dict[str, int]:
 
 
 def _runs(
-    out: Path,
-    staging: StageSummary,
-    spec: ClassifySpec,
-    profile: Profile,
-    counts: Sequence[int],
-    label: str,
-    on: Machines,
+    settings: MeasureSettings, spec: ClassifySpec, profile: Profile, staging: StageSummary, on: Machines, label: str
 ) -> tuple[str, ...]:
     """Names of the first runs that came to an end, one for each number of devices. Of a number that stands in `counts`
     again only measurements stay. The GPUs' ceilings are measured first, unless nothing is to be computed."""
-    flops, names = None, []
+    out, counts, names = settings.out, on.counts(settings, profile), []
+    more: dict[str, Any] = {"watch": Watch(sample_s=profile.sample_s, window_s=profile.window_s), "label": label}
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
     if on.here.ids and on.here.kind == "cuda" and (spec.force or not complete):
-        measured = steps.ceiling(out, models=spec.models, devices=on.here, engine=spec.engine).result()
-        by_device = [(name, rates) for name, rates in measured if isinstance(rates, dict)]
-        told = {
-            name: {one.id: rates[one.local] for one in on.devices if one.local in rates} for name, rates in by_device
-        }
-        flops = measured.model_copy(update=told)
+        more["flops"] = steps.ceiling(out, models=spec.models, devices=on.here, engine=spec.engine).result()
     for folder in out.glob(f"{RUN_PREFIX}*.*") if spec.force else ():
         discard(folder, *RUN_FILES)
     for place, count in enumerate(counts):
@@ -213,19 +201,10 @@ def _runs(
             name = f"{name}.{again + 1}"
             if read_summary(RunDir(out / name)) is not None:
                 continue
-        own = spec.model_copy(update={"devices": _named(on.devices[:count], on.here.kind)})
-        watch = Watch(sample_s=profile.sample_s, window_s=profile.window_s)
-        with suppress(TimeLimitError), on.pool(count) as pool:  # the run's summary says so: to the report a failure
-            embed(
-                RunDir(out / name),
-                staging,
-                own,
-                label=label,
-                watch=watch,
-                time_limit_s=profile.time_limit_s,
-                pool=pool,
-                flops=flops,
-            ).result()
+        devices, workers = on.first(count)
+        own = spec.model_copy(update={"devices": devices})
+        with suppress(TimeLimitError), workers as pool:  # the run's summary says so: to the report it is a failure
+            embed(RunDir(out / name), staging, own, time_limit_s=profile.time_limit_s, pool=pool, **more).result()
             if again:
                 discard(out / name, *SHARDS, "embeddings.h5")
             else:

@@ -1,6 +1,5 @@
 """What a validation leaves beside its runs: one model for each file, and how it is begun."""
 
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from statistics import median
@@ -43,12 +42,7 @@ class ValidationRecord(RunRecord):
 
 
 def record_validation(
-    out: Path,
-    spec: ClassifySpec,
-    profile: Profile,
-    staging: StageSummary,
-    devices: tuple[Device, ...],
-    remarks: Sequence[str] = (),
+    out: Path, spec: ClassifySpec, profile: Profile, staging: StageSummary, devices: tuple[Device, ...], *remarks: str
 ) -> None:
     """`run.json` of the validation: what it was started with, and when it first was.
 

@@ -130,8 +130,8 @@ def encoder_metrics(
     arithmetic = "fp16" if precision == "int8" and encoder == "dnabert_s" else precision
     whole, per_token = statistics.batch_metrics(batches, encoder), getattr(flops, f"{encoder}_per_token")
     spent = batches.groupby("device", observed=True).device_ms.sum(min_count=1) / 1000.0
-    ceilings = pd.Series(getattr(flops, f"{encoder}_ceiling_tokens_s"), dtype="float64")
-    ceilings = ceilings.reindex(spent.index)  # NaN: not measured
+    measured = getattr(flops, f"{encoder}_ceiling_tokens_s")  # here, which may be one of a cluster's nodes
+    ceilings = pd.Series([measured.get(str(name).partition("@")[0]) for name in spent.index], spent.index, "float64")
     peaks = [datasheet_flops(names.get(str(device), ""), arithmetic) for device in spent.index]
     possible = statistics.known((spent * ceilings).sum(skipna=False))  # tokens
     promised = statistics.known((spent * pd.Series(peaks, spent.index, "float64")).sum(skipna=False))  # FLOPs
