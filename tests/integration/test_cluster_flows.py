@@ -14,7 +14,7 @@ from tasks.step import on_host
 from virnuc_core.config import Devices
 from virnuc_core.errors import ConfigError, DeviceError
 from virnuc_core.pipeline import read_summary
-from virnuc_core.report.render import read_report
+from virnuc_core.report.build import read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device
