@@ -25,7 +25,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
-from virnuc_core.errors import ConfigError, InputError, RunMismatchError
+from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
 from virnuc_core.lease import still_held
 from virnuc_core.reads.sources import Inputs, hidden, is_remote, local_files
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
@@ -233,7 +233,7 @@ def prepare(
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
         discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
-    resolved, plan = shards.plan_run(run, orfs.protein_offsets, resolved, fingerprints, found[0].kind)
+    resolved, plan = shards.plan_run(orfs.protein_offsets, resolved, fingerprints, found[0].kind)
     fresh = runfiles.new_record(
         runfiles.RunRecord,
         found,
@@ -251,9 +251,10 @@ def prepare(
         written = write_telemetry(run.telemetry, noted[0], n_reads=orfs.n_reads, wall_s=noted[1])
         before, now = ended(record.attempts[-2], *noted, written), record.attempts[-1]
         record = record.model_copy(update={"attempts": (*record.attempts[:-2], before, now)})
-    if not run.record.exists() and (told := shards.fingerprints(run)) and plan.fingerprint not in told:
-        problem = "has no readable run.json, and its shards are of another run; choose another directory or --force"
-        raise RunMismatchError(f"{run.root} {problem}")
+    with suppress(ShardError):  # there is no plan, or a damaged one
+        if not run.record.exists() and shards.read_plan(run).fingerprint != plan.fingerprint:
+            problem = "has no readable run.json, and its plan is of another run; choose another directory or --force"
+            raise RunMismatchError(f"{run.root} {problem}")
     shards.write_plan(run, plan)
     write(run.record, record)
     run.journal.unlink(missing_ok=True)  # the record has what it told

@@ -116,16 +116,14 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
 
 
 def plan_run(
-    run: RunDir, protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str
+    protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str
 ) -> tuple[EngineSpec, ShardPlan]:
-    """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`, or as begun."""
-    begun, asked = None, engine.shard_tokens
-    with suppress(ShardError):
-        begun = read_plan(run).fingerprint
+    """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`."""
+    asked = engine.shard_tokens
     while True:
         fingerprint = job_fingerprint(prints, engine, kind)
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
-        if len(plan) <= MOST_SHARDS or fingerprint == begun or engine.shard_tokens >= LARGEST_SHARD:
+        if len(plan) <= MOST_SHARDS or engine.shard_tokens >= LARGEST_SHARD:
             break
         larger = engine.shard_tokens * len(plan) // (MOST_SHARDS - 30) + 1  # the last shards are smaller
         engine = engine.model_copy(update={"shard_tokens": min(larger, LARGEST_SHARD)})
@@ -233,15 +231,6 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
         else:
             good.append(shard)
     return good, moved
-
-
-def fingerprints(run: RunDir) -> set[str]:
-    """What the shards that lie in a run directory say they are of; a file that cannot be read says nothing."""
-    found = set()
-    for path in run.shards.glob("?????.h5"):
-        with suppress(OSError, KeyError, RuntimeError), h5py.File(path, "r") as file:
-            found.add(str(file.attrs["fingerprint"]))
-    return found
 
 
 def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

@@ -92,15 +92,14 @@ def parse_by(
             given.append(item)
             yield item
 
-    def nbytes(item: Piece | ReadBatch) -> int:
-        return len(item.data if isinstance(item, Piece) else item.bases.data)
-
     irregular: Iterator[ReadBatch] | None = iter(())
     while irregular is not None:
         given = deque[Piece | ReadBatch]()
         items = noted(chain(irregular, pieces()), given)
         irregular = None
-        for done in workers.map(partial(_work_on, work), items, nbytes):
+        for done in workers.map(
+            partial(_work_on, work), items, lambda item: len(item.data if isinstance(item, Piece) else item.bases.data)
+        ):
             item = given.popleft()
             made = _work_on(work, item, log.reads + log.left_out) if done.nameless else done
             value = made.value
