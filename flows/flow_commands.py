@@ -1,6 +1,7 @@
 """What each flow beside `predict` takes, one flat model each, and the command that starts it; and `virnuc approve`."""
 
 import getpass
+import logging
 import os
 import re
 import tomllib
@@ -27,9 +28,14 @@ from virnuc_core.config import (
 )
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile
-from virnuc_core.rundir import DATED, LATEST, keep_newest
+from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, discard, is_ours, run_lock
 
+# of the moment, UTC, for which a run was planned: a run tried again goes on where it was
+DATED: Final = "%Y-%m-%dT%H%M"
+SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
+LATEST: Final = "latest"
 PROFILE_HELP: Final = "sizes and thresholds: a name that `virnuc profiles` lists, or a .toml file"
+log = logging.getLogger(__name__)
 
 
 class InboxSettings(VerdictSpec, FlowSettings):
@@ -50,6 +56,26 @@ class InboxSettings(VerdictSpec, FlowSettings):
 
 
 predict_inbox = starts("flows.predict_many:predict_inbox", InboxSettings, facts={"Fates": "{of.out}/inbox.tsv"})
+
+
+def keep_newest(night: Path, keep: int) -> None:
+    """Let `latest` beside a night's directory point to it, and remove all but the `keep` newest beside it: only those
+    that a date names and that are ours, by the names of our files, and that nobody works in. Errors: `OSError`."""
+    root = night.parent
+    latest, aside = root / LATEST, root / f".{LATEST}.{os.getpid()}.part"
+    if latest.is_symlink() or not latest.exists():
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(night.name)
+        os.replace(aside, latest)
+    else:
+        log.warning("%s is no link and stays as it is; the newest run is %s", latest, night.name)
+    dated = sorted(path for path in root.glob(SHAPE) if path.is_dir() and not path.is_symlink() and is_ours(path))
+    for old in set(dated[:-keep]) - {night}:
+        try:
+            with run_lock(old):
+                discard(old, *ALL_FILES, MARK, *(f"{run}/{MARK}*" for run in RUNS_WITHIN))
+        except ConfigError as error:
+            log.warning("%s; it is kept", error)
 
 
 class MeasureSettings(ClusterSpec, RunSettings):

@@ -65,10 +65,6 @@ GUARDED: Final = (*ALL_FILES, SAMPLES, "inbox.tsv", "fates/*.json", f"downloads/
 INBOX_MARK: Final = "claims/inbox.tsv.lock"
 _WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARK))
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
-# of the moment, UTC, for which a run was planned: a run tried again goes on where it was
-DATED: Final = "%Y-%m-%dT%H%M"
-SHAPE: Final = "[0-9][0-9][0-9][0-9]-[0-9][0-9]-[0-9][0-9]T[0-9][0-9][0-9][0-9]"
-LATEST: Final = "latest"
 MOST_BYTES: Final = 1 << 24  # of a record that is asked whose it is
 DEVICE: Final = "virnuc-device-"
 _held: ContextVar[frozenset[Path]] = ContextVar("run directories this context holds", default=frozenset())
@@ -309,26 +305,6 @@ def discard(root: Path, *patterns: str) -> None:
     names = sorted(str(path.relative_to(root)) for path in left if path not in folders)
     if names:
         log.warning("%s: not made by virnuc and left as it is: %s", root, few(names))
-
-
-def keep_newest(night: Path, keep: int) -> None:
-    """Let `latest` beside a night's directory point to it, and remove all but the `keep` newest beside it: only those
-    that a date names and that are ours, by the names of our files, and that nobody works in. Errors: `OSError`."""
-    root = night.parent
-    latest, aside = root / LATEST, root / f".{LATEST}.{os.getpid()}.part"
-    if latest.is_symlink() or not latest.exists():
-        aside.unlink(missing_ok=True)
-        aside.symlink_to(night.name)
-        os.replace(aside, latest)
-    else:
-        log.warning("%s is no link and stays as it is; the newest run is %s", latest, night.name)
-    dated = sorted(path for path in root.glob(SHAPE) if path.is_dir() and not path.is_symlink() and is_ours(path))
-    for old in set(dated[:-keep]) - {night}:
-        try:
-            with run_lock(old):
-                discard(old, *ALL_FILES, MARK, *(f"{run}/{MARK}*" for run in RUNS_WITHIN))
-        except ConfigError as error:
-            log.warning("%s; it is kept", error)
 
 
 # A device is held by a socket of its name, in no folder: one for all users, nothing in its way, gone with its process.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.rundir import keep_newest, run_lock
+from flows.flow_commands import keep_newest
+from virnuc_core.rundir import run_lock
 
 PARTS = ("run.json", "orfs.h5", "report/report.html", "devices-1/shards/00000.h5", "devices-1/logs/worker-0.log")
 
