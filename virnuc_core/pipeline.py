@@ -273,10 +273,9 @@ def prepare(
 def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, pool: Pool | None) -> RunSummary:
     """Embed, judge, write: the rest of a run that is not complete."""
     clock, span = StageClock(), None if staging.reused else (started_s - staging.total_s, started_s)
-    clock.add("Sequence Chunking", staging.parse_s + staging.chunk_s, span)
-    clock.add("Six-Frame Translation", staging.translate_s + staging.store_s, span)
-    parts_s = staging.parse_s + staging.chunk_s + staging.translate_s + staging.store_s
-    clock.add("Rest of staging", max(0.0, staging.total_s - parts_s))
+    clock.add("Sequence Chunking", staging.chunk_s, span)
+    clock.add("Six-Frame Translation", staging.translate_s, span)
+    clock.add("Rest of staging", max(0.0, staging.total_s - staging.chunk_s - staging.translate_s))
     clock.fuse("Nucleotide Splitting", "Six-Frame Translation")
     clock.fuse("Protein Splitting", "Six-Frame Translation")
     embedding = Embedding(job, watch, started_s)

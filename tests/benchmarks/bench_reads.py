@@ -94,10 +94,8 @@ def one(reads: Path, workers: int, cores: list[int]) -> Numbers:
         "workers": workers,
         "wall_s": summary.total_s,
         "cpu_s": used,
-        "parse_s": summary.parse_s,
         "chunk_s": summary.chunk_s,
         "translate_s": summary.translate_s,
-        "store_s": summary.store_s,
         "reads_per_s": summary.counts.n_reads / summary.total_s,
         "peak_bytes": peak[0],
     }
@@ -165,7 +163,7 @@ def speed(reads: Path, workers: list[int], repeats: int) -> Numbers:
     lines = [{"kind": "slow twin", "workers": 1, "reads_per_s": slow, "over_one": slow / alone}]
     for n in workers:
         pace = median(runs[n], "reads_per_s")
-        kept = {key: median(runs[n], key) for key in ("wall_s", "cpu_s", "parse_s", "peak_bytes")}
+        kept = {key: median(runs[n], key) for key in ("wall_s", "cpu_s", "chunk_s", "peak_bytes")}
         lines.append({"kind": "staging", "workers": n, "reads_per_s": pace, "over_one": pace / alone, **kept})
         if n > 1:
             most = median(control[n], "reads_per_s")
@@ -174,7 +172,7 @@ def speed(reads: Path, workers: list[int], repeats: int) -> Numbers:
             lines[-2]["of_apart"] = pace / most
     return {
         "times_the_twin": alone / slow,
-        "parse_share": median(runs[1], "parse_s") / median(runs[1], "wall_s"),
+        "chunk_share": median(runs[1], "chunk_s") / median(runs[1], "wall_s"),
         "lines": lines,
         "all_reads_per_s": {n: [round(run["reads_per_s"]) for run in tries] for n, tries in runs.items()},
         "all_apart_reads_per_s": {n: [round(run["reads_per_s"]) for run in tries] for n, tries in control.items()},
@@ -195,7 +193,7 @@ def table(result: Numbers) -> Iterator[str]:
         )
         yield f"{line['kind']:10} {line['workers']:>7} {line['reads_per_s']:>10,.0f} {line['over_one']:>7.2f}{tail}"
     yield f"one worker is {result['times_the_twin']:.1f} times as fast as the slow twin"
-    yield f"unpacking, cutting and parsing are {result['parse_share']:.1%} of one worker's time"
+    yield f"unpacking, reading and chunking are {result['chunk_share']:.1%} of one worker's time"
 
 
 def memory(folder: Path, sizes: list[int], workers: list[int]) -> Numbers:

@@ -50,10 +50,8 @@ class StageSummary(RunFile):
     """What staging read and made, kept beside the store. Seconds are those of making it, also where it is reused; what
     several workers did at once counts as shared evenly among them."""
 
-    parse_s: float = 0.0  # unpacking and cutting, which one process does for all, and parsing
-    chunk_s: float = 0.0
-    translate_s: float = 0.0
-    store_s: float = 0.0
+    chunk_s: float = 0.0  # unpacking and cutting, which one process does for all, and reading
+    translate_s: float = 0.0  # six frames of each chunk, into the store
     total_s: float = 0.0
     store: Path
     reused: bool = False  # the store was there already, made from the same files with the same settings
@@ -174,10 +172,10 @@ def _make(
             elif made.part.last:
                 for segment in long_segments(made, ambiguous, spec.model_length, folder, workers):
                     writer.add(segment)
-        seconds["store_s"] += time.perf_counter() - before
+        seconds["translate_s"] += time.perf_counter() - before
         for part, part_s in taken.items():
             seconds[part] += part_s / spec.workers  # side by side with those of others
-    seconds["parse_s"] = log.cut_s + log.parse_s / spec.workers
+    seconds["chunk_s"] += log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and (spec.read_group or not all(can_be_read_twice(name) for name in inputs.files)):
         of_group = f" of {spec.read_group}" * bool(spec.read_group)
         raise InputError(
@@ -193,7 +191,7 @@ def _make(
     if spec.strict and twice is not None:
         raise _shared_id(writer, inputs, log, *twice)
     writer.write(out, fingerprint.hexdigest(), workers, paired=bool(inputs.pairs))
-    seconds["store_s"] += time.perf_counter() - before
+    seconds["translate_s"] += time.perf_counter() - before
     return {**seconds, "total_s": time.perf_counter() - began}
 
 

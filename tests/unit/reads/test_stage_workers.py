@@ -58,7 +58,7 @@ def test_workers_give_the_same_bytes_and_leave_nobody_behind(
         out = tmp_path / str(workers) / "orfs.h5"
         spec = StageSpec(reads=files, model_length=100, stage_workers=workers, on_error="skip")
         summary = stage(spec, out)
-        assert min(summary.parse_s, summary.chunk_s, summary.translate_s, summary.store_s) > 0
+        assert min(summary.chunk_s, summary.translate_s) > 0
         assert workers_of(os.getpid()) == []
         again = stage(spec, out)
         assert again.reused
