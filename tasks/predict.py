@@ -14,6 +14,7 @@ from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
+from virnuc_core.errors import few
 from virnuc_core.pipeline import classify, read_summary, stage_reads
 from virnuc_core.reads.stage import StageSpec, StageSummary
 from virnuc_core.rundir import RunDir
@@ -30,17 +31,10 @@ def stage(spec: StageSpec, store: Path, *, label: str, force: bool = False) -> S
     """The store at `store` holds the reads of `spec`; one that already does is used as it is. Errors: those of
     `stage_reads`."""
     summary = stage_reads(spec, store, force=force)
-    how = "reused, content unchanged" if summary.reused else "staged"
-    counts = summary.counts
-    odd = (
-        (summary.n_pairs, "pairs"),
-        (sum(one.orphans for one in summary.by_file), "reads without their mates"),
-        (summary.skipped_records, "broken records skipped"),
-        (counts.n_empty, "reads without bases"),
-        (counts.n_duplicate_ids, "reads with the id of an earlier one"),
-    )
-    remarks = "".join(f"; {number:,} {what}" for number, what in odd if number)
-    text = f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct{remarks}"
+    counts, how = summary.counts, "reused, content unchanged" if summary.reused else "staged"
+    text = f"{counts.n_reads:,} reads {how}: {counts.n_rows:,} open frames, {counts.n_uniques:,} distinct"
+    text += f"; {summary.n_pairs:,} pairs" if summary.n_pairs else ""
+    text += f"; {few(remarks)}" if (remarks := summary.warnings()) else ""
     return done(summary, text, reused=summary.reused)
 
 
