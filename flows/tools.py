@@ -30,7 +30,7 @@ from virnuc_core.config import Devices, EngineSpec, TraceOptions, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench, median, spread, validated
+from virnuc_core.measure.bench import Bench, validated
 from virnuc_core.measure.evaluation import Examples
 from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
@@ -83,16 +83,14 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
     chosen = recommend(tried, tolerance=tolerance, allow_changed=sweep.allow_changed)
     rows = told_rows(
         "tune.view.j2",
-        candidates=sorted(tried, key=lambda one: median(one.rates), reverse=True),  # what cannot run stands last
+        candidates=sorted(tried, key=lambda one: one.rate, reverse=True),  # what cannot run stands last
         chosen=chosen.candidate,
         recommended=Markdown("**recommended**"),
         tolerance=tolerance,
-        median=median,
-        spread=spread,
     )
     told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
     publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
-    found = {"sweep": sweep, "candidates": tried, "chosen": chosen, "median": median, "spread": spread}
+    found = {"sweep": sweep, "candidates": tried, "chosen": chosen}
     found |= {"created": now(), "versions": versions(), "devices": resolve(devices), "swept": sorted(SWEPT.values())}
     found["cores"] = len(os.sched_getaffinity(0))
     for name in ("tune.json", "settings.toml"):

@@ -4,6 +4,7 @@ import tomllib
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Literal
 
 from prefect.client.schemas.objects import State
@@ -29,7 +30,7 @@ from tasks.step import (
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision, median
+from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision
 from virnuc_core.measure.evaluation import Examples, choose
 from virnuc_core.measure.trace import TraceTable, said
 from virnuc_core.measure.trace import trace as record

@@ -6,7 +6,6 @@ each. Messages in: a WorkerSpec. Out: Ready, with the tokens/s of each encoder, 
 import hashlib
 import json
 import logging
-import statistics
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -114,21 +113,6 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
         restarts=len(pool.deaths),
         reduced=tuple(pool.reduced.items()),
     )
-
-
-def median(values: Sequence[float]) -> float:
-    """The median; 0 of nothing."""
-    return statistics.median(values) if values else 0.0
-
-
-def spread(values: Sequence[float]) -> float:
-    """(Largest − least) ÷ median; 0 of one measurement.
-
-    >>> spread((90.0, 100.0, 120.0))
-    0.3
-    """
-    middle = median(values)
-    return (max(values) - min(values)) / middle if middle else 0.0
 
 
 def measure_overhead(

@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +17,7 @@ from virnuc_core.config import THRESHOLD, EngineSpec
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.errors import ConfigError, DeviceError, NotFiniteError, ShardError
-from virnuc_core.measure.bench import Bench, Measurement, measure, median, spread
+from virnuc_core.measure.bench import Bench, Measurement, measure
 from virnuc_core.profiles import Profile
 from virnuc_core.rundir import SHARDS, RunDir, device_holder, discard, run_lock, whole_file
 from virnuc_core.runfiles import write
@@ -57,6 +58,16 @@ class Candidate:
     def rates(self) -> tuple[float, ...]:
         """Tokens a second of each trial."""
         return tuple(trial.tokens_per_s for trial in self.trials)
+
+    @property
+    def rate(self) -> float:
+        """The median of the rates; 0 of nothing."""
+        return median(self.rates) if self.rates else 0.0
+
+    @property
+    def spread(self) -> float:
+        """(Largest − least) ÷ median of the rates; 0 of one."""
+        return (max(self.rates) - min(self.rates)) / self.rate if self.rate else 0.0
 
     @property
     def difference(self) -> float | None:
@@ -117,7 +128,7 @@ def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iter
             yield candidate, repeat, f"round {repeat + 1}, {place} of {len(running)}: {candidate.label}"
         running = [candidate for candidate in running if not candidate.refused]
         if halving:
-            running.sort(key=lambda candidate: -median(candidate.rates))
+            running.sort(key=lambda candidate: -candidate.rate)
             for candidate in running[max(FINALISTS, (len(running) + 1) // 2) :]:
                 candidate.dropped = candidate.number != 0
             running = sorted((one for one in running if not one.dropped), key=lambda one: one.number)
@@ -127,14 +138,14 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: 
     """The fastest settings that may be used, if their median lies above the base's by more than half of either spread.
     Errors: `ConfigError` when nothing was measured of the base."""
     base = entries[0]
-    if not median(base.rates):
+    if not base.rate:
         raise ConfigError("nothing was measured with the settings to compare with; give reads with open frames")
     wanted = ("usable", "changes scores") if allow_changed else ("usable",)
     most = max(len(candidate.trials) for candidate in entries)
     usable = [one for one in entries if one.verdict(tolerance) in wanted and len(one.trials) == most]
-    best = max(usable, key=lambda candidate: median(candidate.rates), default=base)
-    gain = median(best.rates) / median(base.rates) - 1
-    scatter = max(spread(best.rates), spread(base.rates)) / 2
+    best = max(usable, key=lambda candidate: candidate.rate, default=base)
+    gain = best.rate / base.rate - 1
+    scatter = max(best.spread, base.spread) / 2
     if best is base or gain <= 0:
         return Recommendation(base, 0.0, "the base stays: nothing else that may be used was as fast")
     said = f"{100 * gain:.1f} % faster"
