@@ -11,7 +11,7 @@ from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsa
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison, OverheadFile
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 Verdict = Literal["pass", "fail", "projected", "not run", "not asked"]
 

@@ -132,7 +132,7 @@ def test_markdown_tables_keep_their_columns(copied: tuple[Path, Profile]) -> Non
 
 def test_front_matter_says_what_the_report_is_of(report: Report) -> None:
     text = fill("report.md.j2", report)
-    assert text.startswith('---\nschema_version: 4\nprofile: "phase10-1m"\n')
+    assert text.startswith('---\nschema_version: 5\nprofile: "phase10-1m"\n')
     assert 'criteria_met: 6\ncriteria: 7\noutcome: "failed"\n' in text
 
 
