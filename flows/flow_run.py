@@ -25,14 +25,12 @@ from prefect.states import Cancelled, Failed
 from flows.ending import ended_in_time
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
 from tasks.predict import fate_rows, stage
-from tasks.server import UNTOLD, ServerLostError, connection, device_slots, limit, without_server
+from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, beside, core_logs, emit, publish_table
-from virnuc_core.config import INPUTS, ClusterSpec, Devices, EngineSpec
-from virnuc_core.engine.devices import resolve
-from virnuc_core.engine.pool import Pool
+from virnuc_core.config import INPUTS
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import VirnucError, printable
-from virnuc_core.pipeline import stage_spec, workers_for
+from virnuc_core.pipeline import stage_spec
 from virnuc_core.reads.sources import hidden, sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
@@ -129,18 +127,6 @@ def stage_input(settings: RunSettings, label: str) -> StageSummary:
     """The flow's reads in the store of its directory. Errors: those of the stage task."""
     spec, store = stage_spec(settings, settings.models), RunDir(settings.out).store
     return stage(spec, store, label=label, force=settings.force).result()
-
-
-@contextmanager
-def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
-    """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
-    cluster = settings if isinstance(settings, ClusterSpec) and settings.cluster else None
-    devices, engine = Devices.parse(settings.devices), settings.engine(EngineSpec())
-    with (
-        device_slots(() if cluster else resolve(devices)),
-        workers_for(settings.models, devices, engine, keep=True, warm=warm, cluster=cluster, out=settings.out) as pool,
-    ):
-        yield pool
 
 
 def publish_prediction(run: RunDir, label: str, summary: RunSummary, staging: StageSummary) -> None:

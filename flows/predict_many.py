@@ -2,8 +2,9 @@
 
 import os
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import copy_context
 from functools import partial
 from pathlib import Path
@@ -14,16 +15,18 @@ from prefect.client.schemas.objects import State
 
 from flows import start
 from flows.flow_commands import InboxSettings
-from flows.flow_run import kept_workers, named, publish_prediction, stage_input, with_parameters
+from flows.flow_run import named, publish_prediction, stage_input, with_parameters
 from flows.parameters import ComputeSettings, PredictSettings, build
 from tasks.predict import embed
-from tasks.server import announce, without_server
+from tasks.server import announce, device_slots, without_server
 from tasks.step import done, emit, key, progress_artifact, publish_table
 from virnuc_core.config import Devices, EngineSpec, ReadingSpec, VerdictSpec
+from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import InputError, VirnucError, is_of_machine
 from virnuc_core.measure.inbox import Ledger, Row, RowFate
+from virnuc_core.pipeline import workers_for
 from virnuc_core.reads.samples import SampleRow, log, row_of, write_samples
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
@@ -35,6 +38,18 @@ UNDER_WAY: Final = 4  # samples at a time: one is computed while the next are st
 
 class SamplesError(VirnucError):
     """Samples failed; all others are done."""
+
+
+@contextmanager
+def kept_workers(settings: PredictSettings | InboxSettings, *, warm: bool) -> Iterator[Pool]:
+    """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
+    cluster = settings if isinstance(settings, PredictSettings) and settings.cluster else None
+    devices, engine = Devices.parse(settings.devices), settings.engine(EngineSpec())
+    with (
+        device_slots(() if cluster else resolve(devices)),
+        workers_for(settings.models, devices, engine, keep=True, warm=warm, cluster=cluster, out=settings.out) as pool,
+    ):
+        yield pool
 
 
 def predict_samples(settings: PredictSettings) -> State[RunSummary]:
