@@ -89,7 +89,8 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
                     fates.update(summary.fates)
                     told = "sample %s: %s of %s reads are viral (%d of %d samples done)"
                     log.info(told, name, f"{rows[name].viral:,}", f"{rows[name].reads:,}", number, len(runs))
-                write_samples(table, rows.values())
+                if not complete[name] or number == len(runs):
+                    write_samples(table, rows.values())
                 show(number / len(runs))
         finally:  # those that have not begun need not
             threads.shutdown(wait=False, cancel_futures=True)

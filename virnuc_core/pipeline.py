@@ -256,12 +256,13 @@ def prepare(
             problem = "has no readable run.json, and its plan is of another run; choose another directory or --force"
             raise RunMismatchError(f"{run.root} {problem}")
     shards.write_plan(run, plan)
-    write(run.record, record)
-    run.journal.unlink(missing_ok=True)  # the record has what it told
     done, damaged = shards.committed(run, plan)
     for line in damaged:
         log.warning("%s; it will be computed again", line)
     left = tuple(sorted(set(range(len(plan))) - set(done)))
+    if left or not (run.record.exists() and run.summary.exists()):  # to look at what is complete is no attempt
+        write(run.record, record)
+        run.journal.unlink(missing_ok=True)  # the record has what it told
     lost = int(shards.read_scores(run, done)[1].sum())
     job = Job(run, orfs, found, resolved, plan, left, tuple(damaged), lost, spec, 4 * (sum(widths.values()) + 2))
     if left and resolved.commit:  # refused now rather than at the last shard
