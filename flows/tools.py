@@ -200,22 +200,13 @@ def _embed_cuts(staged: StagedRun, examples: Examples, genomes: Path) -> RunDir 
 def overhead(settings: OverheadSettings) -> State[OverheadFile]:
     """Times what commits, the sampler and loading the models anew cost, over the first shards of a validation.
 
-    Its report is then made again. What was measured before, of the same all, is not measured again unless by `force`.
-    """
-    judged_by = validated(settings.out)
+    Its report is then made again. What was measured before, of the same all, is measured again by `force` only."""
+    out, judged_by = settings.out, validated(settings.out)
     devices = start.check(settings, judged_by.engine)
-    announce(settings.out.name, judged_by.name, devices.kind)
-    bench = Bench(RunDir(settings.out).store, settings.models, devices, judged_by.sample_s)
-    with run_lock(settings.out):
-        found = timed(
-            settings.out,
-            bench,
-            settings.engine(judged_by.engine),
-            label=settings.out.name,
-            force=settings.force,
-            switches=settings.switches,
-            pairs=settings.pairs,
-            shards_a_device=settings.shards,
-        )
-        write_report(settings.out, judged_by)
+    announce(out.name, judged_by.name, devices.kind)
+    bench = Bench(RunDir(out).store, settings.models, devices, judged_by.sample_s)
+    asked = settings.model_dump(include={"force", "switches", "pairs", "shards"})
+    with run_lock(out):
+        found = timed(out, bench, settings.engine(judged_by.engine), label=out.name, **asked)
+        write_report(out, judged_by)
     return done(found.result(), found.message or "")

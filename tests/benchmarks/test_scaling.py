@@ -64,7 +64,7 @@ class TestGPUScaling:
         made = job(SCALE)
         bench = Bench(made.store.path, made.spec.models, Devices.parse(devices(1)))
         found = benchmark.pedantic(
-            lambda: measure_overhead(tmp_path, bench, made.engine, switches=("models",), shards_a_device=4), rounds=1
+            lambda: measure_overhead(tmp_path, bench, made.engine, switches=("models",), shards=4), rounds=1
         )
         shares = [pair.overhead for pair in found.pairs if pair.overhead is not None]
         benchmark.extra_info["share_of_loading_anew"] = median(shares)

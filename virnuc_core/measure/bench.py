@@ -122,20 +122,20 @@ def measure_overhead(
     *,
     switches: Sequence[Switch] = ("commits",),
     pairs: int = MIN_PAIRS,
-    shards_a_device: int = SHARDS_A_DEVICE,
+    shards: int = SHARDS_A_DEVICE,
     force: bool = False,
     on_run: Callable[[float], None] = lambda share: None,
 ) -> OverheadFile:
-    """`out/checkpoint_overhead.json` of the pairs of runs, new or, unless `force`, of before over the same reads,
-    weights, settings and devices; their telemetry stays in `out/overhead/`. `on_run` hears the share of runs done.
-    Errors: those of `prepare` and of the pool; `VirnucError` when nothing was launched."""
+    """`out/checkpoint_overhead.json` of the pairs of runs over `shards` for each device, new or, unless `force`, of
+    before over the same reads, weights, settings and devices; their telemetry stays in `out/overhead/`. `on_run` hears
+    the share of runs done. Errors: those of `prepare` and of the pool; `VirnucError` when nothing was launched."""
     job, ids = bench.fingerprint(engine), tuple(device.id for device in resolve(bench.devices))
     before = None if force else read_usable(out / OVERHEAD, OverheadFile)
     if before is not None and (before.job, before.devices) == (job, ids):
         made = Counter(pair.of for pair in before.pairs)
         if all(made[switch] >= pairs for switch in switches):
             return before
-    found, shards = [], shards_a_device * len(ids)
+    found, shards = [], shards * len(ids)
     for number in range(1, pairs + 1):
         found += [_pair(out, bench, engine, switch, number, shards) for switch in switches]
         on_run(number / pairs)

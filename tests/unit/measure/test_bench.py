@@ -22,9 +22,7 @@ from virnuc_core.telemetry.reader import open_frame
 @pytest.mark.slow
 def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench, engine: EngineSpec) -> None:
     shares: list[float] = []
-    found = measure_overhead(
-        tmp_path, bench, engine, switches=SWITCHES, pairs=1, shards_a_device=2, on_run=shares.append
-    )
+    found = measure_overhead(tmp_path, bench, engine, switches=SWITCHES, pairs=1, shards=2, on_run=shares.append)
     assert [pair.of for pair in found.pairs] == list(SWITCHES)
     assert found.shards == 2
     assert shares == [1.0]
