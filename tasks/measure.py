@@ -1,7 +1,6 @@
 """The steps that measure, compare and judge runs; those that fit a head; and the reviewer's answer."""
 
 import tomllib
-from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
@@ -184,13 +183,8 @@ def publish(judged: Report, out: Path, label: str) -> None:
         publish_table(on_host(f"scaling-{name}"), rows_of(told_rows("scaling.view.j2", judged)), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, message("met", judged), folder / "report.md")
-    white = '<svg style="background:#fff" '  # the charts are in dark ink, and the UI may be dark
-    pictures = {
-        f"### {title}\n![{what}]": b64encode(svg.replace("<svg ", white, 1).encode()).decode()
-        for title, what, svg in all_charts(judged)
-        if title in SHOWN
-    }
-    text = "".join(f"{title}(data:image/svg+xml;base64,{picture})\n\n" for title, picture in pictures.items())
+    charts = [chart for chart in all_charts(judged) if chart[0] in SHOWN]
+    text = templates().get_template("charts.md.j2").render(charts=charts)
     publish_markdown(on_host(f"charts-{name}"), text, f"Charts of {label}", folder / "report.html")
     if (kept := RunDir(out).root / REGRESSION).is_file():
         compared = read(kept, RegressionFile)
