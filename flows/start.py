@@ -268,6 +268,7 @@ def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = No
         local = tuple(name for name in settings.named if not is_remote(name))
         if local:
             rows = readable(local, settings.on_error, head.model_length, alone=len(local) == len(settings.named))
+            rows *= not settings.read_group  # nothing tells how many of them are of it
         if local and isinstance(settings, PredictSettings) and settings.written:
             from virnuc_core.reads.subsets import readable_twice  # few runs need it
 

@@ -360,11 +360,12 @@ def _write_results(
     results = write_results(run, job.store, scores, failed, threshold=spec.threshold, uncertain=job.uncertain)
     shards.write_virtual_embeddings(run)
     if spec.written:
+        from virnuc_core.reads.fast_parser import ParseLog
         from virnuc_core.reads.subsets import write_reads  # few runs need it
 
         inputs = Inputs(staging.files, (), staging.pairs)
-        read_group, on_error = staging.read_group, staging.on_error
-        write_reads(run, job.store, inputs, spec.written, on_error=on_error, read_group=read_group)
+        log_of_reading = ParseLog(staging.on_error, read_group=staging.read_group)
+        write_reads(run, job.store, inputs, spec.written, log_of_reading)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core.errors import ConfigError, InputError
-from virnuc_core.reads.fast_parser import OnError, ParseLog
+from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.pairs import pair_batches
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import STDIN, Inputs, can_be_read_twice, find_inputs, reads_file
@@ -119,22 +119,16 @@ def readable_twice(reads: Sequence[str]) -> None:
 
 
 def write_reads(
-    run: RunDir,
-    store: OrfStore,
-    inputs: Inputs,
-    verdicts: Sequence[str] = ("viral",),
-    *,
-    on_error: OnError = "stop",
-    read_group: str = "",
+    run: RunDir, store: OrfStore, inputs: Inputs, verdicts: Sequence[str] = ("viral",), log: ParseLog | None = None
 ) -> int:
     """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
     input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none
     is viral; the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in
-    step, reads without a mate to `viral_orphans`. `inputs` and the rest are those the store was made from.
+    step, reads without a mate to `viral_orphans`. `inputs` are those of the store, and a new `log` says how.
     Errors: `InputError` when the input is not what was staged, or came through a pipe."""
     readable_twice(inputs.files)
     kinds, goes_to = _kinds(run, store, verdicts)
-    read, log = 0, ParseLog(on_error, read_group=read_group)
+    read, log = 0, log or ParseLog()
     with ExitStack() as stack:
         out: dict[str, BinaryIO] = {}
         begun = False  # a wanted read of which parts are still to come
