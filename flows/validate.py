@@ -49,10 +49,8 @@ from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
 if TYPE_CHECKING:
     from virnuc_core.engine.cluster import Cluster
 
-NOT_HERE: Final = (
-    "this machine has no device as the nodes have, so what is measured on one machine only was not run:"
-    " baseline, fp32 sample, ceilings, the cost of commits"
-)
+ALONE: Final = "baseline, fp32 sample, ceilings and the cost of commits"  # which one machine measures
+NOT_HERE: Final = f"this machine has no device as the nodes have: {ALONE} were not run"
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
 POLL_S: Final = 5
 logger = logging.getLogger(__name__)

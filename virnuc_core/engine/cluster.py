@@ -127,7 +127,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         (self._models, self._wanted_devices, self._engine), self.spec = given, spec
         self._local, self._silence_s = str(spec.cluster).startswith("local:"), min(SILENT_S, self._engine.silence_s)
         self._place = next(folder.resolve() for folder in (out, *out.absolute().parents) if folder.is_dir())
-        self._nodes: dict[str, RemoteNode] = {}
+        self._nodes, self._mute = dict[str, RemoteNode](), set[str]()  # nobody waits for those that did not answer
         self._kind, self._alike = "", ("", "")  # of devices; name and torch of the first, that others must be like
         self.waiting_shards, self._began_s, self.samples = 0, time.monotonic(), dict[str, DeviceSample]()
         self.error: VirnucError | None = None
@@ -210,13 +210,14 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def _settle(self, fewest: int) -> None:
         """Begin once enough nodes are there and all of them are known to be of use."""
-        nodes, waited_s = list(self._nodes.values()), time.monotonic() - self._began_s
+        nodes = [node for node in self._nodes.values() if node.address not in self._mute]
+        waited_s = time.monotonic() - self._began_s
         for node in nodes:
             if node.problem is not None:
                 raise node.problem
         wait_s = min(self.spec.node_wait_s, ANSWER_S if self._local else math.inf)
         if self._kind:
-            if nodes and all(node.heard_s < math.inf for node in nodes):
+            if self.used and all(node.heard_s < math.inf for node in nodes):
                 self._ready.set()
         elif waited_s > wait_s and not nodes:
             raise self.problem(f"no node has come in {wait_s:.0f} s; start Dask workers, or use --node-wait-s")
@@ -255,10 +256,12 @@ class Cluster(AbstractContextManager["Cluster"]):
         except Exception as found:  # noqa: BLE001 - whatever Dask raises of a node
             error = found.exceptions[0] if isinstance(found, ExceptionGroup) else found
             passing = isinstance(error, OSError) if node.devices else not isinstance(error, VirnucError | ImportError)
-            if self._ready.is_set() and passing:
-                log.info("%s: %r; it is tried again while it is there", node, error)
+            if isinstance(error, TimeoutError):
+                self._mute.add(node.address)
+            if passing and (self._ready.is_set() or node.address in self._mute):
+                log.warning("%s: %r; it is tried again while it is there", node, error)
                 return
-            said = "does not answer" if isinstance(error, TimeoutError) else str(error) or repr(error)
+            said = str(error) or repr(error)
             mend = "mend it, or take it out of the cluster"
             way_out = f"install virnuc {virnuc_core.__version__} there" if isinstance(error, ImportError) else mend
             node.problem = DeviceError(f"{node}: {said}; {way_out}")

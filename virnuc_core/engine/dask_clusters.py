@@ -41,7 +41,7 @@ async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[
     name, fewest, most = spec.cluster or "", *([int(n) for n in spec.nodes.split(":")] * 2)[:2]
     async with AsyncExitStack() as held:
         where: dict[str, Any] = {"address": name}
-        ask: Callable[[int], object] = int
+        ask: Callable[[int], object] = int  # nothing is done with it, but by a batch system
         if name.startswith("local:"):
             fewest = int(name.partition(":")[2])
             where = {"scheduler_file": str(await held.enter_async_context(_local(fewest)))}
@@ -52,10 +52,8 @@ async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[
         try:
             client = await held.enter_async_context(Client(**where, **told))
         except (OSError, TimeoutError, TypeError, ValueError) as error:
-            problem = (
-                f"no Dask scheduler answers there ({type(error).__name__}: {error}); start one, or mend the address"
-            )
-            raise DeviceError(f"cluster {name}: {problem}") from error
+            problem = f"no Dask scheduler answers there ({type(error).__name__}: {error})"
+            raise DeviceError(f"cluster {name}: {problem}; start one, or mend the address") from error
         held.enter_context(client.as_current())  # by which actors find it
         yield client, fewest, ask
 
