@@ -32,7 +32,7 @@ from virnuc_core.encoders.kept_heads import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, validated
 from virnuc_core.measure.evaluation import Examples
-from virnuc_core.measure.trace import TraceTable, said
+from virnuc_core.measure.trace import TraceTable
 from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
 from virnuc_core.measure.tune import Candidate, Recommendation, Sweep, candidates, recommend, rounds
 from virnuc_core.profiles import load_profile
@@ -41,7 +41,7 @@ from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.build import write_report
 from virnuc_core.report.files import run_names
 from virnuc_core.report.model import Report
-from virnuc_core.report.render import templates, told_rows
+from virnuc_core.report.render import message, templates, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import RunRecord, now, versions, write
 from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable
@@ -156,9 +156,9 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         text = templates().get_template("profile.md.j2").render(traces=found, **tables)
         path = Path(spec.folder, "profile.md")
         write_text_whole(path, text)
-        publish_markdown(on_host(f"profile-{label}-{devices}"), text, said(found), path)
+        publish_markdown(on_host(f"profile-{label}-{devices}"), text, message("traced", found), path)
     kept = sum(table.trace_bytes for table in found if table.trace is not None)
-    return done(found, f"{said(found)}, {kept / MEBIBYTE:.1f} MiB of traces in {spec.folder}")
+    return done(found, f"{message('traced', found)}, {kept / MEBIBYTE:.1f} MiB of traces in {spec.folder}")
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))

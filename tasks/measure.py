@@ -31,7 +31,7 @@ from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision
 from virnuc_core.measure.evaluation import Examples, choose
-from virnuc_core.measure.trace import TraceTable, said
+from virnuc_core.measure.trace import TraceTable
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.training import TrainFile, train_head
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
@@ -61,7 +61,7 @@ def trace(
     """Traces and their tables in `spec.folder`. Some of the run's shards are computed again for it and thrown away."""
     with device_slots(resolve(bench.devices)), run_lock(run.root):
         found = record(bench, engine, spec)
-    return done(found, said(found))
+    return done(found, message("traced", found))
 
 
 @step("split", "split {label}")

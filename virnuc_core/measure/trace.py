@@ -4,7 +4,7 @@ They are recorded by the engine's own workers: `work` is what such a worker runs
 that its times are for shares and for finding things, never for rates."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -56,13 +56,6 @@ class TraceTable(RunFile):
     operations: tuple[Operation, ...]  # kernels, then what the host did; most time first
     trace: str | None  # file name; None when it would have been too large
     trace_bytes: int
-
-
-def said(tables: Sequence[TraceTable]) -> str:
-    """What was recorded, in words."""
-    batches, shards = (sum(getattr(table, name) for table in tables) for name in ("batches", "shards"))
-    on = f"{shards:,} shard{'s' * (shards != 1)} on {len(tables)} device{'s' * (len(tables) != 1)}"
-    return f"{batches} batches of {on} recorded"
 
 
 def trace(bench: Bench, engine: EngineSpec, spec: TraceSpec) -> tuple[TraceTable, ...]:

@@ -97,11 +97,6 @@ def number(
     return Number((f"{value:,.{digits}f}" if target is None else near(value, digits, target)) + unit)
 
 
-def percent(share: float | None, digits: int = 1) -> Number | None:
-    """A share of one, in percent."""
-    return number(share, digits, " %", 100)
-
-
 def near(value: float, decimals: int, target: Target | None) -> str:
     """`value` rounded to `decimals`, or to as many more as keep it on its side of the target.
 
@@ -165,11 +160,6 @@ def skipped(report: Report) -> dict[int, str]:
     return why | {count: f"there were {here} devices" for count in bands if count > here > 0}
 
 
-def share_of(target: Target | None, devices: int) -> Target | None:
-    """The target of a speed-up as efficiency: percent of the devices."""
-    return None if target is None else Target(op=target.op, value=100.0 * target.value / devices)
-
-
 def markdown_cell(value: object) -> str:
     """A value that cannot break a Markdown table or become markup."""
     text = cell(value).replace("\\", "\\\\").replace("|", "\\|").replace("`", "'")
@@ -191,7 +181,7 @@ def templates() -> Environment:
     found.filters |= {
         "cell": cell,
         "number": number,
-        "percent": percent,
+        "percent": lambda share, digits=1: number(share, digits, " %", 100),
         "figure": Number,
         "one_line": lambda text: " ".join(cell(text).split()),
         "clock": lambda seconds: None if seconds is None else clock_text(seconds),
@@ -199,7 +189,7 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, all_warnings, skipped, share_of, figures, Mark)
+    texts = (shown, target_text, all_warnings, skipped, figures, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
     found.globals["baseline_titles"] = BASELINE_TITLES
