@@ -86,7 +86,7 @@ def build_report(out: Path, profile: Profile) -> Report:
         approval=approval_state(raw, judged),
         warnings=(),
         notes=(),
-        evidence=(),
+        evidence={},
     )
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     judgement = _verdicts(report, unlike)
@@ -219,8 +219,8 @@ def rerender(out: Path) -> Report:
     report, raw, path = read_report(RunDir(out).report / REPORT_JSON), RawFolder(out), RunDir(out).report / APPROVAL
     if path.is_file():
         answer, name = approval_state(raw, report.run), raw.use(path)
-        files = {file.path: file for file in (*report.evidence, *(f for f in raw.evidence() if f.path == name))}
-        report = report.model_copy(update={"approval": answer, "evidence": tuple(files[at] for at in sorted(files))})
+        files = sorted((report.evidence | {name: raw.evidence()[name]}).items())
+        report = report.model_copy(update={"approval": answer, "evidence": dict(files)})
     _write(out, render(report))
     return report
 

@@ -11,9 +11,8 @@ from typing import Final, TypeVar
 import h5py
 
 from virnuc_core.errors import ShardError, VirnucError
-from virnuc_core.report.model import RawFile
 from virnuc_core.rundir import RunDir
-from virnuc_core.runfiles import File, read, sha256_of
+from virnuc_core.runfiles import File, FileDigest, digest, read
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.validation import BitwiseEquality
@@ -69,10 +68,9 @@ class RawFolder:
         """A sentence on each thing that could not be read."""
         return tuple(f"{name}: {said}" for name, said in self.problems.items())
 
-    def evidence(self) -> tuple[RawFile, ...]:
+    def evidence(self) -> dict[str, FileDigest]:
         """Size and digest of every file that was read, by name."""
-        used = sorted(self.used.items())
-        return tuple(RawFile(path=name, bytes=path.stat().st_size, sha256=sha256_of(path)) for name, path in used)
+        return {name: found for name, path in sorted(self.used.items()) if (found := digest(path)) is not None}
 
 
 def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:

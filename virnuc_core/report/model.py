@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, Self
 
 from virnuc_core.profiles import Profile, Target
-from virnuc_core.runfiles import Device, RunCounts, RunFile, RunRecord
+from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
 from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison, OverheadFile
@@ -246,14 +246,6 @@ class Charts(Record):
     throughput: Line | None = None
 
 
-class RawFile(Record):
-    """A file the report was made from."""
-
-    path: str
-    bytes: int
-    sha256: str
-
-
 class Report(Record):
     """Everything the report says; every form of it is rendered from this alone."""
 
@@ -278,7 +270,7 @@ class Report(Record):
     approval: ApprovalState | None  # None: none was asked for
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
-    evidence: tuple[RawFile, ...]
+    evidence: dict[str, FileDigest]  # the files it was made from, by name
 
     @property
     def many(self) -> RunMetrics | None:

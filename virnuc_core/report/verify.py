@@ -102,7 +102,7 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
     fresh = build_report(out, report.profile)
     if fresh.approval and fresh.approval.reviewer and not (report.approval and report.approval.reviewer):
         found.remarks.append("a reviewer has answered since this report was made; virnuc report DIR shows the answer")
-        evidence = tuple(file for file in fresh.evidence if Path(file.path).name != APPROVAL)
+        evidence = {name: file for name, file in fresh.evidence.items() if Path(name).name != APPROVAL}
         fresh = fresh.model_copy(update={"approval": report.approval, "evidence": evidence})  # changes no number
     found.same("", report, fresh)
     for form, content in render(fresh).items():
