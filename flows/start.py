@@ -303,7 +303,7 @@ def readable(
             for batch in islice(parse((name,), log, block_bytes=LOOKED_AT_BYTES), LOOKED_AT):
                 chunks, found = chunk(batch.bases.lengths, model_length), found + len(batch)
                 begin = batch.bases.offsets[chunks.read]
-                rows += len(translate(batch.bases.data, begin + chunks.start, begin + chunks.end))
+                rows += len(translate(batch.bases.data, begin + chunks.start, begin + chunks.end).chunk)
                 bases += len(batch.bases.data)
             least += Path(name).stat().st_size * rows // (BASES_IN_FILE * bases)
             empty += [name] * (not found and not log.skipped_by_file)

@@ -100,9 +100,6 @@ class Orfs:
     dna: NDArray[np.object_]  # [n] bytes, upper case
     dna_lengths: NDArray[np.int32]  # [n]
 
-    def __len__(self) -> int:
-        return len(self.chunk)
-
 
 @cache
 def _tables() -> tuple[bytes, bytes, bytes]:

@@ -12,12 +12,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 import psutil
@@ -39,7 +39,7 @@ I = TypeVar("I")  # noqa: E741  # an item
 O = TypeVar("O")  # noqa: E741  # what comes of it
 
 
-class Workers:
+class Workers(AbstractContextManager["Workers"]):
     """`count` workers, for a `with` statement: this process, and a pool of the others, who end when it does, however it
     ends. Until one takes an item up that lies in a file of `folder`, or of the system's for such."""
 
@@ -144,9 +144,6 @@ class Workers:
         self._leave(GRACE_S)  # all members have ended: then their exit codes are known
         ended = {member.exitcode for member in self._members} - {None, 0, -signal.SIGTERM}  # the pool ends the others
         return WorkerError(f"a staging worker process ended (exit code {', '.join(map(str, ended)) or 'unknown'})")
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._leave(GRACE_S if kind is None else 0)  # after an error nobody waits for what they are at

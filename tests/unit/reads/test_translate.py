@@ -23,7 +23,7 @@ def found(sequences: list[str]) -> Found:
     proteins, dna = orfs.proteins.tobytes().decode(), b"".join(orfs.dna).decode()
     rows: Found = []
     p = d = 0
-    for i in range(len(orfs)):
+    for i in range(len(orfs.chunk)):
         p_end, d_end = p + int(orfs.protein_lengths[i]), d + int(orfs.dna_lengths[i])
         rows.append((int(orfs.chunk[i]), FRAMES[orfs.frame[i]], dna[d:d_end], proteins[p:p_end]))
         p, d = p_end, d_end
