@@ -177,10 +177,10 @@ def _make(
             seconds[part] += part_s / spec.workers  # side by side with those of others
     seconds["chunk_s"] += log.cut_s + log.parse_s / spec.workers
     if log.reads == 0 and (spec.read_group or not all(can_be_read_twice(name) for name in inputs.files)):
-        of_group = f" of {spec.read_group}" * bool(spec.read_group)
-        raise InputError(
-            f"no read{of_group} came in from {', '.join(inputs.files)}", hint="did what writes to it fail?"
-        )
+        of, hint = "", "did what writes to it fail?"
+        if spec.read_group:
+            of, hint = f" of read group {spec.read_group}", "samtools view -H names those that there are"
+        raise InputError(f"no read{of} came in from {', '.join(inputs.files)}", hint=hint)
     _accept(spec, inputs, out, fingerprint.hexdigest(), expected)
     for name, first in log.first_broken.items():
         if not log.reads_by_file[name]:

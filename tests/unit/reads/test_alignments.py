@@ -123,7 +123,7 @@ def test_each_read_is_of_the_sample_of_its_read_group(tmp_path: Path, form: str)
     assert {sample: (spec.reads, spec.read_group) for sample, spec in found.items()} == {
         sample: (files, sample) for sample, files in samples.items()
     }
-    with pytest.raises(InputError, match=r"no read of idle came in from .*run"):
+    with pytest.raises(InputError, match=r"no read of read group idle came in from .*run"):
         sample_ids(path, found.pop("idle"), "idle")
     ids = {sample: sample_ids(path, spec, sample) for sample, spec in found.items()}
     wanted: dict[str, list[str]] = {"lung": [], "gut": [], "run": [], "lane2": ["x1", "x2"]}
@@ -169,7 +169,7 @@ def test_read_groups_that_cannot_be_samples_are_told_of(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"b\.bam: read groups of 'x/y': not the name of a directory"):
         told(written(tmp_path / "b.bam", SINGLE, groups=({"ID": "1", "SM": "x/y"},)))
     path = written(tmp_path / "c.bam", SINGLE, groups=GROUPS)
-    with pytest.raises(InputError, match=r"no read of liver came in from .*c\.bam"):
+    with pytest.raises(InputError, match=r"no read of read group liver came in from .*c\.bam"):
         staged(path, read_group="liver", on_error="skip")
     path.write_bytes(path.read_bytes()[:60])
     with pytest.raises(InputError, match=r"c\.bam: the BAM data is damaged"):
