@@ -162,15 +162,12 @@ def _accounting(
     remarks = table["flags"][table["flags"] != ""].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True)
     flags = dict.fromkeys(FLAGS, 0) | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
     said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
-    staging = (record and record.staging) or validation.StagingTally()
     return Accounting(
         reads=len(table),
         fates=fates,
         flags=flags,
         adds_up=len(table) == run.n_reads and said == counted,
-        skipped_records=staging.skipped,
-        ignored_files=None if staging.ignored_files is None else len(staging.ignored_files),
-        input_warnings=staging.warnings,
+        staging=(record and record.staging) or validation.StagingTally(),
     )
 
 

@@ -9,7 +9,7 @@ from virnuc_core.profiles import Profile, Target
 from virnuc_core.runfiles import Device, FileDigest, RunCounts, RunFile, RunRecord
 from virnuc_core.telemetry.statistics import BatchMetrics, DeviceBusy, DeviceUsage, HostUsage
 from virnuc_core.telemetry.tables import Encoder
-from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison, OverheadFile
+from virnuc_core.validation import ApprovalRecord, BaselineSubset, Comparison, OverheadFile, StagingTally
 
 SCHEMA_VERSION = 5
 
@@ -109,9 +109,7 @@ class Accounting(Record):
     fates: dict[str, int]
     flags: dict[str, int]  # remarks on reads; a read may bear several
     adds_up: bool  # fates of the table = its reads = the reads that came in = what the run says
-    skipped_records: int | None  # broken records left out of the input; None when nothing tells
-    ignored_files: int | None
-    input_warnings: tuple[str, ...] = ()  # what staging said of the input, file by file
+    staging: StagingTally  # what was met in the input before that
 
 
 class ApprovalState(ApprovalRecord):

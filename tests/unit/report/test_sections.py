@@ -222,8 +222,8 @@ def test_fates_and_remarks_are_counted_in_reads_tsv(copied: tuple[Path, Profile]
     assert found.flags == {"short_for_model": 1, "ambiguous": 1, "duplicate_of": 1}
     assert found.adds_up
     assert sum(found.fates.values()) == found.reads == 300
-    assert found.skipped_records == 1
-    assert found.ignored_files is None
+    assert found.staging.skipped == 1
+    assert found.staging.ignored_files is None
     assert [w for w in report.warnings if "skipped.tsv" in w or "the id of an earlier read" in w] == list(
         report.warnings
     )
@@ -239,7 +239,7 @@ def test_counts_of_staging_are_taken_from_the_record(copied: tuple[Path, Profile
     edit_json(out / "run.json", lambda body: body.update(staging=staging))
     report = build_report(out, profile)
     assert report.accounting is not None
-    assert (report.accounting.skipped_records, report.accounting.ignored_files) == (7, 2)
+    assert (report.accounting.staging.skipped, report.accounting.staging.ignored_files) == (7, ("a", "b"))
     assert report.warnings == ("Input: x.fa: 7 broken records left out.",)
 
 
