@@ -141,10 +141,12 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
 
 
 def _provenance(whole: validation.ValidationRecord | None, run: RunRecord | None) -> RunRecord:
-    """The validation's own record; the run's where that says nothing."""
+    """The validation's own record, the run's where that says nothing; of its settings the sample's name alone, for
+    addresses among them may be signed, and a report is passed on."""
     own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (whole, run))
     parts = {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
-    return RunRecord.model_validate(other | own | parts)
+    parts["spec"] = {"sample": str((own.get("spec") or other.get("spec", {})).get("sample", ""))}
+    return RunRecord.model_validate(other | own | parts | {"attempts": ()})
 
 
 def _accounting(

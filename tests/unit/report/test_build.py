@@ -77,3 +77,12 @@ def test_a_part_that_does_not_tell_what_it_was_made_from_is_no_evidence(copied: 
 
 def test_like_parts_give_no_warning(judged: Report) -> None:
     assert not any("Not compared" in line for line in judged.warnings)
+
+
+def test_of_the_settings_only_the_name_of_the_sample_is_passed_on(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    signed = {"sample": "night 7", "reads": ["https://example.org/r.fa?signature=secret"]}
+    edit_json(out / "run.json", lambda body: body.update(spec=signed))
+    report = build_report(out, profile)
+    assert report.provenance.spec == {"sample": "night 7"}
+    assert "secret" not in report.model_dump_json()
