@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from virnuc_core.errors import VirnucError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.workers import Workers
 from virnuc_core.report import verify_runs
@@ -61,8 +62,10 @@ def verify_report(
 def _verified(out: Path, check: Callable[..., None]) -> Verification:
     """What one part of the verification finds."""
     found, raw = Verification(), RawFolder(out)
-    with found.noting():
+    try:
         check(found, raw)
+    except VirnucError as error:
+        found.wrong(str(error))
     for line in raw.remarks():
         found.wrong(line)
     return found
@@ -140,7 +143,9 @@ def _comparison(found: Verification, raw: RawFolder, said: Comparison) -> None:
     """Two results, held against each other again."""
     where = f"{COMPARISON}: {said.a} and {said.b}"
     subset, bits, embeddings = said.subset_reads is not None, said.bitwise is not None, said.a == EXACT
-    with found.noting(f"{where} cannot be compared again: "):
-        a, b = raw.root / said.a, raw.root / said.b
+    a, b = raw.root / said.a, raw.root / said.b
+    try:
         again = compare(a, b, tolerance=said.tolerance, subset_of_a=subset, bits=bits, embeddings=embeddings)
         found.same(where, said, again)
+    except VirnucError as error:
+        found.wrong(f"{where} cannot be compared again: {error}")

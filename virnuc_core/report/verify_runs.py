@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from virnuc_core.config import THRESHOLD
 from virnuc_core.engine.shards import read_plan, read_scores
-from virnuc_core.errors import InputError, StorageError, VirnucError
+from virnuc_core.errors import InputError, StorageError
 from virnuc_core.reads.parse import BLOCK_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import COLUMNS, OrfStore
@@ -94,14 +94,6 @@ class Verification:
         self.differences.append(what)
 
     @contextmanager
-    def noting(self, where: str = "") -> Iterator[None]:
-        """Note what the body could not read."""
-        try:
-            yield
-        except VirnucError as error:
-            self.wrong(f"{where}{error}")
-
-    @contextmanager
     def scratch(self, otherwise: str) -> Iterator[Path]:
         """A folder for what is made again; a remark when it cannot hold that, which proves nothing."""
         try:
@@ -126,9 +118,9 @@ def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
         found.remarks.append(f"{name}: its result files were not made again: its shards or orfs.h5 are not there")
         return
     store, plan = OrfStore.open(RunDir(raw.root).store), read_plan(run)
-    found.as_told(where, summary, {"shards": len(plan), "n_uniques": plan.bounds[-1]})
     scores, failed = read_scores(run)
-    found.as_told(where, summary, {"rows_set_aside": int(failed.sum())})
+    counted = {"shards": len(plan), "n_uniques": plan.bounds[-1], "rows_set_aside": int(failed.sum())}
+    found.as_told(where, summary, counted)
     threshold = THRESHOLD if summary.threshold is None else summary.threshold
     with found.scratch(f"{name}: its result files were not made again") as folder:
         made = write_results(RunDir(folder), store, scores, failed, threshold=threshold, uncertain=summary.uncertain)
