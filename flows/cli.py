@@ -7,6 +7,7 @@ or a reviewer said no, 6 done but rows had to be set aside, 7 a validation could
 import gc
 import logging
 import os
+import signal
 import sys
 import tomllib
 import traceback
@@ -24,6 +25,7 @@ from virnuc_core.errors import ConfigError, VirnucError, printable
 from virnuc_core.rundir import collect_seldom
 
 INTERRUPTED: Final = 130
+STAYS: Final = "interrupted; what was committed stays, the same command goes on from there"
 FAILURE: Final = 1
 BAD_SETTINGS: Final = ConfigError.exit_code
 # a lone dash is standard input to us and an option to cyclopts; until it is parsed it goes by a name no file can have
@@ -72,7 +74,7 @@ def _outcome(words: list[str]) -> int:
         code = _run([word for word in words if word != "--debug"], debug)
         sys.stdout.flush()
     except KeyboardInterrupt:
-        return _complain("interrupted; what was committed stays, the same command goes on from there", INTERRUPTED)
+        return _complain(STAYS, INTERRUPTED)
     except BrokenPipeError:
         sys.stderr.close()  # the reader of our output is gone; there is nobody to tell
         return FAILURE
@@ -84,6 +86,8 @@ def _outcome(words: list[str]) -> int:
         if isinstance(error, OSError):
             reason = error.strerror or str(error)
             return _complain(f"{error.filename}: {reason}" if error.filename else reason, FAILURE)
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:  # told to end: an import that was cut short fails so
+            return _complain(STAYS, INTERRUPTED)
         return _complain(f"unexpected {type(error).__name__}: {error}; --debug shows where", FAILURE)
     return code
 

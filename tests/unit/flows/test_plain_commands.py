@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from flows import cli
 from flows.cli import main
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.checkpoint import fingerprint
@@ -53,3 +58,28 @@ def test_compare_takes_v1s_words_and_shows_what_the_report_shows(
     assert shown["Agreement"] == "50.000 %"
     assert (shown["Of viral"], shown["Of non-viral"], shown["Of near threshold"]) == ("1 of 1", "0 of 1", "0 of 1")
     assert main(["compare", str(vanilla), str(vanilla)]) == 0
+
+
+@pytest.fixture
+def hears_signals() -> Iterator[None]:
+    """Puts back what an interrupted command leaves: a process that ignores further ones."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("hears_signals")
+def test_an_error_after_the_word_to_end_is_that_ending(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def cut_short(*_: object) -> int:
+        with suppress(KeyboardInterrupt):  # as a library does that guards an import of its own
+            os.kill(os.getpid(), signal.SIGTERM)
+        raise AttributeError("module 'numpy' has no attribute 'matrix'")
+
+    monkeypatch.setattr(cli, "_run", cut_short)
+    assert main(["devices"]) == 130
+    said = capsys.readouterr().err
+    assert "interrupted" in said
+    assert "numpy" not in said
