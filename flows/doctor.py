@@ -29,8 +29,8 @@ from flows.start import nearest, prepare_prefect
 from virnuc_core.config import Devices, EngineSpec
 from virnuc_core.encoders.checkpoint import check_models, load_all
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.models_directory import Check, Verdict, embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
-from virnuc_core.encoders.verify import Check, Verdict, embed
 from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, visible_gpus
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError

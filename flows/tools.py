@@ -28,7 +28,7 @@ from tasks.server import announce
 from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
 from virnuc_core.config import Devices, EngineSpec, TraceOptions, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
-from virnuc_core.encoders.kept_heads import install_head
+from virnuc_core.encoders.models_directory import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, validated
 from virnuc_core.measure.evaluation import Examples

@@ -7,6 +7,7 @@ import logging
 import math
 import re
 import threading
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -51,8 +52,7 @@ INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
 
-    Raises `WeightsError` when they are missing or do not fit each other, the tokenizer or the other parts.
-    """
+    Raises `WeightsError` when they are missing or do not fit each other, the tokenizer or the other parts."""
     shape = read_shape(_config(models, kind.part()), kind)
     if isinstance(shape, HeadShape):
         check_widths(models, shape)
@@ -107,8 +107,7 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
 def check_models(models: Path, new_length: int | None = None) -> HeadShape:
     """The head's sizes of a models directory in which all is right that is told without an encoder's weights.
 
-    With `new_length`, a head of that model length is yet to be made.
-    """
+    With `new_length`, a head of that model length is yet to be made."""
     protein, dna = shape_of(models, Esm2Shape).width, shape_of(models, DnabertShape).width
     if new_length is not None:
         return HeadShape(model_length=new_length, dna_width=dna, protein_width=protein)
@@ -140,8 +139,7 @@ def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = Fal
     """SHA-256 of each part's files, by the part's name, and of the calibration for int8; equal ones mean equal scores.
     `anew`: computed also for large files of which it is remembered.
 
-    Errors: `WeightsError` also for int8 without a calibration, or with that of other weights.
-    """
+    Errors: `WeightsError` also for int8 without a calibration, or with that of other weights."""
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
@@ -221,8 +219,7 @@ def load_all(
     """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
 
     Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
-    once more after both if there was no memory for that beside the other.
-    """
+    once more after both if there was no memory for that beside the other."""
     late: list[Encoder] = []
 
     def load(network: type[E]) -> E:
@@ -261,24 +258,8 @@ def open_safetensors(files: list[Path]) -> Checkpoint:
 
 
 # Names of the public layouts (ESM-2 as fair-esm saved it and as ported to transformers, DNABERT-S), prefixes taken off
-_PREFIXES: Final = re.compile(r"^(?:esm\.|bert\.|encoder\.|sentence_encoder\.)+")
-_UNUSED: Final = re.compile(  # what predicts tokens or contacts, or pools the first token
-    r"(?:lm_head|contact_head|cls|pooler)\..*|embeddings\.position_(?:ids|embeddings\.weight)|bn1\.num_batches_tracked"
-)
-_TASK_HEAD: Final = re.compile(r"(?:classifier|score|qa_outputs)\..*")  # what transformers puts on top for a task
-_IN_LAYER: Final = {
-    **{"attention.self.query": "q", "attention.self.key": "k", "attention.self.value": "v"},
-    **{"self_attn.q_proj": "q", "self_attn.k_proj": "k", "self_attn.v_proj": "v", "attention.self.Wqkv": "qkv"},
-    **{"attention.output.dense": "out", "self_attn.out_proj": "out"},
-    **{"attention.LayerNorm": "attn_norm", "attention.output.LayerNorm": "attn_norm"},
-    **{"self_attn_layer_norm": "attn_norm", "final_layer_norm": "ffn_norm", "LayerNorm": "ffn_norm"},
-    **{"mlp.layernorm": "ffn_norm", "mlp.gated_layers": "gated", "mlp.wo": "wo"},
-    **{"intermediate.dense": "fc1", "output.dense": "fc2", "fc1": "fc1", "fc2": "fc2"},
-}
-_OUTSIDE: Final = {
-    **{"embeddings.word_embeddings": "embed", "embed_tokens": "embed", "emb_layer_norm_after": "final_norm"},
-    **{"embeddings.token_type_embeddings": "token_type", "embeddings.LayerNorm": "embed_norm"},
-}
+_NAMES: Final = tomllib.loads(Path(__file__).with_name("tensor_names.toml").read_text(encoding="utf-8"))
+_PREFIXES, _UNUSED, _TASK_HEAD = (re.compile(_NAMES[key]) for key in ("prefixes", "unused", "task_head"))
 
 
 def our_name(theirs: str) -> str:
@@ -288,10 +269,10 @@ def our_name(theirs: str) -> str:
         return "inv_freq"  # each layer has the same
     stem, _, end = bare.rpartition(".")
     layer = re.fullmatch(r"layers?\.(\d+)\.(.+)", stem)
-    if layer and layer[2] in _IN_LAYER:
-        return f"layers.{layer[1]}.{_IN_LAYER[layer[2]]}.{end}"
-    if stem in _OUTSIDE:
-        return f"{_OUTSIDE[stem]}.{end}"
+    if layer and (name := _NAMES["in_layer"].get(layer[2])):
+        return f"layers.{layer[1]}.{name}.{end}"
+    if name := _NAMES["outside"].get(stem):
+        return f"{name}.{end}"
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
@@ -300,20 +281,19 @@ def fit(source: Checkpoint, shape: Shape, drop_extra: bool = False) -> Read:
 
     Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
     with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
-    unexpected or misshapen; no weights are read for that.
-    """
+    unexpected or misshapen; no weights are read for that."""
     wanted, given = shape.tensors(), dict(source.tensors)
     if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
         given["inv_freq"] = inv_freq(shape.head_dim)
-    ours = {theirs: theirs if theirs in wanted else our_name(theirs) for theirs in given}
-    theirs_of = {name: theirs for theirs, name in reversed(ours.items())}  # the first of several
+    theirs_of: dict[str, str] = {}  # the first of several
+    for theirs in given:
+        theirs_of.setdefault(theirs if theirs in wanted else our_name(theirs), theirs)
     in_three = {name for name in wanted if ".qkv." in name and name not in theirs_of}
     parts = {name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name] for name in wanted}
-    used = {"", *chain.from_iterable(parts.values())}
     missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
-    unexpected = [theirs for theirs, name in ours.items() if name not in used]
-    dropped = [name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)]
-    lists = (("no", missing), ("unexpected", sorted({*unexpected} - {*dropped})))
+    unexpected = {theirs_of[name] for name in theirs_of.keys() - {"", *chain.from_iterable(parts.values())}}
+    dropped = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
+    lists = (("no", missing), ("unexpected", unexpected - dropped))
     if said := [f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}" for what, found in lists if found]:
         way_out = "" if missing else " (models convert --drop-extra leaves them out)"
         raise WeightsError(f"{source.origin}: {'; '.join(said)}; not the model that config.json describes{way_out}")

@@ -1,8 +1,7 @@
 """What the models are made of: number formats, linear layers, attention within rows, weights on a device, means.
 
 The layers run by our own Triton kernels (`fused`: `kernels`, `attention_kernels`; CUDA) or by plain torch operations
-(`reference`; anywhere). What is asked for runs or raises; `auto` decides once, when the encoder is loaded.
-"""
+(`reference`; anywhere). What is asked for runs or raises; `auto` decides once, when the encoder is loaded."""
 
 from __future__ import annotations
 
@@ -101,8 +100,7 @@ class Dense(NamedTuple):
 def hadamard(width: int, device: torch.device) -> Tensor:
     """What stretches of rows of `width` are multiplied with: Hadamard's matrix, orthogonal, fp16 [turn, turn].
 
-    Large and small numbers become many of middling size, of which rounding in equal steps takes less.
-    """
+    Large and small numbers become many of middling size, of which rounding in equal steps takes less."""
     matrix = torch.ones(1, 1)
     while len(matrix) < math.gcd(width, LONGEST_TURN):
         matrix = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), matrix)
@@ -167,8 +165,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def reference(qkv: Tensor, rows: Rows) -> Tensor:
     """Attention by plain torch operations, scores and softmax in float32; zero in dead slots.
 
-    `qkv` [slots, 3 * width] (all q heads, all k, all v) to [slots, width].
-    """
+    `qkv` [slots, 3 * width] (all q heads, all k, all v) to [slots, width]."""
     q, k, v = qkv.unflatten(1, (3, rows.heads, -1)).unbind(1)
     q = q * (1 / math.sqrt(q.shape[-1]))  # scaled, then rotated, as the model was trained
     if rows.cos is not None and rows.sin is not None:
@@ -181,8 +178,7 @@ def _by_runs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     """On a CPU the lengths can be looked at: neighbouring rows of one length are attended to together, without padding.
 
     Packed batches lie longest row first, so such runs are long and are views of what is there. Each row and head is a
-    product of its own inside, so a run's length changes no bit.
-    """
+    product of its own inside, so a run's length changes no bit."""
     out = torch.zeros(v.shape, dtype=v.dtype)  # dead slots stay zero
     start = 0
     for length, run in itertools.groupby(rows.cu_seqlens.diff().tolist()):
@@ -200,8 +196,7 @@ def _by_runs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
 def _by_padding(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     """Where looking at the lengths would stop the launch queue: all rows padded to the longest there may be.
 
-    They are attended to in portions that keep the scores small.
-    """
+    They are attended to in portions that keep the scores small."""
     padded = -(-rows.max_seqlen // REFERENCE_STEP) * REFERENCE_STEP
     portion = max(1, REFERENCE_SCORES // (rows.heads * padded * padded))
     slots, step = len(v), torch.arange(padded, device=v.device)
@@ -250,8 +245,7 @@ def in_int8(layer: Layer, seen: Mapping[str, Inputs], dtype: torch.dtype) -> Lay
     """A layer in float32 made ready to run in int8, given what its products were seen to take.
 
     Inputs behind a norm are smoothed: the norm divides by column, and weights are multiplied, so that neither has
-    columns far larger than others. What the rounding of weights makes of the mean input is taken off the bias.
-    """
+    columns far larger than others. What the rounding of weights makes of the mean input is taken off the bias."""
 
     def rounded(one: Dense, mean: Tensor) -> Dense:
         if one.weight.shape[1] % 16:
@@ -273,41 +267,23 @@ def in_int8(layer: Layer, seen: Mapping[str, Inputs], dtype: torch.dtype) -> Lay
     return Layer(attn_norm, qkv, out, ffn_norm, up, down)
 
 
-class WeightReader:
-    """Reads weights to `device`, one tensor at a time, as `dtype`; linear layers in int8 where they are calibrated."""
+def affine(read: Read, name: str) -> Affine:
+    """Weight and bias of a linear layer or a norm."""
+    return read(f"{name}.weight").contiguous(), read(f"{name}.bias")
 
-    def __init__(self, read: Read, dtype: torch.dtype, device: torch.device, calibration: Calibration | None) -> None:
-        self._stored, self.dtype, self._device, self._calibration = read, dtype, device, calibration
 
-    def wide(self, name: str) -> Tensor:
-        """One tensor in float32."""
-        return self._stored(name).to(self._device).float()
-
-    def norm(self, name: str) -> Affine:
-        """Weight and bias of a layer norm."""
-        return self._ready(f"{name}.weight"), self._ready(f"{name}.bias")
-
-    def layer(self, i: int, up: str, down: str, up_bias: bool) -> Layer:
-        """Layer `i`; `up` and `down` are the names of the products around the activation."""
-        ready = self._ready if self._calibration is None else self.wide
-
-        def affine(name: str) -> Affine:
-            return ready(f"layers.{i}.{name}.weight").contiguous(), ready(f"layers.{i}.{name}.bias")
-
-        first = Dense(*affine(up)) if up_bias else Dense(ready(f"layers.{i}.{up}.weight").contiguous(), None)
-        linear = Dense(*affine("qkv")), Dense(*affine("out")), first, Dense(*affine(down))
-        layer = Layer(affine("attn_norm"), *linear[:2], affine("ffn_norm"), *linear[2:])
-        return layer if self._calibration is None else in_int8(layer, self._calibration[i], self.dtype)
-
-    def _ready(self, name: str) -> Tensor:
-        return self._stored(name).to(self._device).to(self.dtype)
+def read_layer(read: Read, i: int, up: str, down: str, up_bias: bool) -> Layer:
+    """Layer `i`; `up` and `down` are the names of the products around the activation."""
+    p = f"layers.{i}"
+    first = Dense(*affine(read, f"{p}.{up}")) if up_bias else Dense(read(f"{p}.{up}.weight").contiguous(), None)
+    qkv, out, last = (Dense(*affine(read, f"{p}.{name}")) for name in ("qkv", "out", down))
+    return Layer(affine(read, f"{p}.attn_norm"), qkv, out, affine(read, f"{p}.ffn_norm"), first, last)
 
 
 class Encoder(ABC):
     """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations.
 
-    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name.
-    """
+    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name."""
 
     KIND: ClassVar[type[Esm2Shape] | type[DnabertShape]]
     FEED_FORWARD: ClassVar[tuple[str, str, bool]]  # names of both products; whether the first has a bias
@@ -333,20 +309,30 @@ class Encoder(ABC):
             from virnuc_core.encoders.kernels import span_means
 
             self._attend, self._mean = fused_attention, span_means
-        weights = WeightReader(read, DTYPES[precision], device, calibration)
-        self.layers = tuple(weights.layer(i, *self.FEED_FORWARD) for i in range(shape.layers))
-        self._take(weights)
+
+        def wide(name: str) -> Tensor:
+            return read(name).to(device).float()
+
+        def ready(name: str) -> Tensor:
+            return read(name).to(device).to(dtype)
+
+        dtype, layers = DTYPES[precision], range(shape.layers)
+        if calibration is None:
+            self.layers = tuple(read_layer(ready, i, *self.FEED_FORWARD) for i in layers)
+        else:
+            full = (read_layer(wide, i, *self.FEED_FORWARD) for i in layers)
+            self.layers = tuple(in_int8(layer, calibration[i], dtype) for i, layer in enumerate(full))
+        self._take(wide, ready)
 
     @abstractmethod
-    def _take(self, weights: WeightReader) -> None:
-        """Read what stands outside the layers."""
+    def _take(self, wide: Read, ready: Read) -> None:
+        """Read what stands outside the layers, in float32 or as it runs."""
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """Mean-pooled embeddings, float32 [row_capacity, width]; rows past `batch.rows` are zero.
 
         A row's values depend on its own tokens, the weights, the precision and the number of slots only.
-        Never synchronises the device.
-        """
+        Never synchronises the device."""
         with torch.inference_mode():
             return self._mean(self.hidden(batch), *self.pooled_spans(batch.cu_seqlens))
 
@@ -363,8 +349,7 @@ def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Mean of `x` [tokens, width] over each span [start, end), float32 [spans, width]; zero where a span is empty.
 
     Spans ascend and do not overlap. Every span is summed on its own, first token to last, in float32: its mean does not
-    depend on what else is in the batch, nor on dead slots (a difference of running sums would depend on both).
-    """
+    depend on what else is in the batch, nor on dead slots (a difference of running sums would depend on both)."""
     bounds = torch.stack((starts, ends), dim=1).flatten().long()  # a span, the gap after it, the next span, ...
     ends_and_tail = torch.cat((bounds, bounds[-1:]))
     sums = torch.segment_reduce(x.float(), "sum", offsets=ends_and_tail, axis=0, unsafe=True, initial=0)[::2]

@@ -1,8 +1,7 @@
 """The three networks over packed tokens: ESM-2, DNABERT-S, and the head that scores what they give.
 
 ESM-2 has pre-norm layers, rotary positions, exact GELU and a final layer norm; DNABERT-S post-norm layers, ALiBi and
-gated linear units.
-"""
+gated linear units."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from virnuc_core.encoders.layers import Encoder, Read, WeightReader, alibi_slopes, dense, hadamard, rotary_tables
+from virnuc_core.encoders.layers import DTYPES, Encoder, Read, affine, alibi_slopes, dense, hadamard, rotary_tables
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
 from virnuc_core.errors import WeightsError
@@ -28,14 +27,14 @@ class Esm2(Encoder):
     KIND = Esm2Shape
     FEED_FORWARD = ("fc1", "fc2", True)
 
-    def _take(self, weights: WeightReader) -> None:
-        table = weights.wide("embed.weight")
+    def _take(self, wide: Read, ready: Read) -> None:
+        table = wide("embed.weight")
         if isinstance(self.shape, Esm2Shape) and self.shape.token_dropout:
             table = table * TOKEN_DROPOUT_SCALE
         table[ESM2_PAD] = 0
-        self.table = table.to(weights.dtype)  # [vocab, width]; already scaled, zero for the pad token
-        self.inv_freq = weights.wide("inv_freq")  # float32 [head_dim / 2]
-        self._final_norm = weights.norm("final_norm")
+        self.table = table.to(DTYPES[self.precision])  # [vocab, width]; already scaled, zero for the pad token
+        self.inv_freq = wide("inv_freq")  # float32 [head_dim / 2]
+        self._final_norm = affine(ready, "final_norm")
         self._angles = rotary_tables(self.inv_freq, POOLED_RESIDUES + 2)
         # what the stream lacks, float32 [width], before each norm when the products' biases are left out of it
         self._shifts: Sequence[Tensor | None] = [None] * (2 * self.shape.layers + 1)
@@ -73,8 +72,7 @@ class Esm2(Encoder):
         """The same with one pass over memory between two products; `stream` is used up.
 
         The last product of each half adds onto the stream in place; its bias, left out of the stream, is added up for
-        the norms to see.
-        """
+        the norms to see."""
         from virnuc_core.encoders.kernels import norm  # triton is needed here only
 
         eps = self.shape.norm_eps
@@ -105,10 +103,10 @@ class DnabertS(Encoder):
     KIND = DnabertShape
     FEED_FORWARD = ("gated", "wo", False)
 
-    def _take(self, weights: WeightReader) -> None:
+    def _take(self, wide: Read, ready: Read) -> None:
         # each token is of type 0; there are no positions to add, so the norm behind the embedding is a property of each
-        table = (weights.wide("embed.weight") + weights.wide("token_type.weight")[0]).to(weights.dtype)
-        norm = weights.norm("embed_norm")
+        table = (wide("embed.weight") + wide("token_type.weight")[0]).to(DTYPES[self.precision])
+        norm = affine(ready, "embed_norm")
         self.table = F.layer_norm(table, (self.width,), *norm, self.shape.norm_eps)  # [vocab, width]
         self._slopes = torch.tensor(alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device)
         self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]
@@ -142,8 +140,7 @@ class DnabertS(Encoder):
     def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
         """The same with one pass over memory between two products; `x` is used up.
 
-        The last product of each half adds onto the stream in place, and its bias is left to the norm behind it.
-        """
+        The last product of each half adds onto the stream in place, and its bias is left to the norm behind it."""
         from virnuc_core.encoders.kernels import gated_unit, norm  # triton is needed here only
 
         eps = self.shape.norm_eps

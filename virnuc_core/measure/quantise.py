@@ -12,8 +12,8 @@ from torch import Tensor
 from virnuc_core.encoders.checkpoint import CALIBRATION, check_models, load_encoder, part_digest
 from virnuc_core.encoders.layers import PRODUCTS, Dense, dense
 from virnuc_core.encoders.models import Esm2
+from virnuc_core.encoders.models_directory import embed
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
-from virnuc_core.encoders.verify import embed
 from virnuc_core.errors import InputError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore

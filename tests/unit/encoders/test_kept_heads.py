@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from flows.cli import main
 from virnuc_core.encoders.checkpoint import check_models, part_digest
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part
-from virnuc_core.encoders.kept_heads import install_head, kept_heads, use_head
 from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.models_directory import install_head, kept_heads, use_head
 from virnuc_core.errors import ConfigError, WeightsError
 
 from .test_head_card import CARD
@@ -118,12 +118,6 @@ def test_a_head_that_was_put_there_by_hand_is_kept_too(models: Path, trained: Ma
     assert [(head.number, head.installed) for head in kept_heads(models)] == [(0, True), (1, False), (2, False)]
     use_head(models, 1)
     assert [head.digest for head in kept_heads(models)][2] == by_hand
-
-
-def test_what_an_older_version_kept_is_kept(models: Path, trained: Make, drawn: list[Path]) -> None:
-    shutil.copytree(drawn[2] / "head", models / "head.before")
-    install_head(trained(0.9), models)
-    assert next(iter(kept_heads(models))).digest == part_digest(drawn[2] / "head")
 
 
 @pytest.mark.parametrize("auroc", [0.55, 0.6, 0.3])

@@ -18,10 +18,9 @@ import pytest
 import torch
 from torch import nn
 
-from virnuc_core.encoders import pickles
+from virnuc_core.encoders import convert
 from virnuc_core.encoders.checkpoint import load_head
-from virnuc_core.encoders.convert import convert_head
-from virnuc_core.encoders.pickles import read_head
+from virnuc_core.encoders.convert import convert_head, read_head
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -146,7 +145,7 @@ def payloads(mark: Path, protocol: int = 2) -> dict[str, bytes]:
         "torch.load inside": reduced(torch.load, str(mark)),
         "torch.hub": call(b"torch.hub", b"load", b"x"),
         "a dotted name": b"\x80\x04\x8c\x08builtins\x8c\x08set.copy\x93.",
-        "through a module of ours": call(b"virnuc_core.encoders.pickles", b"io.open", str(mark).encode()),
+        "through a module of ours": call(b"virnuc_core.encoders.convert", b"io.open", str(mark).encode()),
         "instance opcode": b"(S'" + touch.encode() + b"'\nios\nsystem\n.",
         "object opcode": b"(cos\nsystem\nS'" + touch.encode() + b"'\no.",
         "torch's own rebuild with a type": b"ctorch._tensor\n_rebuild_from_type_v2\n(tR.",
@@ -199,7 +198,7 @@ def test_a_pickle_cannot_change_the_reader_for_the_next_file(trained: MLPClassif
     program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(S'__defaults__'\n(I1\ntdtb."
     with pytest.raises(WeightsError):
         read_head(archive(tmp_path / "evil.pth", program))
-    assert pickles.ModuleState.__setstate__.__qualname__ == "ModuleState.__setstate__"
+    assert convert.ModuleState.__setstate__.__qualname__ == "ModuleState.__setstate__"
     torch.save(trained.state_dict(), tmp_path / "500_model.pth")
     assert read_head(tmp_path / "500_model.pth").keys() == trained.state_dict().keys()
 
@@ -262,7 +261,7 @@ def test_a_tensor_that_leaves_its_block_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_too_large_for_a_head_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pickles, "HEAD_MAX_BYTES", 100)
+    monkeypatch.setattr(convert, "HEAD_MAX_BYTES", 100)
     torch.save({"hidden_layer.weight": torch.ones(100)}, tmp_path / "head.pth")
     with pytest.raises(WeightsError, match="bytes is no head"):
         read_head(tmp_path / "head.pth")

@@ -16,8 +16,8 @@ from virnuc_core.encoders import model_config
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.encoders.convert import fetch
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES
+from virnuc_core.encoders.models_directory import anchors, judge, verify
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
-from virnuc_core.encoders.verify import anchors, judge, verify
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
