@@ -31,7 +31,7 @@ from virnuc_core.config import ClusterSpec, Devices, EngineSpec
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.engine import node
 from virnuc_core.engine.process import Message, Ready, WorkerSpec
-from virnuc_core.engine.shards import Computed, JobSpec, ShardTask
+from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.log import journal
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
@@ -118,8 +118,8 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         engine, run = EngineSpec(precision="fp16"), folder / "run"
         spec = ClusterSpec(cluster=(folder / "address").read_text(), nodes=str(options.nodes))
         pool = Cluster(spec, (folder / "models", Devices.parse("auto"), engine), run).pool()
-        job = JobSpec(run=str(run), store="none", reads="none")
-        tasks = [ShardTask(job=job, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
+        told: dict[str, Any] = {"run": str(run), "store": "none", "reads": "none"}
+        tasks = [ShardTask(**told, shard=i, lo=i, hi=i + 1) for i in range(options.shards)]
         specs, heard, began_s = pool.specs, list[float](), time.process_time()
         with ExitStack() as held:
             ids = [one.device.id for one in specs]

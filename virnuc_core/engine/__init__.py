@@ -1,1 +1,1 @@
-"""The async packing core: shards, packing, loader, runner, worker, pool."""
+"""The async packing core: shards, packing, loader, worker, pool."""

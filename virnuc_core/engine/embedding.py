@@ -6,12 +6,12 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from virnuc_core.config import ClassifySpec, EngineSpec, TraceSpec
 from virnuc_core.engine.pool import MOST_NOT_FINITE, Pool, PooledJob
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
-from virnuc_core.engine.shards import JobSpec, ShardPlan, ShardTask
+from virnuc_core.engine.shards import ShardPlan, ShardTask
 from virnuc_core.errors import StorageError, size
 from virnuc_core.lease import still_held
 from virnuc_core.reads.store import OrfStore
@@ -63,8 +63,9 @@ class Job:
         """Some shards, as workers are told of them."""
         run, store, plan = str(self.run.root.resolve()), self.store, self.plan
         most = max(0, max(1, int(MOST_NOT_FINITE * store.n_uniques)) - self.lost)
-        told = JobSpec(run=run, store=str(store.path.resolve()), reads=store.fingerprint, most_lost=most)
-        return [ShardTask(job=told, shard=shard, lo=lo, hi=hi) for shard in chosen for lo, hi in [plan.range(shard)]]
+        told: dict[str, Any] = {"run": run, "store": str(store.path.resolve()), "reads": store.fingerprint}
+        spans = ((shard, *plan.range(shard)) for shard in chosen)
+        return [ShardTask(**told, most_lost=most, shard=shard, lo=lo, hi=hi) for shard, lo, hi in spans]
 
 
 class Embedding:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.tokenize import ESM2_PAD, DnabertTokenizer, Esm2Tokenizer, PackedBatch
-from virnuc_core.engine.shards import JobSpec, ShardTask
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import die_with_parent
@@ -185,14 +185,14 @@ class Loader:
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
 
-    def opened(self, job: JobSpec) -> tuple[OrfStore, DnabertTokenizer]:
-        """A job's store, and DNA's tokenizer. Errors: `ConfigError` when another store lies there now."""
-        return opened(Path(job.store), job.reads, self._models)
+    def opened(self, task: ShardTask) -> tuple[OrfStore, DnabertTokenizer]:
+        """A run's store, and DNA's tokenizer. Errors: `ConfigError` when another store lies there now."""
+        return opened(Path(task.store), task.reads, self._models)
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and the task again."""
         yield task
-        source, dnas = (Path(task.job.store), task.job.reads, self._models), self.opened(task.job)[1]
+        source, dnas = (Path(task.store), task.reads, self._models), self.opened(task)[1]
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         each = map if self._processes is None else self._processes.map
         parts = list(each(partial(tokenise, source), slices(kept)))

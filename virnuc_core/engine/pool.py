@@ -2,7 +2,7 @@
 
 Shards are handed out one by one: a slow device takes fewer. A worker that dies is restarted and what it held is handed
 out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is searched for the
-row that does it (`poison_rows`), which is set aside, as a few rows are that are not finite. A device that runs out of
+row that does it (`search`), which is set aside, as a few rows are that are not finite. A device that runs out of
 memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices stop the run.
 A pool may serve several runs, one after the other or at once, by workers that load the weights once.
 """
@@ -30,6 +30,9 @@ TASKS_AHEAD: Final = 2  # in a worker's hands: the one it computes and the one i
 TICK_S: Final = 0.5
 MAX_DEATHS_BEFORE_READY: Final = 3  # in a row, of workers that never got to work
 MAX_DIVISOR: Final = 64
+PROOFS: Final = 2  # deaths of workers that had one row alone, before it is the cause
+MAX_SEARCHES: Final = 3  # in vain, before the shard is given up
+MAX_GUILTY: Final = 16  # of one shard: more is not a poisoned row but a broken machine
 # what other jobs need not meet
 OF_A_JOB: Final = errors.InputError, errors.ConfigError, errors.NotFiniteError, errors.StorageError, errors.ShardError
 MOST_NOT_FINITE: Final = 0.01  # of a run's rows: more are no odd rows, but weights or a precision of no use
@@ -103,7 +106,7 @@ class Pool(AbstractContextManager["Pool"]):
         Errors: our own as a worker raised them; `ShardError` for a shard that ends workers though no row of it does
         alone; `WorkerError` for workers that never get ready, and after `end_all_children`. What lies with the data of
         one job (`OF_A_JOB`) ends that job, where workers are kept; all else ends every job, and the workers."""
-        job = PooledJob(tasks[0].job.run if tasks else "", logs, note, {task.shard for task in tasks})
+        job = PooledJob(tasks[0].run if tasks else "", logs, note, {task.shard for task in tasks})
         if tasks:
             with self._giving:
                 if self._closed:
@@ -142,8 +145,8 @@ class Pool(AbstractContextManager["Pool"]):
                 except OF_A_JOB as error:
                     if not (self._keep and ready and first):
                         raise
-                    self._jobs[first.job.run].error = error  # what workers hold of it is not handed out again
-                    self._todo = deque(task for task in self._todo if task.job.run != first.job.run)
+                    self._jobs[first.run].error = error  # what workers hold of it is not handed out again
+                    self._todo = deque(task for task in self._todo if task.run != first.run)
                 self._settle()
 
     def _take_up(self) -> None:
@@ -172,26 +175,24 @@ class Pool(AbstractContextManager["Pool"]):
                     slot.held.append(task)
                     self._tell_log(slot)
                     if slot.record is not None:
-                        self._jobs[task.job.run].records.setdefault(slot.spec.device.id, slot.record)
+                        self._jobs[task.run].records.setdefault(slot.spec.device.id, slot.record)
                     slot.worker.send(task)
 
     def _is_suspect(self, task: ShardTask) -> bool:
-        return task.probe or self._jobs[task.job.run].killed[task.shard] > 0
+        return task.probe or self._jobs[task.run].killed[task.shard] > 0
 
     def _tell_log(self, slot: WorkerSlot) -> None:
         """What a worker says on standard error goes to the run whose shard it computes."""
         assert slot.worker is not None
-        logs = [self._jobs[task.job.run].logs for task in slot.held]
+        logs = [self._jobs[task.run].logs for task in slot.held]
         if logs or self._keep:
             slot.worker.log = logs[0] / f"worker-{slot.worker.device}.log" if logs else None
 
     def _hear(self, slot: WorkerSlot, worker: process.Child, heard: process.Message) -> None:
         match heard:
             case process.Ready(record=record):
-                slot.record, slot.unready_deaths = (
-                    {"asked_s": worker.asked_s, "spawned_s": worker.started_s, **record},
-                    0,
-                )
+                slot.record = {"asked_s": worker.asked_s, "spawned_s": worker.started_s, **record}
+                slot.unready_deaths = 0
                 for job in self._concerned(slot.held):
                     first = job.records.setdefault(worker.device, slot.record)
                     if first["pid"] != record["pid"]:
@@ -201,7 +202,7 @@ class Pool(AbstractContextManager["Pool"]):
             case Computed(done=done):
                 task = slot.held.popleft()
                 self._tell_log(slot)
-                job = self._jobs[task.job.run]
+                job = self._jobs[task.run]
                 if job.error is None and done is None:
                     self._todo.appendleft(job.searches[task.shard].send(True))
                 elif job.error is None and done is not None:
@@ -224,13 +225,13 @@ class Pool(AbstractContextManager["Pool"]):
         if lost := done.skipped - len(task.skip):
             log.warning("shard %05d: %d rows are not finite and are set aside (failed.tsv)", done.shard, lost)
             job.lost += lost
-        if job.lost > task.job.most_lost:
+        if job.lost > task.most_lost:
             told = f"{job.lost} rows are not finite, more than {100 * MOST_NOT_FINITE:.0f} % of the run's"
             raise errors.NotFiniteError(f"{told}; run virnuc models verify, or use another --precision")
 
     def _concerned(self, held: Iterable[ShardTask]) -> list[PooledJob]:
         """The jobs whose shards a worker holds, or, of one that holds none, all."""
-        return [self._jobs[run] for run in dict.fromkeys(task.job.run for task in held)] or [*self._jobs.values()]
+        return [self._jobs[run] for run in dict.fromkeys(task.run for task in held)] or [*self._jobs.values()]
 
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long, whose death is then like any other, and such as
@@ -265,7 +266,7 @@ class Pool(AbstractContextManager["Pool"]):
             job.deaths.append(line)
             job.note(line)
         out_of_memory = failed is not None and failed.kind == "OutOfMemoryError"
-        alive = [task for task in held if self._jobs[task.job.run].error is None]
+        alive = [task for task in held if self._jobs[task.run].error is None]
         self._todo.extendleft(reversed(alive))
         if worker.lost:
             return
@@ -286,14 +287,12 @@ class Pool(AbstractContextManager["Pool"]):
         """What to try next with the task at which a worker died."""
         if out_of_memory:
             return task.model_copy(update={"divisor": _doubled(task.divisor, f"shard {task.shard:05d}")})
-        job = self._jobs[task.job.run]
+        job = self._jobs[task.run]
         if task.probe:
             return job.searches[task.shard].send(False)
         job.killed[task.shard] += 1
         if job.killed[task.shard] < self._attempts:
             return task
-        from virnuc_core.engine.poison_rows import search  # few runs need it
-
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, job.killed[task.shard])
         if (probe := next(job.searches.setdefault(task.shard, search(task)), None)) is None:
             problem = f"ends workers, and no single row of it is the cause; last words: {said}"
@@ -304,7 +303,7 @@ class Pool(AbstractContextManager["Pool"]):
         """Let go of the jobs that are committed or have failed, once no worker holds a shard of theirs."""
         if not (over := [job for job in self._jobs.values() if job.error is not None or not job.left]):
             return
-        held = {task.job.run for slot in self._slots for task in slot.held}
+        held = {task.run for slot in self._slots for task in slot.held}
         over = [self._jobs.pop(job.run) for job in over if job.run not in held]
         if not self._jobs and not self._keep:
             self._end_workers()
@@ -335,3 +334,40 @@ def _doubled(divisor: int, what: str) -> int:
         raise errors.DeviceError(f"{what}: {problem}")
     log.warning("%s: out of memory, trying 1/%d of the token budget", what, divisor * 2)
     return divisor * 2
+
+
+def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
+    """What to try next within one shard, which has ended workers. Each is answered by whether a worker survived it.
+
+    They are probes, and after each round the shard again without the rows found, which is answered only when it has
+    ended workers again. They end when the shard cannot be cleared."""
+    guilty, in_vain = list[int](), 0
+    while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
+        found = yield from _halve(whole, guilty)
+        guilty, in_vain = [*guilty, *found], 0 if found else in_vain + 1
+        yield whole.model_copy(update={"skip": tuple(sorted(guilty))})
+
+
+def _halve(whole: ShardTask, guilty: list[int]) -> Generator[ShardTask, bool, list[int]]:
+    """Probes; then the row that is the cause, if there is one."""
+    parts = _halves(whole.lo, whole.hi)
+    while parts:
+        lo, hi = parts.pop()
+        skip = tuple(row for row in guilty if lo <= row < hi)
+        probe = whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
+        if hi - lo > 1:
+            if not (yield probe):
+                parts = _halves(lo, hi)  # it is in here; what is outside is looked at when the shard runs again
+            continue
+        deaths = 0
+        while deaths < PROOFS and not (yield probe):
+            deaths += 1
+        if deaths == PROOFS:
+            return [lo]
+    return []
+
+
+def _halves(lo: int, hi: int) -> list[tuple[int, int]]:
+    """The parts of a range, the first one last; a single row is not cut."""
+    middle = (lo + hi) // 2
+    return [(middle, hi), (lo, middle)] if hi - lo > 1 else [(lo, hi)]

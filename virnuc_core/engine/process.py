@@ -209,8 +209,7 @@ class Child:
         return status
 
     def _forget(self) -> None:
-        with _children_lock:
-            _children.discard(self)
+        _children.discard(self)
 
 
 def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:

@@ -63,19 +63,13 @@ class ShardPlan(Spec):
         return self.bounds[shard], self.bounds[shard + 1]
 
 
-class JobSpec(Spec):
-    """What a worker is told of the run that a shard is of."""
+class ShardTask(Message):
+    """A shard for a worker to compute, or, looking for a row that ends workers, a part of one."""
 
     run: str
     store: str
     reads: str  # fingerprint of the store the plan was made for
-    most_lost: int = 0  # rows that may turn out not to be finite; with more the run stops
-
-
-class ShardTask(Message):
-    """A shard for a worker to compute, or, looking for a row that ends workers, a part of one."""
-
-    job: JobSpec
+    most_lost: int = 0  # rows of the run that may turn out not to be finite; with more it stops
     shard: int
     lo: int  # first unique, and one past the last
     hi: int
@@ -170,14 +164,12 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    with whole_hdf5(
-        path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES
-    ) as shard_file:
+    about = {"schema_version": SCHEMA_VERSION, "shard": shard, "range": [lo, hi], "fingerprint": plan.fingerprint}
+    layout: dict[str, Any] = {"libver": "latest", "userblock_size": SEAL_BYTES}
+    with whole_hdf5(path, lambda body: sealed(SEALED_AS, [body]), **layout) as file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
-            dataset = shard_file.create_dataset(name, data=array)
-            dataset.attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
-        shard_file.attrs.update({"schema_version": SCHEMA_VERSION, "shard": shard})
-        shard_file.attrs.update({"range": [lo, hi], "fingerprint": plan.fingerprint})
+            file.create_dataset(name, data=array).attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
+        file.attrs.update(about)
     return path
 
 

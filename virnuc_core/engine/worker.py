@@ -1,7 +1,7 @@
 """The engine's worker process: one device, pinned; shard tasks in, committed shards out.
 
 Messages in: a WorkerSpec, any number of ShardTasks of any runs (which may come much later: the weights are loaded
-meanwhile), then Closed. Out: Ready, Computed, Failed. In the launch loop (`Runner`) nothing makes the device wait.
+meanwhile), then Closed. Out: Ready, Computed, Failed. In the launch loop nothing makes the device wait.
 """
 
 import os
@@ -13,19 +13,22 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_all, open_part
+from virnuc_core.encoders.checkpoint import check_finite, load_all, open_part
 from virnuc_core.encoders.layers import Encoder
-from virnuc_core.encoders.model_config import HeadShape
-from virnuc_core.encoders.models import Esm2, Head
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
+from virnuc_core.encoders.models import Esm2
 from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
+from virnuc_core.errors import NotFiniteError, few
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
@@ -73,20 +76,102 @@ class Pending:
     arrived: torch.cuda.Event | None = None
 
 
-class Runner:
-    """Both encoders and the head on one device, which its records of batches call `name`."""
+def _to_host(tensor: Tensor) -> Tensor:
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    return host
 
-    def __init__(self, esm2: Encoder, dnabert_s: Encoder, head: Head, device: torch.device, name: str = "") -> None:
-        self.esm2, self.dnabert_s, self.head, self.device, self.name = esm2, dnabert_s, head, device, name
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self.progress_s = time.monotonic()
 
-    def run(self, take: Take, hand_over: Callable[[Pending], None]) -> None:
-        """Launch all that `take` gives; each finished shard goes to `hand_over`, which may block."""
+class Worker:
+    """Everything between the parent's messages and the device."""
+
+    def __init__(
+        self, parent: Parent, spec: WorkerSpec, recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext
+    ) -> None:
+        self.parent, self.spec, self._recording = parent, spec, recording
+        self._moved_s = time.monotonic()
+        self._held = deque[int]()  # shards told of and not answered
+        self.stopping = threading.Event()
+        self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=COMMITS_AHEAD)
+        parent.progress = self._progress_s
+        signal.signal(signal.SIGTERM, self._terminate)
+
+    def _terminate(self, *_: object) -> None:
+        """On SIGTERM: what has been launched is committed, if that takes no longer than a few seconds."""
+        self.stopping.set()
+        threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
+
+    def _progress_s(self) -> float:
+        """When the worker last did something; loading, and waiting with no task in hand, is doing something."""
+        return self._moved_s if self._held else time.monotonic()
+
+    def _receive(self) -> ShardTask | None:
+        """The next task; None when told to stop."""
+        while not self.stopping.is_set():
+            message = self.parent.receive(POLL_S)
+            if isinstance(message, ShardTask):
+                self._moved_s = time.monotonic()
+                self._held.append(message.shard)
+                return message
+            if message is not None:
+                self.stopping.set()
+        return None
+
+    def run(self) -> None:
+        """Load, then compute shards until told to stop."""
+        self._load()
+        loaded_s = time.monotonic()
+        if (first := self._receive()) is None:
+            return
+        waited_s = time.monotonic() - loaded_s
+        engine, given = self.spec.engine, [first]
+        self.loader = Loader(Path(self.spec.models), engine, pin=engine.pin_memory and self.device.type == "cuda")
+        depth = engine.prefetch_factor * max(1, engine.num_workers)
+        taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
+        ready_s = time.monotonic() - self.parent.started_s - waited_s
+        self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
+        writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        writer.start()
+        try:
+            with self._recording(taking) as take:
+                self._launch_all(take)
+        finally:  # what was computed before an error is told before it: the error is of the first task not answered
+            self._writes.put(None)
+            writer.join()
+
+    def _load(self) -> None:
+        """Both encoders and the head on the device; on a GPU with kernels compiled, and proof that the budgets fit."""
+        import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
+        models, engine, cuda = Path(self.spec.models), self.spec.engine, self.spec.device.kind == "cuda"
+        self.device = device = torch.device("cuda:0" if cuda else "cpu")
+        self._side = torch.cuda.Stream(device) if cuda else None
+        longest = open_part(models, HeadShape)[0].model_length // 3 + 2
+        shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
+
+        def warm(encoder: Encoder) -> None:
+            loaded_s.append(time.monotonic() - self.parent.started_s)
+            if cuda:
+                budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
+                warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
+
+        self.esm2, self.dnabert_s, self.head = load_all(models, device, engine, warm)
+        self.said = {
+            "device": self.spec.device.id,
+            "pid": os.getpid(),
+            "started_s": self.parent.started_s,  # `time.monotonic()`; the other seconds count from here
+            "import_s": import_s,
+            "load_s": max(loaded_s[:2]),  # of the later one; the other's kernels may have been compiled by then
+            "torch": torch.__version__,
+            "attention": {"esm2": self.esm2.attention, "dnabert_s": self.dnabert_s.attention},
+            "precision": {"esm2": self.esm2.precision, "dnabert_s": self.dnabert_s.precision},
+        }
+
+    def _launch_all(self, take: Take) -> None:
+        """Launch all that `take` gives; each finished shard goes to the writer, for which this may wait."""
         pending: Pending | None = None
         while True:
             item, wait_ms = take()
-            self.progress_s = time.monotonic()
+            self._moved_s = time.monotonic()
             if item is None:
                 return
             if isinstance(item, Batch):
@@ -97,7 +182,7 @@ class Runner:
                 pending = Pending(item, time.monotonic(), torch.zeros(size, dtype=torch.float32, device=self.device))
             else:
                 self._finish(pending)
-                hand_over(pending)
+                self._writes.put(pending)
                 pending = None
 
     def _mark(self) -> Mark:
@@ -117,7 +202,7 @@ class Runner:
             rows = batch.rows.to(self.device, non_blocking=True)
             pending.embeddings[:, first : first + encoder.width].index_copy_(0, rows, pooled[: batch.packed.rows])
         record = BatchRecord(
-            device=self.name,
+            device=self.spec.device.id,
             encoder=batch.encoder,
             shard=pending.task.shard,
             index=batch.index,
@@ -154,100 +239,6 @@ class Runner:
         for tensor in (features, scores):
             tensor.record_stream(self._side)
 
-
-def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host
-
-
-class Worker:
-    """Everything between the parent's messages and the device."""
-
-    def __init__(
-        self, parent: Parent, spec: WorkerSpec, recording: Callable[[Take], AbstractContextManager[Take]] = nullcontext
-    ) -> None:
-        self.parent, self.spec, self._recording = parent, spec, recording
-        self._heard_s = time.monotonic()
-        self.runner: Runner | None = None
-        self._held = deque[int]()  # shards told of and not answered
-        self.stopping = threading.Event()
-        self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=COMMITS_AHEAD)
-        parent.progress = self._progress_s
-        signal.signal(signal.SIGTERM, self._terminate)
-
-    def _terminate(self, *_: object) -> None:
-        """On SIGTERM: what has been launched is committed, if that takes no longer than a few seconds."""
-        self.stopping.set()
-        threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
-
-    def _progress_s(self) -> float:
-        """When the worker last did something; loading, and waiting with no task in hand, is doing something."""
-        if self.runner is None or not self._held:
-            return time.monotonic()
-        return max(self._heard_s, self.runner.progress_s)
-
-    def _receive(self) -> ShardTask | None:
-        """The next task; None when told to stop."""
-        while not self.stopping.is_set():
-            message = self.parent.receive(POLL_S)
-            if isinstance(message, ShardTask):
-                self._heard_s = time.monotonic()
-                self._held.append(message.shard)
-                return message
-            if message is not None:
-                self.stopping.set()
-        return None
-
-    def run(self) -> None:
-        """Load, then compute shards until told to stop."""
-        self.runner, loaded_s = self._load(), time.monotonic()
-        if (first := self._receive()) is None:
-            return
-        waited_s = time.monotonic() - loaded_s
-        spec, engine, given = self.spec, self.spec.engine, [first]
-        pin = engine.pin_memory and spec.device.kind == "cuda"
-        self.loader = Loader(Path(spec.models), engine, pin=pin)
-        depth = engine.prefetch_factor * max(1, engine.num_workers)
-        taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
-        ready_s = time.monotonic() - self.parent.started_s - waited_s
-        self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
-        writer = threading.Thread(target=self._write, name="writer", daemon=True)
-        writer.start()
-        try:
-            with self._recording(taking) as take:
-                self.runner.run(take, self._writes.put)
-        finally:  # what was computed before an error is told before it: the error is of the first task not answered
-            self._writes.put(None)
-            writer.join()
-
-    def _load(self) -> Runner:
-        """Both encoders and the head on the device; on a GPU with kernels compiled, and proof that the budgets fit."""
-        import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
-        models, engine, kind = Path(self.spec.models), self.spec.engine, self.spec.device.kind
-        device = torch.device("cuda:0" if kind == "cuda" else "cpu")
-        longest = open_part(models, HeadShape)[0].model_length // 3 + 2
-        shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
-
-        def warm(encoder: Encoder) -> None:
-            loaded_s.append(time.monotonic() - self.parent.started_s)
-            if kind == "cuda":
-                budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
-                warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
-
-        esm2, dnabert_s, head = load_all(models, device, engine, warm)
-        self.said = {
-            "device": self.spec.device.id,
-            "pid": os.getpid(),
-            "started_s": self.parent.started_s,  # `time.monotonic()`; the other seconds count from here
-            "import_s": import_s,
-            "load_s": max(loaded_s[:2]),  # of the later one; the other's kernels may have been compiled by then
-            "torch": torch.__version__,
-            "attention": {"esm2": esm2.attention, "dnabert_s": dnabert_s.attention},
-            "precision": {"esm2": esm2.precision, "dnabert_s": dnabert_s.precision},
-        }
-        return Runner(esm2, dnabert_s, head, device, self.spec.device.id)
-
     def _write(self) -> None:
         try:
             while (pending := self._writes.get()) is not None:
@@ -269,13 +260,11 @@ class Worker:
         fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
         lost = np.flatnonzero(~fine)
         if len(lost) > len(task.skip):
-            from virnuc_core.engine.poison_rows import judge_not_finite  # few runs need it
-
-            store, _ = self.loader.opened(task.job)
-            judge_not_finite(result, task, store, Path(self.spec.models), task.job.most_lost)
+            store, _ = self.loader.opened(task)
+            judge_not_finite(result, task, store, Path(self.spec.models), task.most_lost)
             result.embeddings[lost] = result.scores[lost] = np.nan
         if self.spec.engine.commit:
-            run = RunDir(Path(task.job.run))
+            run = RunDir(Path(task.run))
             commit(run, read_plan(run), task.shard, result)
         commit_s = time.monotonic() - finished_s
         batches = tuple(replace(record, device_ms=milliseconds(span)) for record, span in pending.launched)
@@ -301,6 +290,35 @@ class Worker:
     def _answer(self, computed: Computed) -> None:
         self._held.popleft()
         self.parent.send(computed)
+
+
+def judge_not_finite(result: ShardResult, task: ShardTask, store: OrfStore, models: Path, most: int) -> None:
+    """Let up to `most` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
+
+    Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite."""
+    width = open_part(models, DnabertShape)[0].width
+    left = np.ones(len(result.scores), bool)  # [rows] without a cause so far
+    left[np.array(task.skip, np.int64) - task.lo] = False
+    kinds: tuple[type[Shape], ...] = (DnabertShape, Esm2Shape, HeadShape)
+    halves = result.embeddings[:, :width], result.embeddings[:, width:]
+    for values, kind in zip((*halves, result.scores), kinds, strict=True):
+        lost = np.flatnonzero(left & ~np.isfinite(values).all(axis=1))
+        left[lost] = False
+        most -= len(lost)
+        if len(lost):
+            _examine(models, kind)
+        if most < 0:
+            names = few(store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist())
+            raise NotFiniteError(
+                f"{models / kind.part()}: of {len(left)} rows of a shard it gives NaN or infinity for {len(lost)} "
+                f"({names}), though its weights are finite; use another --precision, or other weights"
+            )
+
+
+@cache
+def _examine(models: Path, kind: type[Shape]) -> None:
+    """See, once, that the weights of a model are finite. Errors: `WeightsError`."""
+    check_finite(models / kind.part(), *open_part(models, kind))
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

@@ -13,6 +13,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, Ready, WorkerSpec, worker_specs
-from virnuc_core.engine.shards import Computed, JobSpec, ShardTask
+from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.pipeline import workers_for
 from virnuc_core.reads.stage import StageSummary
@@ -78,9 +79,9 @@ class Coming(LocalWorkers):
 
 def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path: Path) -> None:
     workers, noted = Coming(), []
-    job = JobSpec(run=str(tmp_path), store="none", reads="none")
+    told: dict[str, Any] = {"run": str(tmp_path), "store": "none", "reads": "none"}
     with Pool(worker_specs(tmp_path, NODES[:2], EngineSpec(precision="fp16")), workers) as pool:
-        tasks = [ShardTask(job=job, shard=i, lo=i, hi=i + 1) for i in range(40)]
+        tasks = [ShardTask(**told, shard=i, lo=i, hi=i + 1) for i in range(40)]
         found = pool.compute(tasks, tmp_path, noted.append)
     assert sorted(one.shard for one in noted if isinstance(one, ShardDone)) == list(range(40))
     assert set(found.records) == {device.id for device in NODES}
@@ -91,7 +92,7 @@ def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path:
 def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
     from virnuc_core.engine.cluster import moved
 
-    heard = moved(done(ShardTask(job=JobSpec(run="", store="", reads=""), shard=1, lo=0, hi=1), "x").line(), 100.0)
+    heard = moved(done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0)
     assert isinstance(heard, Computed)
     assert heard.done is not None
     assert (heard.done.started_s, heard.done.finished_s, heard.done.esm2_s) == (101.0, 102.0, 0.1)

@@ -6,6 +6,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from virnuc_core.config import Devices
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.engine import shards
-from virnuc_core.engine.poison_rows import judge_not_finite
+from virnuc_core.engine.worker import judge_not_finite
 from virnuc_core.errors import NotFiniteError, WeightsError
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
@@ -25,7 +26,7 @@ from .test_runs import go, no_children
 
 Staged = tuple[Path, StageSummary]
 ONE = Devices.parse("cpu:1")
-JOB = shards.JobSpec(run="", store="", reads="")
+JOB: dict[str, Any] = {"run": "", "store": "", "reads": ""}
 LARGE = 3e38  # finite, and its square is not
 
 
@@ -76,7 +77,7 @@ def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
 def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
     staged: Staged, tiny_models: Path, columns: slice, named: str
 ) -> None:
-    store, task = OrfStore.open(staged[0]), shards.ShardTask(job=JOB, shard=1, lo=50, hi=150, skip=(50,))
+    store, task = OrfStore.open(staged[0]), shards.ShardTask(**JOB, shard=1, lo=50, hi=150, skip=(50,))
     result = shards.ShardResult(np.zeros((100, 128), np.float32), np.zeros((100, 2), np.float32))
     result.embeddings[0] = result.scores[[0, 7, 8]] = np.nan  # the first has been set aside before
     result.embeddings[7:9, columns] = np.inf

@@ -5,20 +5,20 @@ from __future__ import annotations
 import random
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from virnuc_core.config import EngineSpec
-from virnuc_core.engine.poison_rows import search
-from virnuc_core.engine.pool import Pool, PooledJob
+from virnuc_core.engine.pool import Pool, PooledJob, search
 from virnuc_core.engine.process import LocalWorkers, WorkerSpec
-from virnuc_core.engine.shards import JobSpec, ShardTask
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import ShardError
 from virnuc_core.runfiles import Device
 
-JOB = JobSpec(run="run", store="", reads="")
+JOB: dict[str, Any] = {"run": "run", "store": "", "reads": ""}
 
 
 def settle(
@@ -46,7 +46,7 @@ def settle(
 @given(st.integers(1, 400), st.data())
 def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObject) -> None:
     guilty = set(data.draw(st.lists(st.integers(100, 100 + rows - 1), min_size=1, max_size=3)))
-    task, deaths = settle(search(ShardTask(job=JOB, shard=7, lo=100, hi=100 + rows)), guilty)
+    task, deaths = settle(search(ShardTask(**JOB, shard=7, lo=100, hi=100 + rows)), guilty)
     assert task is not None
     assert set(task.skip) == guilty
     assert (task.lo, task.hi, task.probe) == (100, 100 + rows, False)
@@ -55,17 +55,17 @@ def test_the_guilty_rows_and_no_others_are_set_aside(rows: int, data: st.DataObj
 
 @given(st.integers(0, 1000))
 def test_a_shard_killed_only_from_outside_keeps_its_rows_or_is_given_up(seed: int) -> None:
-    task, _ = settle(search(ShardTask(job=JOB, shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed))
+    task, _ = settle(search(ShardTask(**JOB, shard=7, lo=0, hi=64)), set(), outside_kills=random.Random(seed))
     assert task is None or len(task.skip) <= 1  # two kills in a row of one single-row probe cannot be told from guilt
 
 
 def test_a_fault_that_no_single_row_shows_is_given_up_by_name(tmp_path: Path) -> None:
     core = Device(id="cpu-core-0", kind="cpu", name="", core=0)
     pool = Pool([WorkerSpec(models="", device=core, engine=EngineSpec())], LocalWorkers("none"))
-    pool._jobs[JOB.run] = job = PooledJob(JOB.run, tmp_path, lambda _: None, {7})
+    pool._jobs[JOB["run"]] = job = PooledJob(JOB["run"], tmp_path, lambda _: None, {7})
 
     def die_twenty_times() -> None:
-        task = ShardTask(job=JOB, shard=7, lo=0, hi=64)
+        task = ShardTask(**JOB, shard=7, lo=0, hi=64)
         for _ in range(20):
             task = pool._after_death(task, "boom", out_of_memory=False)
             while task.probe:

@@ -101,10 +101,7 @@ def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> N
     from virnuc_core.pipeline import prepare
 
     job = prepare(RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL))
-    tasks = [
-        task.model_copy(update={"job": task.job.model_copy(update={"reads": "of others"})})
-        for task in job.tasks(job.todo)
-    ]
+    tasks = [task.model_copy(update={"reads": "of others"}) for task in job.tasks(job.todo)]
     pool.compute(tasks, root / "logs", lambda _: None)
 
 
@@ -123,9 +120,9 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
 
 def test_a_pool_that_is_interrupted_or_closed_computes_nothing(tmp_path: Path, tiny_models: Path) -> None:
     from virnuc_core.engine.devices import resolve
-    from virnuc_core.engine.shards import JobSpec, ShardTask
+    from virnuc_core.engine.shards import ShardTask
 
-    tasks = [ShardTask(job=JobSpec(run="run", store="", reads=""), shard=0, lo=0, hi=1)]
+    tasks = [ShardTask(run="run", store="", reads="", shard=0, lo=0, hi=1)]
     specs = worker_specs(tiny_models, resolve(Devices.parse("cpu:1")), EngineSpec(precision="fp32"))
     with Pool(specs, LocalWorkers("virnuc_core.engine.worker"), keep=True) as pool:
         end_all_children()

@@ -16,10 +16,10 @@ import torch
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import checkpoint
 from virnuc_core.engine.process import Closed, Message
-from virnuc_core.engine.shards import Computed, JobSpec, ShardTask
+from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.engine.worker import Worker
 
-TASK = ShardTask(job=JobSpec(run="", store="", reads=""), shard=3, lo=0, hi=9)
+TASK = ShardTask(run="", store="", reads="", shard=3, lo=0, hi=9)
 
 
 def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,7 +28,6 @@ def test_waiting_with_a_shard_in_hand_is_no_progress(monkeypatch: pytest.MonkeyP
     messages, sent = deque[Message | None]([TASK, Closed()]), list[Message]()
     parent: Any = SimpleNamespace(receive=lambda _: messages.popleft(), send=sent.append, progress=None)
     worker: Any = Worker(parent, None)  # type: ignore[arg-type]
-    worker.runner = SimpleNamespace(progress_s=0.0)
     assert parent.progress() == pytest.approx(time.monotonic(), abs=5), "nothing to do is no silence"
     assert worker._receive() == TASK
     told_s = parent.progress()
