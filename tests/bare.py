@@ -7,8 +7,10 @@ from pathlib import Path
 
 from virnuc_core.baseline.run import run_baseline
 from virnuc_core.config import ClassifySpec, Devices
+from virnuc_core.encoders.checkpoint import shape_of
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine.devices import resolve
-from virnuc_core.pipeline import classify, model_length, stage_reads
+from virnuc_core.pipeline import classify, stage_reads
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.build import write_report
@@ -26,7 +28,7 @@ def validate(reads: Path, models: Path, out: Path, devices_text: str, shard_toke
     profile, devices = load_profile(PROFILE), Devices.parse(devices_text)
     engine = profile.engine.model_copy(update={"shard_tokens": shard_tokens or profile.engine.shard_tokens})
     store = RunDir(out).store
-    staging = stage_reads(StageSpec(reads=(str(reads),), model_length=model_length(models)), store)
+    staging = stage_reads(StageSpec(reads=(str(reads),), model_length=shape_of(models, HeadShape).model_length), store)
     whole = ClassifySpec(models=models, devices=devices, engine=engine)
     record_validation(out, whole, profile, staging, resolve(devices))
     slow = run_baseline(RunDir(out / "baseline"), store, models, devices, profile.baseline)

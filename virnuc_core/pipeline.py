@@ -1,8 +1,7 @@
 """The nine stages composed, without Prefect: reads in, a run directory out.
 
 `predict` is all of it. `stage_reads` (reads → store) runs once for any number of runs over the store; `classify` (store
-→ verdicts) is one run: it prepares a `Job`, embeds what is not committed yet, writes the result files, and measures.
-"""
+→ verdicts) is one run: it prepares a `Job`, embeds what is not committed yet, writes the result files, and measures."""
 
 import logging
 import os
@@ -77,9 +76,8 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
 
 def stage_spec(spec: ReadsSpec, models: Path) -> StageSpec:
     """What is staged of these inputs for the head of a models directory."""
-    return StageSpec(
-        model_length=model_length(models), **{name: getattr(spec, name) for name in ReadsSpec.model_fields}
-    )
+    of = {name: getattr(spec, name) for name in ReadsSpec.model_fields}
+    return StageSpec(model_length=shape_of(models, HeadShape).model_length, **of)
 
 
 def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSummary:
@@ -134,11 +132,6 @@ def nodes_of(spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Pa
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]") from error
     return Cluster(spec, given, out)
-
-
-def model_length(models: Path) -> int:
-    """The length S the head of a models directory was trained for."""
-    return shape_of(models, HeadShape).model_length
 
 
 def model_flops(models: Path) -> ModelFlops:

@@ -7,8 +7,7 @@
 - `pairs.tsv`: where reads come in pairs, one line for each, and one for each read without its mate.
 
 VirNucPro judges no reads; our rule, and why it is so, is told in docs/results.md. Its files name reads as the input
-does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`.
-"""
+does. Reads that share an id stay apart in our own tables, as `r7` and `r7.2`."""
 
 import time
 from collections import Counter
@@ -59,9 +58,7 @@ class ResultSummary:
     """What the result files hold."""
 
     fates: dict[str, int]  # of reads; they add up to all that came in
-    rows: int  # rows of the store, failed ones included
     rows_virus: int
-    rows_failed: int
     chunks_scored: int  # chunks with a verdict
     chunks_virus: int
     threshold: float
@@ -190,7 +187,7 @@ def write_results(
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
     fates = np.zeros((2, len(_FATE_NAMES)), np.int64)  # of reads and of pairs
-    counts = Counter(rows=store.n_rows, rows_virus=0, rows_failed=0, chunks_scored=0, chunks_virus=0)
+    counts = Counter(rows_virus=0, chunks_scored=0, chunks_virus=0)
     began_s, predict_s = time.perf_counter(), 0.0
     with ExitStack() as stack:
         originals = _open_originals(stack, run)
@@ -222,8 +219,8 @@ def write_results(
                     pairs.write(table)
                     fates[1] += np.bincount(fate, minlength=len(_FATE_NAMES))
             before = None if whole else (block, lost)
-            counts.update(rows_virus=int(block.row_is_virus.sum()), rows_failed=int(lost.sum()))
-            counts.update(chunks_scored=len(block.starts), chunks_virus=int(block.chunk_is_virus.sum()))
+            viruses = {"rows_virus": int(block.row_is_virus.sum()), "chunks_virus": int(block.chunk_is_virus.sum())}
+            counts.update(chunks_scored=len(block.starts), **viruses)
     told, of = (dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False)) for some in fates.tolist())
     of, consensus_s = of if store.paired else {}, time.perf_counter() - began_s - predict_s
     return ResultSummary(told, **counts, threshold=threshold, predict_s=predict_s, consensus_s=consensus_s, pairs=of)

@@ -20,9 +20,11 @@ import pytest
 import torch
 
 from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.encoders.checkpoint import shape_of
 from virnuc_core.encoders.convert import init_random
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.engine.embedding import Job
-from virnuc_core.pipeline import model_length, prepare
+from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
@@ -106,7 +108,7 @@ def job(models: Path, reads: Callable[[str], Path], tmp_path_factory: pytest.Tem
 
     def of(scale: str, *, on: str | None = None, **settings: Any) -> Job:
         store = folder / f"{scale}.h5"
-        stage(StageSpec(reads=(str(reads(scale)),), model_length=model_length(models)), store)
+        stage(StageSpec(reads=(str(reads(scale)),), model_length=shape_of(models, HeadShape).model_length), store)
         engine = EngineSpec(token_budget=BUDGET, dna_token_budget=BUDGET, shard_tokens=16 * BUDGET, **settings)
         spec = ClassifySpec(models=models, devices=Devices.parse(on or devices(1)), engine=engine, force=True)
         return prepare(RunDir(folder / scale), store, spec)

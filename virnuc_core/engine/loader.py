@@ -6,8 +6,7 @@ the launch loop only takes finished batches from a bounded queue. CUDA is never 
 Three rules of packing make a row's numbers independent of its neighbours while the device sees only a handful of
 shapes: rows are grouped by the power of two above their length (the kernel's block is chosen by the row itself), a
 group is filled into the largest shape it can fill, longest rows first, and the rest goes into shapes of a quarter and a
-sixteenth.
-"""
+sixteenth."""
 
 import multiprocessing
 import queue
@@ -185,19 +184,15 @@ class Loader:
             context = multiprocessing.get_context("spawn")
             self._processes = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
 
-    def opened(self, task: ShardTask) -> tuple[OrfStore, DnabertTokenizer]:
-        """A run's store, and DNA's tokenizer. Errors: `ConfigError` when another store lies there now."""
-        return opened(Path(task.store), task.reads, self._models)
-
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and the task again."""
         yield task
-        source, dnas = (Path(task.store), task.reads, self._models), self.opened(task)[1]
+        source = Path(task.store), task.reads, self._models
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
         each = map if self._processes is None else self._processes.map
         parts = list(each(partial(tokenise, source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
-        budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (dnas.pad_id, ESM2_PAD)
+        budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (opened(*source)[1].pad_id, ESM2_PAD)
         for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):
             for index, (plan, batch) in enumerate(packed(tokens, max(1, budget // task.divisor), pad)):
                 ready = batch.pin() if self.pin else batch

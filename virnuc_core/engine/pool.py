@@ -4,8 +4,7 @@ Shards are handed out one by one: a slow device takes fewer. A worker that dies 
 out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is searched for the
 row that does it (`search`), which is set aside, as a few rows are that are not finite. A device that runs out of
 memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices stop the run.
-A pool may serve several runs, one after the other or at once, by workers that load the weights once.
-"""
+A pool may serve several runs, one after the other or at once, by workers that load the weights once."""
 
 import logging
 import threading
@@ -340,7 +339,8 @@ def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
     """What to try next within one shard, which has ended workers. Each is answered by whether a worker survived it.
 
     They are probes, and after each round the shard again without the rows found, which is answered only when it has
-    ended workers again. They end when the shard cannot be cleared."""
+    ended workers again. They end when the shard cannot be cleared. A worker may also be killed from outside, and no
+    innocent row may be accused: a row is found when it has ended `PROOFS` workers all alone."""
     guilty, in_vain = list[int](), 0
     while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
         found = yield from _halve(whole, guilty)

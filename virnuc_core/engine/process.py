@@ -4,8 +4,7 @@ The parent's side: `LocalWorkers` starts pinned workers, `Child` is one of them.
 program, `Parent` its line to who started it, `work(parent, spec)` of a module what it does. Messages go one a line.
 
 A worker is started in its own session, so that a terminal's Ctrl-C reaches the parent alone, which then ends the
-worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input.
-"""
+worker in order. Two nets catch a parent that could not: the kernel's parent-death signal, and the closed input."""
 
 import contextlib
 import importlib

@@ -2,8 +2,7 @@
 
 A shard is a range of the store's unique sequences. Its file holds what `f(sequences, weights, settings)` gave, under a
 fingerprint of all three and a checksum; it appears by rename. What is committed is never computed again; nothing else
-remembers progress.
-"""
+remembers progress."""
 
 import hashlib
 import json

@@ -1,8 +1,7 @@
 """The engine's worker process: one device, pinned; shard tasks in, committed shards out.
 
 Messages in: a WorkerSpec, any number of ShardTasks of any runs (which may come much later: the weights are loaded
-meanwhile), then Closed. Out: Ready, Computed, Failed. In the launch loop nothing makes the device wait.
-"""
+meanwhile), then Closed. Out: Ready, Computed, Failed. In the launch loop nothing makes the device wait."""
 
 import os
 import queue
@@ -24,11 +23,10 @@ from virnuc_core.encoders.checkpoint import check_finite, load_all, open_part
 from virnuc_core.encoders.layers import Encoder
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
 from virnuc_core.encoders.models import Esm2
-from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, packed, shapes
+from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.errors import NotFiniteError, few
-from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
 
@@ -76,12 +74,6 @@ class Pending:
     arrived: torch.cuda.Event | None = None
 
 
-def _to_host(tensor: Tensor) -> Tensor:
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    host.copy_(tensor, non_blocking=True)
-    return host
-
-
 class Worker:
     """Everything between the parent's messages and the device."""
 
@@ -125,9 +117,9 @@ class Worker:
             return
         waited_s = time.monotonic() - loaded_s
         engine, given = self.spec.engine, [first]
-        self.loader = Loader(Path(self.spec.models), engine, pin=engine.pin_memory and self.device.type == "cuda")
+        loader = Loader(Path(self.spec.models), engine, pin=engine.pin_memory and self.device.type == "cuda")
         depth = engine.prefetch_factor * max(1, engine.num_workers)
-        taking = self.loader.feed(lambda: given.pop() if given else self._receive(), depth)
+        taking = loader.feed(lambda: given.pop() if given else self._receive(), depth)
         ready_s = time.monotonic() - self.parent.started_s - waited_s
         self.parent.send(Ready(record={**self.said, "ready_s": ready_s, "waited_s": waited_s}))
         writer = threading.Thread(target=self._write, name="writer", daemon=True)
@@ -144,7 +136,6 @@ class Worker:
         import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
         models, engine, cuda = Path(self.spec.models), self.spec.engine, self.spec.device.kind == "cuda"
         self.device = device = torch.device("cuda:0" if cuda else "cpu")
-        self._side = torch.cuda.Stream(device) if cuda else None
         longest = open_part(models, HeadShape)[0].model_length // 3 + 2
         shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
 
@@ -155,6 +146,7 @@ class Worker:
                 warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
 
         self.esm2, self.dnabert_s, self.head = load_all(models, device, engine, warm)
+        self._side = torch.cuda.Stream(device) if cuda else None
         self.said = {
             "device": self.spec.device.id,
             "pid": os.getpid(),
@@ -232,8 +224,8 @@ class Worker:
         done.record()
         self._side.wait_event(done)
         with torch.cuda.stream(self._side):
-            pending.embeddings = _to_host(features)
-            pending.scores = _to_host(scores)
+            pending.embeddings = features.to("cpu", non_blocking=True)  # to page-locked memory
+            pending.scores = scores.to("cpu", non_blocking=True)
             pending.arrived = torch.cuda.Event()
             pending.arrived.record()
         for tensor in (features, scores):
@@ -260,8 +252,7 @@ class Worker:
         fine = np.isfinite(result.embeddings).all(axis=1) & np.isfinite(result.scores).all(axis=1)
         lost = np.flatnonzero(~fine)
         if len(lost) > len(task.skip):
-            store, _ = self.loader.opened(task)
-            judge_not_finite(result, task, store, Path(self.spec.models), task.most_lost)
+            judge_not_finite(result, task, Path(self.spec.models))
             result.embeddings[lost] = result.scores[lost] = np.nan
         if self.spec.engine.commit:
             run = RunDir(Path(task.run))
@@ -292,11 +283,11 @@ class Worker:
         self.parent.send(computed)
 
 
-def judge_not_finite(result: ShardResult, task: ShardTask, store: OrfStore, models: Path, most: int) -> None:
-    """Let up to `most` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
+def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None:
+    """Let up to `task.most_lost` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
 
     Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite."""
-    width = open_part(models, DnabertShape)[0].width
+    width, most = open_part(models, DnabertShape)[0].width, task.most_lost
     left = np.ones(len(result.scores), bool)  # [rows] without a cause so far
     left[np.array(task.skip, np.int64) - task.lo] = False
     kinds: tuple[type[Shape], ...] = (DnabertShape, Esm2Shape, HeadShape)
@@ -308,6 +299,7 @@ def judge_not_finite(result: ShardResult, task: ShardTask, store: OrfStore, mode
         if len(lost):
             _examine(models, kind)
         if most < 0:
+            store, _ = opened(Path(task.store), task.reads, models)
             names = few(store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist())
             raise NotFiniteError(
                 f"{models / kind.part()}: of {len(left)} rows of a shard it gives NaN or infinity for {len(lost)} "

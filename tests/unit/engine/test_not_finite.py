@@ -6,7 +6,6 @@ import shutil
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from .test_runs import go, no_children
 
 Staged = tuple[Path, StageSummary]
 ONE = Devices.parse("cpu:1")
-JOB: dict[str, Any] = {"run": "", "store": "", "reads": ""}
 LARGE = 3e38  # finite, and its square is not
 
 
@@ -77,15 +75,16 @@ def test_one_row_is_set_aside_by_name_and_the_rest_is_unchanged(
 def test_the_model_that_gives_too_many_is_named_with_the_first_rows(
     staged: Staged, tiny_models: Path, columns: slice, named: str
 ) -> None:
-    store, task = OrfStore.open(staged[0]), shards.ShardTask(**JOB, shard=1, lo=50, hi=150, skip=(50,))
+    store = OrfStore.open(staged[0])
+    told = shards.ShardTask(run="", store=str(staged[0]), reads=store.fingerprint, shard=1, lo=50, hi=150, skip=(50,))
     result = shards.ShardResult(np.zeros((100, 128), np.float32), np.zeros((100, 2), np.float32))
     result.embeddings[0] = result.scores[[0, 7, 8]] = np.nan  # the first has been set aside before
     result.embeddings[7:9, columns] = np.inf
-    judge_not_finite(result, task, store, tiny_models, 2)
+    judge_not_finite(result, told.model_copy(update={"most_lost": 2}), tiny_models)
     rows = [store.row_ids(row, row + 1)[0] for row in store.unique_row[57:59].tolist()]
     said = rf"{named}: of 100 rows .* NaN or infinity for 2 \({', '.join(rows)}\), though its weights are finite"
     with pytest.raises(NotFiniteError, match=said):
-        judge_not_finite(result, task, store, tiny_models, 1)
+        judge_not_finite(result, told.model_copy(update={"most_lost": 1}), tiny_models)
 
 
 @pytest.mark.slow

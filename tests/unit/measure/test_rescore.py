@@ -79,7 +79,7 @@ def test_the_same_head_gives_the_same_bytes(tmp_path: Path, run: RunDir, models:
     out = RunDir(tmp_path / "again")
     summary = rescore(run, models, out)
     assert content(out) == content(run)
-    assert summary.results.rows_failed > 0, "the failed sequence stays failed"
+    assert summary.results.fates["failed"] > 0, "the failed sequence stays failed"
     assert summary.head == fingerprint(models)["head"]
 
 
