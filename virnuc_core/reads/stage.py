@@ -288,6 +288,7 @@ def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
     """The log of a reading; the records that it skips are listed beside `out` in the end."""
     if spec.on_error == "stop":
         yield ParseLog(read_group=spec.read_group)
+        out.with_name(SKIPPED_LIST).unlink(missing_ok=True)  # of an earlier store
         return
     with (
         whole_file(out.with_name(SKIPPED_LIST)) as aside,

@@ -331,6 +331,9 @@ def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Pat
         assert sorted(line[:3] for line in lines[1:]) == [[path, "5", "b"], [path, "9", "c"]]
     with pytest.raises(InputError):  # not a reason to let broken records pass
         stage(StageSpec(reads=(path,)), out)
+    assert (tmp_path / "skipped.tsv").exists(), "it is of the store that is there still"
+    stage(StageSpec(reads=(write("@a\nAC\n+\nII\n"),)), out)
+    assert not (tmp_path / "skipped.tsv").exists(), "of a store from which nothing was left out"
 
 
 def test_what_was_met_is_told_by_file(write: WriteReads, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
