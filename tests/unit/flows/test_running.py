@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import importlib
 import random
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
-from flows import start
+from flows import ending, start
 from flows.flow_commands import ProfileSettings, ScaleSettings, TrainSettings, TuneSettings, ValidateSettings
 from flows.flow_run import run_name, with_parameters
 from flows.parameters import PredictSettings, RunSettings
@@ -228,6 +229,29 @@ def test_a_run_that_cannot_come_to_an_end_is_ended_all_the_same(started: str) ->
         finally:
             run.kill()
     assert run.returncode == 130
+
+
+IMPORTS = """
+import os, signal
+for told in (signal.SIGINT, signal.SIGTERM):
+    os.kill(os.getpid(), told)
+whole = True
+"""
+
+
+def test_a_module_that_is_being_imported_is_imported_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries written in C do not stand it otherwise: torch aborts the process, NumPy cannot be loaded again."""
+    (tmp_path / "interrupted_module.py").write_text(IMPORTS)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def wants_it() -> None:
+        with ending.ended_in_time(by_hand=True):
+            importlib.import_module("interrupted_module")
+            threading.Event().wait(30)
+
+    with pytest.raises(KeyboardInterrupt):
+        wants_it()
+    assert sys.modules["interrupted_module"].whole
 
 
 @pytest.mark.slow
