@@ -105,23 +105,21 @@ def convert(
     *,
     esm2: Annotated[Path | None, Parameter(help="ESM-2: a folder in HF layout, or fair-esm's .pt")] = None,
     dnabert_s: Annotated[Path | None, Parameter(help="DNABERT-S: a folder in HF layout")] = None,
-    tokenizer: Annotated[Path | None, Parameter(help="tokenizer.json, when not beside DNABERT-S")] = None,
     head: HeadFile | None = None,
     model_length: HeadLength | None = None,
     dtype: StoredAs | None = None,
     drop_extra: Annotated[bool, Parameter(help="leave out tensors that the encoders do not have")] = False,
 ) -> None:
     """Turn public checkpoints on disk into a models directory."""
-    from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head
+    from virnuc_core.encoders.convert import convert_encoder, convert_head
+    from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 
     if not (esm2 or dnabert_s or head):
         raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")
-    if esm2 is not None:
-        convert_esm2(esm2, out, dtype, drop_extra)
-        print(out / "esm2")
-    if dnabert_s is not None:
-        convert_dnabert_s(dnabert_s, out, tokenizer, dtype, drop_extra)
-        print(out / "dnabert_s")
+    for kind, source in ((Esm2Shape, esm2), (DnabertShape, dnabert_s)):
+        if source is not None:
+            convert_encoder(kind, source, out, dtype, drop_extra)
+            print(out / kind.part())
     if head is not None:
         convert_head(head, out, model_length)
         print(out / "head")

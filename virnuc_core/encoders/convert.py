@@ -31,7 +31,15 @@ from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
 from virnuc_core.encoders import checkpoint, model_config
 from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, Checkpoint, fit
 from virnuc_core.encoders.layers import DTYPES, Read, inv_freq
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape, Storage, read_shape
+from virnuc_core.encoders.model_config import (
+    DnabertShape,
+    EncoderShape,
+    Esm2Shape,
+    HeadShape,
+    Shape,
+    Storage,
+    read_shape,
+)
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import whole_file
@@ -46,38 +54,29 @@ FETCHED_FILES: Final = ["config.json", "tokenizer.json", "model*.safetensors*", 
 
 DRAWN_AT_ONCE: Final = 1 << 20  # numbers one thread draws for a piece of a random tensor
 
-HEAD_CLASS: Final = "MLPClassifier"
-HEAD_PARTS: Final = ("linear.Linear", "batchnorm.BatchNorm1d", "dropout.Dropout", "activation.ReLU")
+STATE_KEYS: Final = ("model", "model_state_dict")  # of fair-esm, and of heads
 HEAD_MAX_TENSORS: Final = 100  # it has 9; a pickle of a few lines can name one module within itself many times over
 SHARED: Final = 4  # tensors may share their numbers, so that they have more than the file, but not many times more
 BESIDES: Final = 1 << 30  # bytes for whatever else loading takes
 HEAD_MAX_BYTES: Final = 1 << 28  # a head has 7 MB; what claims to be one and is larger than this is not read
 
 
-def convert_esm2(source: Path, out: Path, dtype: Storage | None = None, drop_extra: bool = False) -> Esm2Shape:
-    """Write `out/esm2` from a folder or file of the public ESM-2, in HF layout or fair-esm's, stored as `dtype`. Sizes
-    come from the `config.json` beside the weights, else from the tensors; `drop_extra` leaves out tensors that ESM-2
-    does not have. Errors: `WeightsError`."""
-    opened = open_public(source)
-    config = _beside(source, "config.json")
-    shape = read_shape(config, Esm2Shape) if config else guess_esm2_shape(opened)
-    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype)
+def convert_encoder(
+    kind: type[EncoderShape], source: Path, out: Path, dtype: Storage | None = None, drop_extra: bool = False
+) -> EncoderShape:
+    """Write `out/esm2` or `out/dnabert_s` from a folder or file of the public one, in HF layout or fair-esm's, stored
+    as `dtype`. Sizes, and DNABERT-S's tokenizer, stand in files beside the weights; fair-esm's sizes follow from its
+    tensors. `drop_extra` leaves out tensors that such a model does not have. Errors: `WeightsError`."""
+    opened, folder, tokenizer = open_public(source), source if source.is_dir() else source.parent, None
+    if kind is Esm2Shape and not (folder / "config.json").is_file():
+        shape: EncoderShape = guess_esm2_shape(opened)
+    else:
+        shape = read_shape(folder / "config.json", kind)
+    if kind is DnabertShape:
+        read_tokenizer(folder / "tokenizer.json")
+        tokenizer = (folder / "tokenizer.json").read_bytes()
+    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype, tokenizer)
     return shape
-
-
-def convert_dnabert_s(
-    source: Path, out: Path, tokenizer: Path | None = None, dtype: Storage | None = None, drop_extra: bool = False
-) -> None:
-    """Write `out/dnabert_s` from the public DNABERT-S, a folder or file, with its tokenizer. Errors: `WeightsError`."""
-    opened = open_public(source)
-    config = _beside(source, "config.json")
-    if config is None:
-        raise WeightsError(f"{source}: no config.json beside it; the sizes of DNABERT-S are read from there")
-    shape, file = read_shape(config, DnabertShape), tokenizer or _beside(source, "tokenizer.json")
-    if file is None:
-        raise WeightsError(f"{source}: no tokenizer.json beside it; name the file")
-    read_tokenizer(file)
-    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype, file.read_bytes())
 
 
 def convert_head(source: Path, out: Path, model_length: int | None = None, dna_width: int = DNABERT_WIDTH) -> HeadShape:
@@ -88,12 +87,14 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if (length := model_length or (int(named[1]) if named else None)) is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
     safe = source.suffix == ".safetensors"
-    opened = checkpoint.open_safetensors([source]) if safe else Checkpoint(str(source), read_head(source))
-    if "hidden_layer.weight" not in opened.tensors:
-        raise WeightsError(f"{source}: no tensor hidden_layer.weight; not a head of VirNucPro")
-    hidden, width = (*opened.tensors["hidden_layer.weight"].shape, 0)[:2]
+    opened = (
+        checkpoint.open_safetensors([source]) if safe else Checkpoint(str(source), read_pickled(source, HEAD_MAX_BYTES))
+    )
+    first = opened.tensors.get("hidden_layer.weight", torch.empty(0))
+    hidden, width = first.shape if first.ndim == 2 else (0, 0)
     if width <= dna_width:
-        raise WeightsError(f"{source}: takes {width} columns, DNA alone has {dna_width}; not made for these encoders")
+        problem = f"no head for these encoders: hidden_layer.weight takes {width} columns, DNA alone has {dna_width}"
+        raise WeightsError(f"{source}: {problem}")
     with reading(source, "head", WeightsError):
         shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
     write_part(out, shape, fit(opened, shape), source.name, "fp32")
@@ -107,10 +108,9 @@ def fetch(out: Path, head: Path, *, model_length: int | None = None, dtype: Stor
         raise WeightsError(f"{head}: no such file; 300_model.pth and 500_model.pth come with VirNucPro's repository")
     if not (out / "head").exists():
         convert_head(head, out, model_length)
-    if not (out / "dnabert_s").exists():
-        convert_dnabert_s(_download(*DNABERT_REPOSITORY), out, dtype=dtype)
-    if not (out / "esm2").exists():
-        convert_esm2(_download(*ESM2_REPOSITORY), out, dtype=dtype)
+    for kind, published in ((DnabertShape, DNABERT_REPOSITORY), (Esm2Shape, ESM2_REPOSITORY)):
+        if not (out / kind.part()).exists():
+            convert_encoder(kind, _download(*published), out, dtype)
 
 
 def _download(repository: str, revision: str) -> Path:
@@ -134,7 +134,7 @@ def open_public(source: Path) -> Checkpoint:
         raise WeightsError(f"{source}: {problem}")
     if files[0].suffix == ".safetensors":
         return checkpoint.open_safetensors(files)
-    return Checkpoint(str(source), {name: tensor for file in files for name, tensor in read_state(file).items()})
+    return Checkpoint(str(source), {name: tensor for file in files for name, tensor in read_pickled(file).items()})
 
 
 def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
@@ -148,22 +148,6 @@ def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:  # no such tensor, or of other dimensions
         problem = "no config.json beside it, and not the layout of fair-esm's ESM-2"
         raise WeightsError(f"{source.origin}: {problem}") from error
-
-
-def read_state(path: Path) -> dict[str, Tensor]:
-    """The tensors of a `.bin` or `.pt`; `WeightsError` when it holds anything but tensors and plain settings."""
-    with path.open("rb") as file:
-        zipped = file.read(4) == b"PK\x03\x04"  # the newer format can be mapped, not copied, into memory
-    try:
-        if zipped:
-            _check_archive(path, None)
-        # fair-esm keeps its arguments in a namespace
-        state = _tensors(path, [argparse.Namespace], "model", mmap=zipped)
-    except Exception as error:  # torch raises whatever a broken file leads to
-        raise WeightsError(f"{path}: refused, not a checkpoint of tensors: {first_line(error)}") from error
-    if state is None:
-        raise WeightsError(f"{path}: holds no dictionary of tensors")
-    return state
 
 
 class ModuleState:
@@ -181,36 +165,36 @@ class ModuleState:
         self.tensors = {name: tensor for name, tensor in found.items() if isinstance(tensor, Tensor)}
 
 
-HEAD_MODULES: Final = tuple(  # a head that was pickled whole names these; each becomes the inert stand-in
-    (ModuleState, name) for name in (f"__main__.{HEAD_CLASS}", *(f"torch.nn.modules.{one}" for one in HEAD_PARTS))
-)
+HEAD_MODULES: Final = ("linear.Linear", "batchnorm.BatchNorm1d", "dropout.Dropout", "activation.ReLU")
+ALLOWED: Final[list[Any]] = [  # beside tensors: what a head that was pickled whole names, each an inert stand-in
+    *((ModuleState, name) for name in ("__main__.MLPClassifier", *(f"torch.nn.modules.{one}" for one in HEAD_MODULES))),
+    argparse.Namespace,  # in which fair-esm keeps its arguments
+]
 
 
-def read_head(path: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled head: a whole module, as VirNucPro's are, a state dictionary, or one within another.
-    Errors: `WeightsError` names what the file asked for that a head has no use for."""
+def read_pickled(path: Path, most: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a `.bin`, `.pt` or `.pth`: of a state dictionary, of one within another, or of a head pickled
+    whole, as VirNucPro's are. Errors: `WeightsError` names what else the file asked for; also for one that holds more
+    than `most` bytes."""
     try:
-        _check_archive(path, HEAD_MAX_BYTES)
-        state = _tensors(path, list(HEAD_MODULES), "model_state_dict", mmap=False)
+        if most is not None and path.stat().st_size > most:
+            raise ValueError(f"{path.stat().st_size:,} bytes is no head (at most {most:,})")
+        with path.open("rb") as file:
+            zipped = file.read(4) == b"PK\x03\x04"
+        if zipped:
+            _check_archive(path)
+        return _tensors(path, mmap=zipped and most is None)  # a large one is mapped into memory, not copied
     except OSError as error:
-        raise WeightsError(f"{path}: cannot be read ({error.strerror})") from error
-    except zipfile.BadZipFile as error:
-        raise WeightsError(f"{path}: not a file of torch.save (1.6 or later); save the head again with it") from error
-    except Exception as error:  # a broken pickle can fail in any way; all of them mean the same
-        raise WeightsError(f"{path}: refused, not a head that can be read safely: {first_line(error)}") from error
-    if state is None:
-        raise WeightsError(f"{path}: holds neither a pickled {HEAD_CLASS} nor a state dictionary; not a head")
-    return state
+        raise WeightsError(f"{path}: cannot be read ({error.strerror or error})") from error
+    except Exception as error:  # torch raises whatever a broken file leads to; all of them mean the same
+        raise WeightsError(f"{path}: refused, no tensors that can be read safely: {first_line(error)}") from error
 
 
-def _check_archive(path: Path, most: int | None) -> None:
-    """`ValueError` for an archive of `torch.save` that could not be what it says, or holds more than `most` bytes."""
+def _check_archive(path: Path) -> None:
+    """`ValueError` for an archive of `torch.save` that could not be what it says."""
     with zipfile.ZipFile(path) as archive:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
-        unpacked = sum(entry.file_size for entry in archive.infolist())
-        if most is not None and unpacked > most:
-            raise ValueError(f"{unpacked:,} bytes is no head (at most {most:,})")
         if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
             raise ValueError("saved on a big-endian machine")
 
@@ -228,17 +212,18 @@ def _at_most(room: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
-def _tensors(path: Path, allowed: list[Any], key: str, *, mmap: bool) -> dict[str, Tensor] | None:
-    """The tensors of a module, of a state dictionary, or of one under `key`; None without any. Errors: of all kinds."""
+def _tensors(path: Path, *, mmap: bool) -> dict[str, Tensor]:
+    """The tensors of a module, of a state dictionary, or of one under a usual key. Errors: of all kinds."""
     size = path.stat().st_size
-    with _at_most(SHARED * size + BESIDES), warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
+    with _at_most(SHARED * size + BESIDES), warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
         warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     content = content.tensors if isinstance(content, ModuleState) else content
-    inner = content.get(key) if isinstance(content, Mapping) else None
-    found = inner if isinstance(inner, Mapping) else content
-    if not isinstance(found, Mapping) or not found or not all(isinstance(one, Tensor) for one in found.values()):
-        return None
+    if not isinstance(content, Mapping):
+        raise ValueError("no dictionary of tensors")
+    found = next((content[key] for key in STATE_KEYS if isinstance(content.get(key), Mapping)), content)
+    if not found or not all(isinstance(one, Tensor) for one in found.values()):
+        raise ValueError("no dictionary of tensors")
     claimed = sum(one.numel() * one.element_size() for one in found.values())
     if claimed > SHARED * size:
         raise ValueError(f"it claims {claimed:,} bytes of numbers, the file has {size:,}")
@@ -250,12 +235,6 @@ def first_line(error: Exception) -> str:
     found = error.__context__ if isinstance(error, pickle.UnpicklingError) and error.__context__ else error
     text = str(found).strip()
     return text.splitlines()[0].split(". ")[0] if text else type(found).__name__
-
-
-def _beside(source: Path, name: str) -> Path | None:
-    """A file in the same folder, if it is there."""
-    path = (source if source.is_dir() else source.parent) / name
-    return path if path.is_file() else None
 
 
 def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, read: Read) -> None:
@@ -271,12 +250,8 @@ def write_tensors(path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: torc
     text += b" " * (-len(text) % 8)
     with whole_file(path) as aside, aside.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name, shape in shapes.items():
-            tensor = read(name)
-            if tuple(tensor.shape) != tuple(shape):
-                found, wanted = map(checkpoint.size_text, (tensor.shape, shape))
-                raise WeightsError(f"{path}: tensor {name} is {found}, wanted {wanted}")
-            raw = tensor.to("cpu", kinds[name]).contiguous()
+        for name in shapes:
+            raw = read(name).to("cpu", kinds[name]).contiguous()
             file.write(raw.view(torch.uint8).reshape(-1).numpy().data)
 
 

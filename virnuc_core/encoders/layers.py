@@ -47,9 +47,7 @@ def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
     """The precision that runs; `auto` is fp16 on CUDA and fp32 elsewhere. Raises `DeviceError` for what cannot run."""
     if asked == "auto":
         return "fp16" if device.type == "cuda" else "fp32"
-    if asked == "fp32":
-        return "fp32"
-    if device.type != "cuda":
+    if asked != "fp32" and device.type != "cuda":
         raise DeviceError(f"precision {asked} needs a CUDA device, this is {device}; use fp32")
     if asked == "int8" and torch.cuda.get_device_capability(device) < (9, 0):
         name = torch.cuda.get_device_name(device)
@@ -59,17 +57,17 @@ def resolve_precision(asked: Precision, device: torch.device) -> Resolved:
 
 def choose_backend(asked: Attention, head_dim: int, device: torch.device) -> Backend:
     """What runs the layers. Raises `ConfigError` or `DeviceError`, in one line, when what is asked for cannot."""
-    obstacle: ConfigError | DeviceError | None = None
+    kind: type[ConfigError | DeviceError] = DeviceError
+    obstacle = ""
     if device.type != "cuda":
-        obstacle = DeviceError(f"attention 'fused' needs a CUDA device, this is {device}; use reference or auto")
+        obstacle = f"needs a CUDA device, this is {device}"
     elif head_dim not in FUSED_HEADS:
-        sizes = "32, 64 or 128"
-        obstacle = ConfigError(f"attention 'fused' wants heads of {sizes}, not {head_dim}; use reference or auto")
+        obstacle, kind = f"wants heads of 32, 64 or 128, not {head_dim}", ConfigError
     elif importlib.util.find_spec("triton") is None:
-        obstacle = DeviceError("attention 'fused' needs triton, which is not installed; use reference or auto")
-    if asked == "fused" and obstacle is not None:
-        raise obstacle
-    return "reference" if asked == "reference" or obstacle is not None else "fused"
+        obstacle = "needs triton, which is not installed"
+    if asked == "fused" and obstacle:
+        raise kind(f"attention 'fused' {obstacle}; use reference or auto")
+    return "reference" if asked == "reference" or obstacle else "fused"
 
 
 class Inputs(NamedTuple):
@@ -281,9 +279,7 @@ def read_layer(read: Read, i: int, up: str, down: str, up_bias: bool) -> Layer:
 
 
 class Encoder(ABC):
-    """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations.
-
-    Weights are read to `device` one tensor at a time; a misshapen one raises `WeightsError` with its name."""
+    """Packed tokens to one vector a row, on one device: by our own Triton kernels, or by plain torch operations."""
 
     KIND: ClassVar[type[Esm2Shape] | type[DnabertShape]]
     FEED_FORWARD: ClassVar[tuple[str, str, bool]]  # names of both products; whether the first has a bias

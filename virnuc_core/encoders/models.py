@@ -1,7 +1,4 @@
-"""The three networks over packed tokens: ESM-2, DNABERT-S, and the head that scores what they give.
-
-ESM-2 has pre-norm layers, rotary positions, exact GELU and a final layer norm; DNABERT-S post-norm layers, ALiBi and
-gated linear units."""
+"""The three networks over packed tokens: ESM-2, DNABERT-S, and the head that scores what they give."""
 
 from collections.abc import Sequence
 from itertools import accumulate

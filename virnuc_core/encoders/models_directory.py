@@ -76,9 +76,8 @@ def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
     checks = [_part(models, kind) for kind in (Esm2Shape, DnabertShape, HeadShape)]
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
-    checks += [
-        Check(f"{part} sha256", "ok", digest) for part, digest in checkpoint.fingerprint(models, anew=True).items()
-    ]
+    digests = checkpoint.fingerprint(models, anew=True)
+    checks += [Check(f"{part} sha256", "ok", digest) for part, digest in digests.items()]
     return (*checks, *_anchors(models, device))
 
 

