@@ -358,7 +358,7 @@ def _write_results(
 
         inputs = Inputs(staging.files, (), staging.pairs)
         log_of_reading = ParseLog(staging.on_error, read_group=staging.read_group)
-        write_reads(run, job.store, inputs, spec.written, log_of_reading)
+        write_reads(run, job.store, inputs, spec.written, log_of_reading, staging.by_file)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))

@@ -23,6 +23,7 @@ from virnuc_core.reads.subsets import write_reads
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, SHORT_FOR_MODEL
 from virnuc_core.results import write_covered, write_results
 from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import InputFile, digest
 
 
 @dataclass(frozen=True)
@@ -357,6 +358,10 @@ def test_other_reads_than_those_staged_are_refused(tmp_path: Path) -> None:
         write_reads(run, store, Inputs(reads.files[::-1], ()))
     with pytest.raises(InputError, match="standard input"):
         write_reads(run, store, Inputs(("-",), ()))
+    before = [InputFile(file=name, content=digest(Path(name))) for name in reads.files]
+    (tmp_path / "a.fastq").write_text(FASTQ.replace("IIII", "JJJJ"))
+    with pytest.raises(InputError, match=r"a\.fastq: no longer what was staged"):
+        write_reads(run, store, reads, staged=before)
     assert not list(run.root.glob("*viral.*"))
 
 
