@@ -158,8 +158,7 @@ def classify(
     with run_lock(run.root), ExitStack() as held:
         started_s, before = time.monotonic(), None if spec.force else read_summary(run)
         if spec.cluster and pool is None and before is None:
-            own = workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=run.root)
-            pool = held.enter_context(own)
+            pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=run.root))
         devices = before.devices if before else tuple(one.device for one in pool.specs) if pool else None
         head = shape_of(spec.models, HeadShape)
         threshold, uncertain = verdict(head, spec)

@@ -31,7 +31,6 @@ Scores = NDArray[np.float32]
 Mask = NDArray[np.bool_]
 Places = NDArray[np.int64]
 Band = tuple[float, float]
-NO_BAND: Final[Band] = (0.0, 0.0)
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")
 VIRAL, OTHERS, NO_OPEN_FRAME, EMPTY, FAILED, UNCERTAIN = range(len(FATES) + 1)  # the last only where it is asked for
@@ -71,12 +70,12 @@ class _Block:
     """Consecutive reads with all their rows, or one read with some of its many, and the verdict on each chunk by the
     scored rows that decide it."""
 
-    def __init__(self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask) -> None:
-        """The votes of the rows marked in `scored` [rows]; `scores` [rows, 2]: P(others), P(virus). Errors:
-        `VirnucError` when the rows are not of these reads."""
-        # of the chunks in blocks before, if this block goes on with the read of those
-        self.margins_before = np.empty(0)
-        self.scored_before, self.lost_before = 0, False  # rows of those
+    def __init__(
+        self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask, before: Self | None = None
+    ) -> None:
+        """The votes of the rows marked in `scored` [rows], the others being lost; `scores` [rows, 2]: P(others),
+        P(virus). `before`: the block with whose read this one goes on. Errors: `VirnucError` when the rows are not of
+        these reads."""
         read = np.asarray(store.row_read[rows])
         if len(read) and (read[0] < reads.start or read[-1] >= reads.stop):
             raise VirnucError(f"{store.path}: rows from {rows.start} on are not of reads {reads.start}…{reads.stop}")
@@ -94,6 +93,10 @@ class _Block:
         self.margin = top2.astype(np.float64) - top1.astype(np.float64)
         self.row_is_virus = self.scores[:, 1] > self.scores[:, 0]  # a tie is `others`
         self.chunk_is_virus = self.margin >= 0  # a tie is a virus
+        self.lost = np.flatnonzero(~scored)  # the other rows; what follows is of the blocks before
+        self.lost_before: bool = before is not None and (before.lost_before or len(before.lost) > 0)
+        self.scored_before: int = before.scored_before + len(before.scored) if before else 0
+        self.margins_before: NDArray[Any] = np.append(before.margins_before, before.margin) if before else np.empty(0)
 
     def original_lines(self) -> tuple[bytes, bytes]:
         """Lines of `prediction_results.txt` and of `prediction_results_highestscore.csv`."""
@@ -125,20 +128,14 @@ class _Block:
         score[mean >= 0] = np.maximum(score[mean >= 0], _HALF)
         return score
 
-    def go_on_from(self, before: Self, lost: Mask) -> None:
-        """This block has further rows of the read of another, whose `lost` [rows] failed."""
-        self.margins_before = np.append(before.margins_before, before.margin)
-        self.scored_before = before.scored_before + len(before.scored)
-        self.lost_before = before.lost_before or bool(lost.any())
-
-    def read_lines(self, lost: Mask, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
-        """Lines of `reads.tsv`, and one index into `_FATE_NAMES` for each read; `lost` [rows] marks the failed rows."""
+    def read_lines(self, threshold: float, uncertain: Band) -> tuple[bytes, Places]:
+        """Lines of `reads.tsv`, and one index into `_FATE_NAMES` for each read."""
         store, low, high = self.store, self.reads.start, self.reads.stop
         score = self.read_scores(np.arange(self.n_reads))
         fate = _judged(score, threshold, uncertain)
         fate[store.read_rows[low:high] == 0] = NO_OPEN_FRAME
         fate[store.read_chunks[low:high] == 0] = EMPTY
-        fate[np.asarray(store.row_read[self.rows])[lost] - low] = FAILED
+        fate[np.asarray(store.row_read[self.rows])[self.lost] - low] = FAILED
         fate[: self.lost_before] = FAILED
         columns = store.read_length, store.read_chunks, store.read_rows
         counts = (_texts(column[low:high].tolist()) for column in columns)
@@ -183,6 +180,7 @@ def write_results(
     `scores` [n_uniques, 2] and `failed` [n_uniques] belong to the store's distinct sequences. `threshold` moves the
     verdict on reads, and reads with a score within `uncertain` get none; VirNucPro's files know neither. Errors:
     `ShardError` when a sequence that did not fail has no score; `VirnucError` for a store that contradicts itself."""
+    band = uncertain or (0.0, 0.0)
     missing = np.flatnonzero(~failed & ~np.isfinite(scores).all(axis=1))
     if len(missing):
         raise ShardError(f"{len(missing)} sequences have no score and did not fail; the first is number {missing[0]}")
@@ -196,29 +194,26 @@ def write_results(
         pairs = _open_whole(stack, run.pairs_table, PAIRS_HEADER) if store.paired else None
         if pairs is None:
             run.pairs_table.unlink(missing_ok=True)  # of other reads that were scored here before
-        before: tuple[_Block, Mask] | None = None  # of a read with more rows to come
+        before: _Block | None = None  # of a read with more rows to come
         for read_span, rows, whole in _spans(store):
             unique = np.asarray(store.row_unique[rows])
-            lost = failed[unique]
-            block = _Block(store, read_span, rows, scores[unique], ~lost)
-            if before is not None:
-                block.go_on_from(*before)
+            block = _Block(store, read_span, rows, scores[unique], ~failed[unique], before)
             judged_s = time.perf_counter()
             for file, lines in zip(originals, block.original_lines(), strict=True):
                 file.write(lines)
-            if lost.any():
+            if len(block.lost):
                 names = store.row_ids(rows.start, rows.stop)
-                failures.write(_lines([names[i] for i in np.flatnonzero(lost).tolist()]))
+                failures.write(_lines([names[i] for i in block.lost.tolist()]))
             predict_s += time.perf_counter() - judged_s
             if whole:
-                table, fate = block.read_lines(lost, threshold, uncertain or NO_BAND)
+                table, fate = block.read_lines(threshold, band)
                 reads.write(table)
                 fates[0] += np.bincount(fate, minlength=len(_FATE_NAMES))
                 if pairs is not None:
-                    table, fate = block.pair_lines(fate, threshold, uncertain or NO_BAND)
+                    table, fate = block.pair_lines(fate, threshold, band)
                     pairs.write(table)
                     fates[1] += np.bincount(fate, minlength=len(_FATE_NAMES))
-            before = None if whole else (block, lost)
+            before = None if whole else block
             viruses = {"rows_virus": int(block.row_is_virus.sum()), "chunks_virus": int(block.chunk_is_virus.sum())}
             counts.update(chunks_scored=len(block.starts), **viruses)
     told, of = (dict(zip(_FATE_NAMES.tolist() if uncertain else FATES, some, strict=False)) for some in fates.tolist())

@@ -72,8 +72,6 @@ class RemoteChild(Child):
         self._forget()
         return self.status
 
-    heard = Child._heard
-
     def close(self, status: int = -1, last_words: str = "its node is lost", *, lost: bool = False) -> None:
         """It has ended, or its node is `lost`."""
         if not self._over.is_set():

@@ -343,31 +343,26 @@ def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
     innocent row may be accused: a row is found when it has ended `PROOFS` workers all alone."""
     guilty, in_vain = list[int](), 0
     while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
-        found = yield from _halve(whole, guilty)
+        found = yield from _cause(whole, guilty)
         guilty, in_vain = [*guilty, *found], 0 if found else in_vain + 1
         yield whole.model_copy(update={"skip": tuple(sorted(guilty))})
 
 
-def _halve(whole: ShardTask, guilty: list[int]) -> Generator[ShardTask, bool, list[int]]:
-    """Probes; then the row that is the cause, if there is one."""
-    parts = _halves(whole.lo, whole.hi)
-    while parts:
-        lo, hi = parts.pop()
+def _cause(whole: ShardTask, guilty: list[int]) -> Generator[ShardTask, bool, list[int]]:
+    """Probes of ever smaller parts; then the row that is the cause, if there is one."""
+
+    def probe(lo: int, hi: int) -> ShardTask:
         skip = tuple(row for row in guilty if lo <= row < hi)
-        probe = whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
-        if hi - lo > 1:
-            if not (yield probe):
-                parts = _halves(lo, hi)  # it is in here; what is outside is looked at when the shard runs again
-            continue
-        deaths = 0
-        while deaths < PROOFS and not (yield probe):
-            deaths += 1
-        if deaths == PROOFS:
-            return [lo]
-    return []
+        return whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
 
-
-def _halves(lo: int, hi: int) -> list[tuple[int, int]]:
-    """The parts of a range, the first one last; a single row is not cut."""
-    middle = (lo + hi) // 2
-    return [(middle, hi), (lo, middle)] if hi - lo > 1 else [(lo, hi)]
+    lo, hi, alone = whole.lo, whole.hi, 0
+    while alone < PROOFS:
+        middle = max(lo + 1, (lo + hi) // 2)
+        if not (yield probe(lo, middle)):
+            hi = middle  # it is in here; what is outside is looked at when the shard runs again
+        elif middle < hi and not (yield probe(middle, hi)):
+            lo = middle
+        else:
+            return []
+        alone += hi - lo == 1
+    return [lo]

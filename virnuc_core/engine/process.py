@@ -157,7 +157,7 @@ class Child:
             with contextlib.suppress(ValueError, OSError), self._stdout:
                 for line in self._stdout:
                     if line.endswith("\n"):  # else it was cut off by a kill
-                        self._heard(Message.of(line))
+                        self.heard(Message.of(line))
         finally:
             self._inbox.put((self, Closed()))
 
@@ -166,7 +166,8 @@ class Child:
         """Whether it has not even said that it lives for longer than its settings allow: it is stopped, or dead."""
         return time.monotonic() - self._heard_s > self.spec.engine.silence_s
 
-    def _heard(self, message: Message) -> None:
+    def heard(self, message: Message) -> None:
+        """Take note of a message, and pass it on, but for a heartbeat."""
         self._heard_s = time.monotonic()
         if isinstance(message, Alive):
             self.progress_s = max(self.progress_s, message.progress_s)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,18 +35,13 @@ COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop d
 TERM_GRACE_S = 3.5
 POLL_S = 0.2  # how soon SIGTERM is noticed by who waits for a message
 
-Mark = torch.cuda.Event | float  # a moment of the device: an event on CUDA, the host's clock on CPU
-Span = tuple[Mark, Mark]
+Span = tuple[Any, Any]  # two moments of the device: events on CUDA, the host's clock on CPU
 
 
 def milliseconds(span: Span) -> float:
     """Device time of a launch; valid once the device has passed its end."""
-    match span:
-        case torch.cuda.Event() as start, torch.cuda.Event() as end:
-            return float(start.elapsed_time(end))
-        case float(start), float(end):
-            return (end - start) * 1e3
-    raise TypeError(span)
+    start, end = span
+    return float(start.elapsed_time(end) if isinstance(start, torch.cuda.Event) else 1e3 * (end - start))
 
 
 def warm_up(encoder: Encoder, budget: int, device: torch.device, *lengths: int) -> None:
@@ -177,7 +173,7 @@ class Worker:
                 self._writes.put(pending)
                 pending = None
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> torch.cuda.Event | float:
         if self.device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -220,14 +216,11 @@ class Worker:
         if self._side is None:
             pending.scores = scores
             return
-        done = torch.cuda.Event()
-        done.record()
-        self._side.wait_event(done)
+        self._side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._side):
             pending.embeddings = features.to("cpu", non_blocking=True)  # to page-locked memory
             pending.scores = scores.to("cpu", non_blocking=True)
-            pending.arrived = torch.cuda.Event()
-            pending.arrived.record()
+            pending.arrived = self._side.record_event()
         for tensor in (features, scores):
             tensor.record_stream(self._side)
 
