@@ -51,7 +51,6 @@ INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
-
     Raises `WeightsError` when they are missing or do not fit each other, the tokenizer or the other parts."""
     shape = read_shape(_config(models, kind.part()), kind)
     if isinstance(shape, HeadShape):
@@ -106,7 +105,6 @@ def check_finite(folder: Path, shape: Shape, read: Read) -> int:
 
 def check_models(models: Path, new_length: int | None = None) -> HeadShape:
     """The head's sizes of a models directory in which all is right that is told without an encoder's weights.
-
     With `new_length`, a head of that model length is yet to be made."""
     protein, dna = shape_of(models, Esm2Shape).width, shape_of(models, DnabertShape).width
     if new_length is not None:
@@ -138,7 +136,6 @@ def _weights(folder: Path) -> list[Path]:
 def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = False) -> dict[str, str]:
     """SHA-256 of each part's files, by the part's name, and of the calibration for int8; equal ones mean equal scores.
     `anew`: computed also for large files of which it is remembered.
-
     Errors: `WeightsError` also for int8 without a calibration, or with that of other weights."""
     tokenizer = models / "dnabert_s" / "tokenizer.json"
     if not tokenizer.is_file():
@@ -217,7 +214,6 @@ def load_all(
     models: Path, device: torch.device, engine: EngineSpec, warm: Callable[[Encoder], object] = lambda _: None
 ) -> tuple[Esm2, DnabertS, Head]:
     """All three models on one device as an engine's settings want them; raises as the loaders of each do, and `warm`.
-
     Both encoders at once; each is handed to `warm` as soon as it is there, for compiling its kernels takes longest, and
     once more after both if there was no memory for that beside the other."""
     late: list[Encoder] = []
@@ -278,7 +274,6 @@ def our_name(theirs: str) -> str:
 
 def fit(source: Checkpoint, shape: Shape, drop_extra: bool = False) -> Read:
     """Reads a checkpoint of any public layout by our names, a tensor in the precision it is stored in.
-
     Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
     with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
     unexpected or misshapen; no weights are read for that."""

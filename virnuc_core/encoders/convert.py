@@ -290,11 +290,10 @@ def init_random(
         raise WeightsError(f"{out}: already holds {', '.join(f'{p}/' for p in taken)}; choose another directory")
     protein, dna = model_config.ESM2_SIZES[esm2], model_config.DNABERT_SIZES[dnabert_s]
     head = HeadShape(model_length=model_length, dna_width=dna.width, protein_width=protein.width)
-    parts: list[tuple[Shape, Storage, bytes | None]] = [(protein, dtype, None)]
-    parts += [(dna, dtype, train_tokenizer(dna.vocab, seed)), (head, "fp32", None)]
-    for shape, stored, tokenizer in parts:
-        read = functools.partial(random_tensor, shape, seed=seed)
-        write_part(out, shape, read, f"{model_config.RANDOM_ORIGIN}, seed {seed}", stored, tokenizer)
+    for shape in (protein, dna, head):
+        read, origin = functools.partial(random_tensor, shape, seed=seed), f"{model_config.RANDOM_ORIGIN}, seed {seed}"
+        tokenizer = train_tokenizer(dna.vocab, seed) if shape is dna else None
+        write_part(out, shape, read, origin, "fp32" if shape is head else dtype, tokenizer)
 
 
 def train_tokenizer(vocab: int, seed: int) -> bytes:

@@ -97,7 +97,6 @@ class Dense(NamedTuple):
 @functools.cache
 def hadamard(width: int, device: torch.device) -> Tensor:
     """What stretches of rows of `width` are multiplied with: Hadamard's matrix, orthogonal, fp16 [turn, turn].
-
     Large and small numbers become many of middling size, of which rounding in equal steps takes less."""
     matrix = torch.ones(1, 1)
     while len(matrix) < math.gcd(width, LONGEST_TURN):
@@ -162,7 +161,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def reference(qkv: Tensor, rows: Rows) -> Tensor:
     """Attention by plain torch operations, scores and softmax in float32; zero in dead slots.
-
     `qkv` [slots, 3 * width] (all q heads, all k, all v) to [slots, width]."""
     q, k, v = qkv.unflatten(1, (3, rows.heads, -1)).unbind(1)
     q = q * (1 / math.sqrt(q.shape[-1]))  # scaled, then rotated, as the model was trained
@@ -174,7 +172,6 @@ def reference(qkv: Tensor, rows: Rows) -> Tensor:
 
 def _by_runs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     """On a CPU the lengths can be looked at: neighbouring rows of one length are attended to together, without padding.
-
     Packed batches lie longest row first, so such runs are long and are views of what is there. Each row and head is a
     product of its own inside, so a run's length changes no bit."""
     out = torch.zeros(v.shape, dtype=v.dtype)  # dead slots stay zero
@@ -193,7 +190,6 @@ def _by_runs(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
 
 def _by_padding(q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
     """Where looking at the lengths would stop the launch queue: all rows padded to the longest there may be.
-
     They are attended to in portions that keep the scores small."""
     padded = -(-rows.max_seqlen // REFERENCE_STEP) * REFERENCE_STEP
     portion = max(1, REFERENCE_SCORES // (rows.heads * padded * padded))
@@ -241,7 +237,6 @@ class Layer(NamedTuple):
 
 def in_int8(layer: Layer, seen: Mapping[str, Inputs], dtype: torch.dtype) -> Layer:
     """A layer in float32 made ready to run in int8, given what its products were seen to take.
-
     Inputs behind a norm are smoothed: the norm divides by column, and weights are multiplied, so that neither has
     columns far larger than others. What the rounding of weights makes of the mean input is taken off the bias."""
 
@@ -312,12 +307,11 @@ class Encoder(ABC):
         def ready(name: str) -> Tensor:
             return read(name).to(device).to(dtype)
 
-        dtype, layers = DTYPES[precision], range(shape.layers)
-        if calibration is None:
-            self.layers = tuple(read_layer(ready, i, *self.FEED_FORWARD) for i in layers)
-        else:
-            full = (read_layer(wide, i, *self.FEED_FORWARD) for i in layers)
-            self.layers = tuple(in_int8(layer, calibration[i], dtype) for i, layer in enumerate(full))
+        dtype, full = DTYPES[precision], ready if calibration is None else wide
+        layers = (read_layer(full, i, *self.FEED_FORWARD) for i in range(shape.layers))
+        if calibration is not None:
+            layers = (in_int8(layer, seen, dtype) for layer, seen in zip(layers, calibration, strict=True))
+        self.layers = tuple(layers)
         self._take(wide, ready)
 
     @abstractmethod
@@ -326,7 +320,6 @@ class Encoder(ABC):
 
     def embed(self, batch: PackedBatch) -> Tensor:
         """Mean-pooled embeddings, float32 [row_capacity, width]; rows past `batch.rows` are zero.
-
         A row's values depend on its own tokens, the weights, the precision and the number of slots only.
         Never synchronises the device."""
         with torch.inference_mode():
@@ -343,7 +336,6 @@ class Encoder(ABC):
 
 def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Mean of `x` [tokens, width] over each span [start, end), float32 [spans, width]; zero where a span is empty.
-
     Spans ascend and do not overlap. Every span is summed on its own, first token to last, in float32: its mean does not
     depend on what else is in the batch, nor on dead slots (a difference of running sums would depend on both)."""
     bounds = torch.stack((starts, ends), dim=1).flatten().long()  # a span, the gap after it, the next span, ...

@@ -67,7 +67,6 @@ class Esm2(Encoder):
 
     def _by_kernels(self, stream: Tensor, rows: Rows) -> Tensor:
         """The same with one pass over memory between two products; `stream` is used up.
-
         The last product of each half adds onto the stream in place; its bias, left out of the stream, is added up for
         the norms to see."""
         from virnuc_core.encoders.kernels import norm  # triton is needed here only
@@ -136,7 +135,6 @@ class DnabertS(Encoder):
 
     def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
         """The same with one pass over memory between two products; `x` is used up.
-
         The last product of each half adds onto the stream in place, and its bias is left to the norm behind it."""
         from virnuc_core.encoders.kernels import gated_unit, norm  # triton is needed here only
 

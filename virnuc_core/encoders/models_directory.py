@@ -134,7 +134,6 @@ class KeptHead(NamedTuple):
     """One head of a models directory."""
 
     number: int  # 0: it stands in head/ and was not kept so far
-    folder: Path
     digest: str
     installed: bool
     shape: HeadShape
@@ -151,7 +150,7 @@ def kept_heads(models: Path) -> list[KeptHead]:
                 log.warning("%s", error)
                 continue
             now = now if number else digest
-            found[digest] = KeptHead(number, path, digest, digest == now, shape)  # of equal ones, the kept one
+            found[digest] = KeptHead(number, digest, digest == now, shape)  # of equal ones, the kept one
     return sorted(found.values())
 
 
