@@ -90,8 +90,8 @@ def stage_reads(spec: StageSpec, out: Path, *, force: bool = False) -> StageSumm
     if any(map(is_remote, spec.named)):
         from virnuc_core.reads.remote import fetch_all  # few runs need it
 
-        named = {name: getattr(spec, name) for name in INPUTS}
-        local = {name: fetch_all(some, beside.root / "downloads", email=spec.email) for name, some in named.items()}
+        to = beside.root / "downloads"
+        local = {name: fetch_all(getattr(spec, name), to, email=spec.email) for name in INPUTS}
         spec = spec.model_copy(update=local)
     with run_lock(beside.root):
         return stage(spec, out, anew=force, expected=None if force else _recorded(beside))
@@ -168,7 +168,6 @@ def classify(
         job = replace(job, flops=flops or model_flops(spec.models), uncertain=uncertain, remarks=said)
         for remark in said:
             log.warning("%s", remark)
-        before = read_summary(run)
         if before is None or job.todo:
             run.summary.unlink(missing_ok=True)
             run.former_summary.unlink(missing_ok=True)

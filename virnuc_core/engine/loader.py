@@ -12,7 +12,7 @@ import multiprocessing
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -179,18 +179,17 @@ class Loader:
 
     def __init__(self, models: Path, engine: EngineSpec, *, pin: bool) -> None:
         self.engine, self.pin, self._models = engine, pin, models
-        self._processes: ProcessPoolExecutor | None = None
+        self._map: Callable[..., Iterable[tuple[Tokens, Tokens]]] = map
         if engine.num_workers:
             context = multiprocessing.get_context("spawn")
-            self._processes = ProcessPoolExecutor(engine.num_workers, context, die_with_parent)
+            self._map = ProcessPoolExecutor(engine.num_workers, context, die_with_parent).map
 
     def load(self, task: ShardTask) -> Iterator[Item]:
         """The task, its batches, DNA first, and the task again."""
         yield task
         source = Path(task.store), task.reads, self._models
         kept = np.setdiff1d(np.arange(task.lo, task.hi), np.array(task.skip, dtype=np.int64))
-        each = map if self._processes is None else self._processes.map
-        parts = list(each(partial(tokenise, source), slices(kept)))
+        parts = list(self._map(partial(tokenise, source), slices(kept)))
         protein, dna = (join([part[which] for part in parts]) for which in (0, 1))
         budgets, pads = (self.engine.dna_token_budget, self.engine.token_budget), (opened(*source)[1].pad_id, ESM2_PAD)
         for name, tokens, budget, pad in zip(ENCODERS, (dna, protein), budgets, pads, strict=True):

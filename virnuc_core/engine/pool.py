@@ -81,7 +81,6 @@ class Pool(AbstractContextManager["Pool"]):
     ) -> None:
         self.specs, self._workers, self._keep = tuple(specs), workers, keep
         self._slots, self.reader = [WorkerSlot(spec) for spec in specs], workers.reader
-        self._attempts, self._silence_s = specs[0].engine.max_shard_attempts, specs[0].engine.silence_s
         self._jobs: dict[str, PooledJob] = {}  # by run
         self._todo: deque[ShardTask] = deque()
         self._given: deque[tuple[PooledJob, Sequence[ShardTask]]] = deque()  # and not taken up yet
@@ -168,7 +167,8 @@ class Pool(AbstractContextManager["Pool"]):
             for slot in self._slots:
                 while self._todo and slot.worker is not None and len(slot.held) < most:
                     task = self._todo[0]
-                    if slot.held and any(map(self._is_suspect, (task, *slot.held))):
+                    both = (task, *slot.held) if slot.held else ()
+                    if any(one.probe or self._jobs[one.run].killed[one.shard] > 0 for one in both):
                         break
                     task = self._todo.popleft().model_copy(update={"divisor": max(task.divisor, slot.spec.divisor)})
                     slot.held.append(task)
@@ -176,9 +176,6 @@ class Pool(AbstractContextManager["Pool"]):
                     if slot.record is not None:
                         self._jobs[task.run].records.setdefault(slot.spec.device.id, slot.record)
                     slot.worker.send(task)
-
-    def _is_suspect(self, task: ShardTask) -> bool:
-        return task.probe or self._jobs[task.run].killed[task.shard] > 0
 
     def _tell_log(self, slot: WorkerSlot) -> None:
         """What a worker says on standard error goes to the run whose shard it computes."""
@@ -235,17 +232,15 @@ class Pool(AbstractContextManager["Pool"]):
     def _end_silent(self) -> None:
         """End workers that hold work and have not moved for too long, whose death is then like any other, and such as
         wait for work and are stopped."""
-        now = time.monotonic()
+        now, most_s = time.monotonic(), self.specs[0].engine.silence_s
         for slot in self._slots:
-            if (worker := slot.worker) is None or not (slot.held or worker.silent):
-                continue
-            if not slot.held:
-                worker.end(0)  # it may hold the device
-                slot.worker = None
-            elif now - worker.progress_s > self._silence_s:
-                log.error("%s has been silent for more than %.0f s; ending it", worker.device, self._silence_s)
+            if (worker := slot.worker) is not None and slot.held and now - worker.progress_s > most_s:
+                log.error("%s has been silent for more than %.0f s; ending it", worker.device, most_s)
                 worker.progress_s = now
                 worker.end(0.5)
+            elif worker is not None and not slot.held and worker.silent:
+                worker.end(0)  # it may hold the device
+                slot.worker = None
 
     def _died(self, slot: WorkerSlot, worker: process.Child) -> None:
         """Take back what a dead worker held, to be handed out again; another will be started in its place."""
@@ -290,7 +285,7 @@ class Pool(AbstractContextManager["Pool"]):
         if task.probe:
             return job.searches[task.shard].send(False)
         job.killed[task.shard] += 1
-        if job.killed[task.shard] < self._attempts:
+        if job.killed[task.shard] < self.specs[0].engine.max_shard_attempts:
             return task
         log.warning("shard %05d ended %d workers; searching for the row", task.shard, job.killed[task.shard])
         if (probe := next(job.searches.setdefault(task.shard, search(task)), None)) is None:

@@ -81,17 +81,14 @@ class Worker:
         self._held = deque[int]()  # shards told of and not answered
         self.stopping = threading.Event()
         self._writes: queue.Queue[Pending | None] = queue.Queue(maxsize=COMMITS_AHEAD)
-        parent.progress = self._progress_s
+        # loading, and waiting with no task in hand, is doing something
+        parent.progress = lambda: self._moved_s if self._held else time.monotonic()
         signal.signal(signal.SIGTERM, self._terminate)
 
     def _terminate(self, *_: object) -> None:
         """On SIGTERM: what has been launched is committed, if that takes no longer than a few seconds."""
         self.stopping.set()
         threading.Timer(TERM_GRACE_S, os._exit, (143,)).start()
-
-    def _progress_s(self) -> float:
-        """When the worker last did something; loading, and waiting with no task in hand, is doing something."""
-        return self._moved_s if self._held else time.monotonic()
 
     def _receive(self) -> ShardTask | None:
         """The next task; None when told to stop."""

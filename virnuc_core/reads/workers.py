@@ -128,12 +128,7 @@ class Workers(AbstractContextManager["Workers"]):
         """No member is left; one that has not ended in time is killed: a stopped one hears nothing else."""
         if self._pool is None:
             return
-
-        def kill() -> None:
-            for member in self._members:
-                member.kill()
-
-        killer = threading.Timer(within_s, kill)
+        killer = threading.Timer(within_s, lambda: [*map(BaseProcess.kill, self._members)])
         killer.start()
         self._pool.shutdown(cancel_futures=True)
         killer.cancel()
