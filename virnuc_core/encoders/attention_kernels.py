@@ -2,8 +2,7 @@
 
 A program takes one head of one row. Rows of up to `WHOLE` tokens have all their keys and values at hand at once, each
 key rotated a single time; longer ones pass over blocks of keys with a running maximum. Which of the two it is, and the
-size of its blocks, follows from the power of two above the bound a batch was packed under, so from the row alone.
-"""
+size of its blocks, follows from the power of two above the bound a batch was packed under, so from the row alone."""
 
 from __future__ import annotations
 
@@ -238,10 +237,8 @@ def _long_rows(
 
 def fused_attention(qkv: Tensor, rows: Rows) -> Tensor:
     """Attention within the real rows: [slots, 3 * width] to [slots, width]; zero in dead slots.
-
     ALiBi where the rows have slopes, else rotary positions. `max_seqlen` bounds the rows' lengths; a row's numbers
-    depend on the power of two above it, no further.
-    """
+    depend on the power of two above it, no further."""
     slots, width = qkv.shape[0], qkv.shape[1] // 3
     wide = qkv.dtype == torch.float32
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)

@@ -21,16 +21,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
-from virnuc_core.encoders.layers import (
-    PRODUCTS,
-    Calibration,
-    Encoder,
-    Inputs,
-    Read,
-    choose_backend,
-    inv_freq,
-    resolve_precision,
-)
+from virnuc_core.encoders import layers
+from virnuc_core.encoders.layers import PRODUCTS, Calibration, Encoder, Inputs, Read
 from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
@@ -116,9 +108,7 @@ def _config(models: Path, part: str) -> Path:
     if not models.is_dir():
         raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
     if not (models / part).is_dir():
-        train = (
-            "; virnuc models use-head puts one back, virnuc train --model-length makes one" if part == "head" else ""
-        )
+        train = "; virnuc models use-head puts one back, virnuc train --model-length makes one" * (part == "head")
         needed = ", ".join(f"{one}/" for one in PARTS)
         raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {needed}{train}")
     path = models / part / "config.json"
@@ -141,8 +131,7 @@ def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = Fal
     if not tokenizer.is_file():
         raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     folders = {part: _config(models, part).parent for part in PARTS}
-    further = {"dnabert_s": (tokenizer,)}
-    found = {part: part_digest(at, *further.get(part, ()), anew=anew) for part, at in folders.items()}
+    found = {part: part_digest(at, *[tokenizer] * (part == "dnabert_s"), anew=anew) for part, at in folders.items()}
     if precision == "int8":
         if calibration(models)[1] != found["esm2"]:
             problem = "was made for other weights of ESM-2; make it anew with virnuc models quantize"
@@ -159,8 +148,8 @@ def calibration(models: Path) -> tuple[Calibration, str]:
     try:
         with safe_open(path, "pt") as file:
             seen = {name: Inputs(*file.get_tensor(name).float()) for name in file.keys()}  # noqa: SIM118 - no mapping
-            layers = range(read_shape(_config(models, "esm2"), kind).layers)
-            products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in layers]
+            count = read_shape(_config(models, "esm2"), kind).layers
+            products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(count)]
             return products, (file.metadata() or {})["weights"]
     except (OSError, KeyError, TypeError, SafetensorError) as error:
         raise WeightsError(f"{path}: is no calibration for this ESM-2; make it with virnuc models quantize") from error
@@ -200,7 +189,8 @@ def load_encoder(
     shape, read = open_part(models, network.KIND)
     if precision == "int8" and network.KIND is not Esm2Shape:
         precision = "fp16"  # DNABERT-S is a thirtieth of the time
-    ready, backend = resolve_precision(precision, device), choose_backend(attention, shape.head_dim, device)
+    ready = layers.resolve_precision(precision, device)
+    backend = layers.choose_backend(attention, shape.head_dim, device)
     seen = calibration(models)[0] if ready == "int8" else None
     return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
 
@@ -279,7 +269,7 @@ def fit(source: Checkpoint, shape: Shape, drop_extra: bool = False) -> Read:
     unexpected or misshapen; no weights are read for that."""
     wanted, given = shape.tensors(), dict(source.tensors)
     if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
-        given["inv_freq"] = inv_freq(shape.head_dim)
+        given["inv_freq"] = layers.inv_freq(shape.head_dim)
     theirs_of: dict[str, str] = {}  # the first of several
     for theirs in given:
         theirs_of.setdefault(theirs if theirs in wanted else our_name(theirs), theirs)

@@ -1,8 +1,7 @@
 """A models directory made: of public checkpoints at hand, of fetched ones, or of random weights.
 
 Of a pickled file torch's restricted loader reads the tensors, and nothing else of what it may hold: nothing is imported
-but tensors, plain containers and what is allowed here.
-"""
+but tensors, plain containers and what is allowed here."""
 
 import argparse
 import functools
@@ -19,6 +18,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,18 +28,10 @@ import torch
 from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
-from virnuc_core.encoders import checkpoint, model_config
-from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, Checkpoint, fit
+from virnuc_core.encoders import model_config
+from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, Checkpoint, fit, open_safetensors, our_name, tensor_files
 from virnuc_core.encoders.layers import DTYPES, Read, inv_freq
-from virnuc_core.encoders.model_config import (
-    DnabertShape,
-    EncoderShape,
-    Esm2Shape,
-    HeadShape,
-    Shape,
-    Storage,
-    read_shape,
-)
+from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, Shape, Storage
 from virnuc_core.encoders.tokenize import read_tokenizer
 from virnuc_core.errors import ConfigError, WeightsError
 from virnuc_core.rundir import whole_file
@@ -71,7 +63,7 @@ def convert_encoder(
     if kind is Esm2Shape and not (folder / "config.json").is_file():
         shape: EncoderShape = guess_esm2_shape(opened)
     else:
-        shape = read_shape(folder / "config.json", kind)
+        shape = model_config.read_shape(folder / "config.json", kind)
     if kind is DnabertShape:
         read_tokenizer(folder / "tokenizer.json")
         tokenizer = (folder / "tokenizer.json").read_bytes()
@@ -86,10 +78,7 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     named = re.fullmatch(r"(\d+)_model\.pth", source.name)
     if (length := model_length or (int(named[1]) if named else None)) is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
-    safe = source.suffix == ".safetensors"
-    opened = (
-        checkpoint.open_safetensors([source]) if safe else Checkpoint(str(source), read_pickled(source, HEAD_MAX_BYTES))
-    )
+    opened = open_public(source, HEAD_MAX_BYTES)
     first = opened.tensors.get("hidden_layer.weight", torch.empty(0))
     hidden, width = first.shape if first.ndim == 2 else (0, 0)
     if width <= dna_width:
@@ -125,21 +114,22 @@ def _download(repository: str, revision: str) -> Path:
         raise WeightsError(f"{problem}; {advice}") from error
 
 
-def open_public(source: Path) -> Checkpoint:
-    """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin or .pt file."""
-    find = checkpoint.tensor_files
-    files = [source] if source.is_file() else find(source) or find(source, PICKLED)
+def open_public(source: Path, most: int | None = None) -> Checkpoint:
+    """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin, .pt or .pth file; a
+    pickled one of `most` bytes at most. Errors: `WeightsError`."""
+    files = [source] if source.is_file() else tensor_files(source) or tensor_files(source, PICKLED)
     if not files:
         problem = f"no {WEIGHTS} and no {PICKLED} in it" if source.is_dir() else "no such file or directory"
         raise WeightsError(f"{source}: {problem}")
     if files[0].suffix == ".safetensors":
-        return checkpoint.open_safetensors(files)
-    return Checkpoint(str(source), {name: tensor for file in files for name, tensor in read_pickled(file).items()})
+        return open_safetensors(files)
+    named = chain.from_iterable(read_pickled(file, most).items() for file in files)
+    return Checkpoint(str(source), dict(named))
 
 
 def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
-    sizes = {checkpoint.our_name(name): tensor.shape for name, tensor in source.tensors.items()}
+    sizes = {our_name(name): tensor.shape for name, tensor in source.tensors.items()}
     layers = {int(match[1]) for name in sizes if (match := re.match(r"layers\.(\d+)\.", name))}
     try:
         vocab, width = sizes["embed.weight"]

@@ -1,8 +1,7 @@
 """Triton kernels beside attention: norms, means, products of int8, and DNABERT-S's gated unit.
 
 Imported only where a kernel is asked for: triton need not be installed elsewhere. Each kernel treats a row (of tokens,
-or of a matrix) by itself, in blocks whose size does not depend on its neighbours, so its numbers do not either.
-"""
+or of a matrix) by itself, in blocks whose size does not depend on its neighbours, so its numbers do not either."""
 
 from __future__ import annotations
 
@@ -172,9 +171,7 @@ def _span_means(
 
 def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     """Mean of `x` [tokens, width] over each span [start, end), float32 [spans, width]; zero where a span is empty.
-
-    A span's mean does not depend on what else is in the batch, nor on dead slots.
-    """
+    A span's mean does not depend on what else is in the batch, nor on dead slots."""
     width, columns = x.shape[1], 256
     out = torch.empty(starts.shape[0], width, dtype=torch.float32, device=x.device)
     grid = (starts.shape[0], triton.cdiv(width, columns))
@@ -244,19 +241,15 @@ def interleave(weight: Tensor) -> Tensor:
 
 def gated_unit(x: Tensor, interleaved: Tensor) -> Tensor:
     """Exact GELU of the first half of `x @ weight.T` times its second: [m, k] and [2 n, k] to [m, n]; fp16 and bf16.
-
     `interleaved` is what `interleave` makes of the weight: each block reads its rows once and finds both halves of a
-    column in the same registers.
-    """
+    column in the same registers."""
     out = torch.empty(len(x), len(interleaved) // 2, dtype=x.dtype, device=x.device)
     return _multiplied("gate", out, x, interleaved)
 
 
 def int8_product(x: Tensor, row_scale: Tensor, layer: Linear, onto: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` of int8 rows [m, k] and their scales [m, 1]: fp16 [m, n], or added `onto` what is given.
-
-    Sums are exact: the sizes of blocks change no bit.
-    """
+    Sums are exact: the sizes of blocks change no bit."""
     weight, bias, scale = layer
     out = torch.empty(len(x), len(weight), dtype=torch.float16, device=x.device) if onto is None else onto
     return _multiplied("store" if onto is None else "add", out, x, weight, row_scale, scale, bias)

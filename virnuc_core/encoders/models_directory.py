@@ -2,8 +2,7 @@
 
 The head in use stands in `head/`, and in `heads/NNN-DIGEST/` each that was ever installed. No head is lost: what stands
 in `head/` is kept before another takes its place. A kept head appears file by file, its `config.json` last: a folder
-without one is half a copy, which the next call completes.
-"""
+without one is half a copy, which the next call completes."""
 
 import ctypes
 import logging
