@@ -52,7 +52,6 @@ def test_a_command_that_is_ended_takes_its_worker_along(
         command.send_signal(told)
         assert command.wait(PATIENCE_S) == code, (tmp_path / "log").read_text()
         wait_for(lambda: gone([worker]), "the worker to end")
-    assert not (tmp_path / "run").exists()
 
 
 def test_reads_that_are_refused_leave_no_worker(tmp_path: Path, models: Path) -> None:
