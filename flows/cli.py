@@ -32,7 +32,7 @@ BAD_SETTINGS: Final = ConfigError.exit_code
 STDIN: Final = "\0stdin"
 NUMBERS: Final = {"-1": "--mates-1", "-2": "--mates-2", "-": STDIN}  # what cyclopts takes for a value or for an option
 
-COMMANDS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))
+COMMANDS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["commands"]
 
 app = App(
     name="virnuc",

@@ -19,8 +19,9 @@ from virnuc_core.config import (
     SWITCHES,
     Attention,
     ClusterSpec,
+    EngineSpec,
     Precision,
-    Spec,
+    Review,
     Switch,
     TraceOptions,
     TrainSpec,
@@ -55,7 +56,7 @@ class InboxSettings(VerdictSpec, FlowSettings):
         Ledger(self.inbox, self.out)
 
 
-predict_inbox = starts("flows.predict_many:predict_inbox", InboxSettings, facts={"Fates": "{of.out}/inbox.tsv"})
+predict_inbox = starts("predict-inbox", InboxSettings)
 
 
 def keep_newest(night: Path, keep: int) -> None:
@@ -159,13 +160,7 @@ class ValidateSettings(MeasureSettings):
         return profile.model_copy(update={"baseline": profile.baseline.model_copy(update=given)})
 
 
-validate = starts(
-    "flows.validate:validate",
-    ValidateSettings,
-    "reads",
-    facts={"Report": "{of.newest}/report/report.html", "In the UI": "{ui}"},
-    text="{of.newest}/report/report.txt",
-)
+validate = starts("validate", ValidateSettings, "reads")
 
 
 class ScaleSettings(MeasureSettings):
@@ -175,7 +170,7 @@ class ScaleSettings(MeasureSettings):
     repeats: int = Field(1, ge=1, le=20, description="runs on each number of devices; their median counts")
 
 
-scale = starts("flows.validate:scale", ScaleSettings, "reads", facts={"Report": "{of.newest}/report/report.html"})
+scale = starts("scale", ScaleSettings, "reads")
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
 Tokens = Annotated[int, Field(ge=64)]
 Loaders = Annotated[int, Field(ge=0, le=64)]
@@ -212,12 +207,7 @@ class TuneSettings(RunSettings):
         return {name: values for name, values in lists.items() if values}
 
 
-tune = starts(
-    "flows.tools:tune",
-    TuneSettings,
-    "reads",
-    facts={"Use it": "--settings {of.out}/settings.toml", "All figures": "{of.out}/tune.json"},
-)
+tune = starts("tune", TuneSettings, "reads")
 
 
 class ProfileSettings(TraceOptions, RunSettings):
@@ -226,8 +216,7 @@ class ProfileSettings(TraceOptions, RunSettings):
     out: Path = Field(description="run directory; traces and tables are written to its telemetry/traces/")
 
 
-_TABLES: Final = "{of.out}/telemetry/traces/profile.md"
-profile = starts("flows.tools:profile", ProfileSettings, "reads", facts={"Tables": _TABLES}, text=_TABLES)
+profile = starts("profile", ProfileSettings, "reads")
 
 
 class OverheadSettings(FlowSettings):
@@ -239,16 +228,18 @@ class OverheadSettings(FlowSettings):
     shards: int = Field(16, ge=1, description="shards of each run, for each device")
     force: bool = Field(False, description="measure again what was measured before")
 
-    def check_place(self) -> None:
-        """Refuse what is no validation. Errors: `ConfigError`."""
+    def stock(self) -> EngineSpec:
+        """The validation's settings. Errors: `ConfigError` for a directory without one."""
         from virnuc_core.measure.bench import validated  # it brings torch along
 
-        validated(self.out)
+        return validated(self.out).engine
+
+    def check_place(self) -> None:
+        """Refuse what is no validation. Errors: those of `stock`."""
+        self.stock()
 
 
-overhead = starts(
-    "flows.tools:overhead", OverheadSettings, "out", facts={"All figures": "{of.out}/checkpoint_overhead.json"}
-)
+overhead = starts("overhead", OverheadSettings, "out")
 
 
 class TrainSettings(TrainSpec, RunSettings):
@@ -275,13 +266,10 @@ class TrainSettings(TrainSpec, RunSettings):
             raise ConfigError("coding_only: the annotation needs the sequences it is of; give --genomes")
 
 
-train = starts(
-    "flows.tools:train", TrainSettings, "reads", facts={"Head": "{of.out}/head", "Figures": "{of.out}/train.html"}
-)
-YesOrNo = Literal["yes", "no"]
+train = starts("train", TrainSettings, "reads")
 
 
-class ApprovalOptions(Spec):
+class ApprovalOptions(Review):
     """A reviewer's answer to a validation."""
 
     run: str = Field(description="flow run: its id or its name")
@@ -289,12 +277,6 @@ class ApprovalOptions(Spec):
     no: Flag = Field(False, description="reject")
     later: Flag = Field(False, description="leave it pending")
     reviewer: str | None = Field(None, description="who decides (default: the login name)")
-    note: str = Field("", description="issues, adjustments, follow-up work")
-    all_criteria_met: YesOrNo | None = Field(None, description="are all criteria met?")
-    target_realistic: YesOrNo | None = Field(None, description="if not: was the target realistic?")
-    tuning_could_help: YesOrNo | None = Field(None, description="if not: could tuning help?")
-    code_fix_needed: YesOrNo | None = Field(None, description="if not: is a code fix needed?")
-    esm2_still_bottleneck: YesOrNo | None = Field(None, description="is ESM-2 still the bottleneck?")
 
 
 @command(ApprovalOptions, "run")

@@ -188,12 +188,20 @@ class ComputeSettings(Spec):
             Devices.parse(value)  # says which part is wrong; the pattern is what the UI's form can check
         return value
 
-    def engine(self, base: EngineSpec) -> EngineSpec:
-        """`base` with what the file of settings says, and what was set here. Errors: those of `read_settings`."""
+    def stock(self) -> EngineSpec:
+        """The profile's settings, or the engine's own. Errors: those of `load_profile`."""
+        if (profile := getattr(self, "profile", None)) is None:
+            return EngineSpec()
+        from virnuc_core.profiles import load_profile  # few runs need it
+
+        return load_profile(profile).engine
+
+    def engine(self) -> EngineSpec:
+        """Those with what the file of settings says, and what was set here. Errors: those of `read_settings`."""
         from_file = {} if self.settings is None else read_settings(self.settings)
         own = {name: value for name, value in self if name in EngineSpec.model_fields}
         given = {name: value for name, value in own.items() if value not in (None, "default")}
-        return build(EngineSpec, base.model_dump() | from_file | given, quoted=not from_file)
+        return build(EngineSpec, self.stock().model_dump() | from_file | given, quoted=not from_file)
 
 
 class FlowSettings(ComputeSettings, ReadingSpec):
@@ -245,12 +253,12 @@ class RunSettings(ReadsSpec, FlowSettings):
         with super().hold(), run_lock(self.out):
             yield
 
-    def spec(self, devices: Devices, base: EngineSpec, sample: str) -> ClassifySpec:
-        """A run on these devices; `base` has the engine's settings where none were given."""
-        given, engine = self.model_dump(mode="json") | {"sample": sample}, self.engine(base)
+    def spec(self, devices: Devices, sample: str) -> ClassifySpec:
+        """A run on these devices."""
+        given = self.model_dump(mode="json") | {"sample": sample}
         own = {name: value for name, value in self if name in {**ClusterSpec.model_fields, **VerdictSpec.model_fields}}
         return ClassifySpec(
-            models=self.models, devices=devices, engine=engine, force=self.force, parameters=given, **own
+            models=self.models, devices=devices, engine=self.engine(), force=self.force, parameters=given, **own
         )
 
 

@@ -20,7 +20,7 @@ from flows.parameters import ComputeSettings, PredictSettings, build
 from tasks.predict import embed
 from tasks.server import announce, device_slots, without_server
 from tasks.step import done, emit, key, progress_artifact, publish_table
-from virnuc_core.config import Devices, EngineSpec, ReadingSpec, VerdictSpec
+from virnuc_core.config import Devices, ReadingSpec, VerdictSpec
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
@@ -44,7 +44,7 @@ class SamplesError(VirnucError):
 def kept_workers(settings: PredictSettings | InboxSettings, *, warm: bool) -> Iterator[Pool]:
     """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
     cluster = settings if isinstance(settings, PredictSettings) and settings.cluster else None
-    devices, engine = Devices.parse(settings.devices), settings.engine(EngineSpec())
+    devices, engine = Devices.parse(settings.devices), settings.engine()
     with (
         device_slots(() if cluster else resolve(devices)),
         workers_for(settings.models, devices, engine, keep=True, warm=warm, cluster=cluster, out=settings.out) as pool,
@@ -55,7 +55,7 @@ def kept_workers(settings: PredictSettings | InboxSettings, *, warm: bool) -> It
 def predict_samples(settings: PredictSettings) -> State[RunSummary]:
     """The counts of all samples together. Errors: `SamplesError` when some have failed, once the others are done, with
     the exit code of the first; at once what no other sample would fare better with."""
-    start.check(settings, EngineSpec())
+    start.check(settings)
     runs, failed, fates = settings.by_sample(), dict[str, Exception](), Counter[str]()
     label = sample_of([str(settings.samples)] if settings.samples else settings.named)
     announce("samples", label)
@@ -109,7 +109,7 @@ def predict_samples(settings: PredictSettings) -> State[RunSummary]:
 @with_parameters(InboxSettings)
 def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
-    start.check(settings, EngineSpec())
+    start.check(settings)
     announce("inbox", settings.inbox.name)
     shared = {name for part in (ComputeSettings, ReadingSpec, VerdictSpec) for name in part.model_fields}
     common = settings.model_dump(include={"models", "interleaved", "pairs", *shared})
@@ -147,7 +147,7 @@ def _predicted(
     """A run as `predict` makes it, one `among` several at a time. Errors: those of its steps."""
     settings.check_place()
     with run_lock(settings.out):
-        run, spec = RunDir(settings.out), settings.spec(Devices.parse(settings.devices), EngineSpec(), name)
+        run, spec = RunDir(settings.out), settings.spec(Devices.parse(settings.devices), name)
         if among > 1 and not settings.stage_workers:
             workers = max(1, len(os.sched_getaffinity(0)) // among)
             settings = settings.model_copy(update={"stage_workers": workers})

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack, closing, suppress
 from itertools import islice
 from pathlib import Path
@@ -54,25 +54,23 @@ uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.arg
 """
 
 
-def starts(
-    flow: str, model: type[BaseModel], *positional: str, facts: Mapping[str, str], text: str = ""
-) -> Callable[..., int]:
-    """The command that runs `module:flow` by hand, with the model's fields as options, and says its end: what the file
-    `text` holds (not in JSON), the state's message, and `facts`; these name settings (`{of.out}`), and `{ui}` the run's
-    page in the UI."""
+def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[..., int]:
+    """The command that runs a flow of `commands.toml` by hand, with the model's fields as options, and says its end:
+    what the flow's file of text holds (not in JSON), the state's message, and the facts."""
+    of = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["flows"][name]
 
     @command(create_model(model.__name__, __base__=(model, OnTerminal)), *positional)
     def started(settings: Any) -> int:
-        state = by_hand(flow, settings)
+        state = by_hand(of["flow"], settings)
         code, page = exit_code(state), _in_the_ui(state.state_details.flow_run_id)
-        told = {name: fact.format(of=settings, ui=page) for name, fact in facts.items()}
+        told = {name: fact.format(of=settings, ui=page) for name, fact in of["facts"].items()}
         if settings.as_json:
             data = to_jsonable_python(state.result(raise_on_failure=False), fallback=str)
             body = {"state": state.name, "message": state.message, "exit_code": code, "data": data}
             say(json.dumps(body | {name.lower().replace(" ", "_"): fact for name, fact in told.items()}, indent=2))
             return code
-        if text:
-            say(Path(text.format(of=settings)).read_text(encoding="utf-8"))
+        if "text" in of:
+            say(Path(of["text"].format(of=settings)).read_text(encoding="utf-8"))
         say(state.message, *(f"{name}: {fact}" for name, fact in told.items()))
         return code
 
@@ -107,16 +105,11 @@ class PredictOptions(PredictSettings):
     no_prefect: bool = Field(False, description="the same steps without a Prefect server; nothing is recorded there")
 
 
-predict = starts("flows.predict:predict", PredictOptions, "reads", facts={"Results": "{of.out}"})
+predict = starts("predict", PredictOptions, "reads")
 
 
 def by_hand(flow: str, settings: Any) -> "State[Any]":
     """The final state of `module:flow` on these settings, which are also those of the terminal."""
-    base = EngineSpec()
-    if profile := getattr(settings, "profile", None):
-        from virnuc_core.profiles import load_profile
-
-        base = load_profile(profile).engine
     prepare_prefect()
     answers(Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser())
     module, _, name = flow.partition(":")
@@ -135,7 +128,7 @@ def by_hand(flow: str, settings: Any) -> "State[Any]":
         if not named:
             ready = None if settings.is_done() else own_server(tell, debug=settings.debug)
     with ExitStack() as ahead:
-        devices = check(settings, base, None if named else ahead)  # a named server says whose turn it is
+        devices = check(settings, None if named else ahead)  # a named server says whose turn it is
         on = getattr(settings, "cluster", None) or devices
         tell(f"{name} into {printable(str(settings.out))} on {on}: reads and weights will do")
         from flows import flow_run
@@ -242,7 +235,7 @@ def say(*lines: object) -> None:
     sys.stdout.write("".join(f"{printable(str(line))}\n" for line in lines))
 
 
-def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = None) -> Devices:
+def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     """The devices by name, `auto` too, of a flow that can work. Errors: what could only fail later, of reads, weights'
     headers, devices, settings and output, and of the files one flow alone takes. Workers of a prediction that may have
     something to compute load meanwhile; `ahead` keeps them."""
@@ -250,7 +243,7 @@ def check(settings: FlowSettings, base: EngineSpec, ahead: ExitStack | None = No
 
     run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
     found = () if remote else devices.resolve(Devices.parse(settings.devices))
-    engine = devices.resolve_engine(settings.engine(base), found[0].kind) if found else base
+    engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
     over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))
     if ahead is not None and found and isinstance(settings, PredictSettings) and (settings.force or not over):
         specs = process.worker_specs(settings.models, found, engine)

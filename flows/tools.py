@@ -59,8 +59,8 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     Measurements are kept: a sweep that stopped goes on where it was, and one that is complete measures nothing again.
     """
     profile = load_profile(settings.profile)
-    devices = start.check(settings, profile.engine)
-    base = resolve_engine(settings.engine(profile.engine), resolve(devices)[0].kind)
+    devices = start.check(settings)
+    base = resolve_engine(settings.engine(), resolve(devices)[0].kind)
     tried = candidates(base, settings.swept())
     label = sample_of(settings.named)
     announce(label, profile.name, devices.kind)
@@ -119,7 +119,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
     missed = tuple(c.title for c in judged.failed if c.id not in ("consensus", "same_bytes"))
     if not missed or len(before) >= settings.tune_rounds or (before and before[-1].engine is None):
         return None
-    base = resolve_engine(tuned(out, settings.engine(judged.profile.engine)), resolve(devices)[0].kind)
+    base = resolve_engine(tuned(out, settings.engine()), resolve(devices)[0].kind)
     loss = next((one for one in judged.losses if one.kind in KNOBS), None)
     beyond = [f"no setting mends {one.kind} ({one.advice})" for one in judged.losses if one.kind not in KNOBS]
     chosen = None
@@ -202,11 +202,11 @@ def overhead(settings: OverheadSettings) -> State[OverheadFile]:
 
     Its report is then made again. What was measured before, of the same all, is measured again by `force` only."""
     out, judged_by = settings.out, validated(settings.out)
-    devices = start.check(settings, judged_by.engine)
+    devices = start.check(settings)
     announce(out.name, judged_by.name, devices.kind)
     bench = Bench(RunDir(out).store, settings.models, devices, judged_by.sample_s)
     asked = settings.model_dump(include={"force", "switches", "pairs", "shards"})
     with run_lock(out):
-        found = timed(out, bench, settings.engine(judged_by.engine), label=out.name, **asked)
+        found = timed(out, bench, settings.engine(), label=out.name, **asked)
         write_report(out, judged_by)
     return done(found.result(), found.message or "")

@@ -141,7 +141,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
     for new, `; nothing had to be computed` where that is so."""
     profile, label = load_profile(settings.profile), sample_of(settings.named)
-    spec = settings.spec(start.check(settings, profile.engine), profile.engine, label)
+    spec = settings.spec(start.check(settings), label)
     if spec.force:
         (settings.out / TUNING).unlink(missing_ok=True)
     spec = spec.model_copy(update={"engine": tuned(settings.out, spec.engine)})

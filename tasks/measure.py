@@ -1,7 +1,6 @@
 """The steps that measure, compare and judge runs; those that fit a head; and the reviewer's answer."""
 
 import tomllib
-from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
@@ -27,7 +26,7 @@ from tasks.step import (
     step,
 )
 from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
+from virnuc_core.config import Answer, Devices, EngineSpec, Review, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision
 from virnuc_core.measure.evaluation import Examples, choose
@@ -47,7 +46,6 @@ from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_
 from virnuc_core.runfiles import ModelFlops, read
 from virnuc_core.validation import QUESTIONS, BaselineSummary, Comparison, OverheadFile
 
-Answer = Literal["yes", "no", "not answered"]
 _WORDS: Final = tomllib.loads(Path(__file__).with_name("words.toml").read_text(encoding="utf-8"))
 MARKS, TIMED_OUT = _WORDS["verdicts"], _WORDS["time_out"]
 SHOWN: Final = ("Stages over time", "Utilisation", "Throughput", "History")  # an artifact is below 100 KiB
@@ -207,23 +205,21 @@ def rows_of(rows: Rows) -> Rows:
     ]
 
 
-def approval_form(judged: Report) -> type[RunInput]:
-    """What the reviewer is asked, each question with its figures; the UI may hide the table above the form."""
+class Approval(Review, RunInput):
+    """What the reviewer is asked."""
+
+    verdict: Literal["approved", "rejected", "pending"] = Field(description="The decision")
+    reviewer: str = Field(min_length=1, max_length=200, description="Who decides")
+
+
+def approval_form(judged: Report) -> type[Approval]:
+    """What the reviewer is asked, each question with its figures; the UI may hide the table above the form, and renders
+    what it asks as Markdown, in which a number at the start would become a list of its own."""
     wanted, rows = ("Verdict", "Criterion", "Measured", "Required"), rows_of(told_rows("criteria.view.j2", judged))
     table, worst = markdown_table([{name: row[name] for name in wanted} for row in rows]), judged.losses[0]
     advice = f"Bottleneck: {worst.kind}. {worst.advice} More: the run's artifacts."
-    form = blank_form({name: message(name, judged) for name in QUESTIONS})
+    asked: dict[str, Any] = {}
+    for name, question in QUESTIONS.items():
+        asked[name] = Answer, Field("not answered", description=f"{question} {message(name, judged)}".strip())
+    form = create_model("Approval", __base__=Approval, **asked)
     return form.with_initial_data(description=f"{table}\n{advice}\n")
-
-
-def blank_form(figures: Mapping[str, str]) -> type[RunInput]:
-    """The questions, each with what it stands on, and the decision; an empty answer must not count as one. The form
-    renders descriptions as Markdown, in which a number at the start would become a list of its own."""
-    asked: dict[str, Any] = {
-        name: (Answer, Field("not answered", description=f"{question} {figures.get(name, '')}".strip()))
-        for name, question in QUESTIONS.items()
-    }
-    asked["verdict"] = Literal["approved", "rejected", "pending"], Field(description="The decision")
-    asked["reviewer"] = str, Field(min_length=1, max_length=200, description="Who decides")
-    asked["note"] = str, Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
-    return create_model("Approval", __base__=RunInput, **asked)

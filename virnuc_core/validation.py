@@ -8,7 +8,7 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from virnuc_core import runfiles
-from virnuc_core.config import BaselineName, ClassifySpec, Switch
+from virnuc_core.config import BaselineName, ClassifySpec, Review, Switch
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.errors import ConfigError, RunMismatchError
 from virnuc_core.profiles import Profile
@@ -181,23 +181,17 @@ class TuningFile(RunFile):
     rounds: tuple[TuningRound, ...] = ()
 
 
-class ApprovalRecord(RunFile):
+class ApprovalRecord(Review, RunFile):
     """`report/approval.json`: what the reviewer of a validation said."""
 
     schema_version: int = 1
     when: str | None = None
     flow_run: str = ""
-    all_criteria_met: str = Field("not answered", description="Are all criteria met?")
-    target_realistic: str = Field("not answered", description="If not: was the target realistic?")
-    tuning_could_help: str = Field("not answered", description="If not: could tuning help?")
-    code_fix_needed: str = Field("not answered", description="If not: is a code fix needed?")
-    esm2_still_bottleneck: str = Field("not answered", description="Is ESM-2 still the bottleneck?")
     verdict: Literal["approved", "rejected", "pending"]
     reviewer: str | None = None
-    note: str = ""
 
 
-QUESTIONS: Final = {name: said.description for name, said in ApprovalRecord.model_fields.items() if said.description}
+QUESTIONS: Final = {name: said.description for name, said in Review.model_fields.items() if name != "note"}
 
 
 class ScoreDifference(RunFile):

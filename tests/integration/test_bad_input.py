@@ -15,7 +15,6 @@ import pytest
 
 from flows import cli, start
 from flows.parameters import PredictSettings
-from virnuc_core.config import EngineSpec
 from virnuc_core.errors import InputError, StorageError
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
@@ -253,7 +252,7 @@ def test_looking_leaves_nothing_behind(tmp_path: Path, models: Path) -> None:
     reads, out = file(tmp_path, "r.fa"), tmp_path / "out"
     settings = PredictSettings(reads=(str(reads),), out=out, models=models, devices="cpu:1")
     for _ in range(2):
-        start.check(settings, EngineSpec())
+        start.check(settings)
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["out"] * out.exists() + ["r.fa"]
         out.mkdir(exist_ok=True)
     assert list(out.iterdir()) == []

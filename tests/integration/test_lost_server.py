@@ -21,7 +21,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 from flows.cli import main
 from flows.predict import predict
 from flows.validate import ask
-from tasks.measure import blank_form
+from tasks.measure import Approval
 from tasks.server import limit
 
 from .conftest import answers
@@ -166,7 +166,7 @@ def test_nobody_is_asked_at_a_server_that_hangs(tmp_path: Path, monkeypatch: pyt
         limit(context.client)
         with monkeypatch.context() as here:
             here.setattr(httpcore.ConnectionPool, "handle_request", in_vain)
-            return ask(tmp_path, blank_form({}), timeout_s=1, poll_s=1).model_dump()
+            return ask(tmp_path, Approval, timeout_s=1, poll_s=1).model_dump()
 
     assert gated()["verdict"] == "pending"
 

@@ -50,9 +50,13 @@ def test_lists_are_given_as_words_and_an_empty_one_is_not_swept(
 def test_a_file_of_settings_stands_between_the_profile_and_what_is_given(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text('# by hand\ntoken_budget = 2048\nattention = "reference"\n')
-    asked = ComputeSettings(settings=path, attention="auto")
+    (profile := tmp_path / "profile.toml").write_text(
+        'name = "p"\ntitle = "p"\n[engine]\ntoken_budget = 4096\nnum_workers = 3\n'
+    )
+    common = {"reads": ("r.fa",), "out": tmp_path, "models": tmp_path}
+    asked = TuneSettings(**common, profile=str(profile), settings=path, attention="auto")
     expected = EngineSpec(token_budget=2048, attention="auto", num_workers=3)
-    assert asked.engine(EngineSpec(token_budget=4096, num_workers=3)) == expected
+    assert asked.engine() == expected
 
 
 @pytest.mark.parametrize(
@@ -75,7 +79,7 @@ def test_a_value_out_of_range_in_the_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "settings.toml"
     path.write_text("token_budget = 3\n")
     with pytest.raises(ConfigError, match="token_budget: input should be greater than or equal to 64"):
-        ComputeSettings(settings=path).engine(EngineSpec())
+        ComputeSettings(settings=path).engine()
 
 
 def ask(out: Path, few_reads: Path, models: Path, **more: Any) -> State[Any]:

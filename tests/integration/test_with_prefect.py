@@ -32,7 +32,7 @@ from flows.flow_run import with_parameters
 from flows.parameters import FlowSettings
 from flows.predict import predict
 from flows.validate import ask
-from tasks.measure import blank_form
+from tasks.measure import Approval
 from tasks.server import BEGAN, PLACE, PROCESS, announce, device_slots
 from tasks.step import (
     Markdown,
@@ -302,7 +302,7 @@ def test_cores_need_no_slot() -> None:
 @flow
 def gated(report_dir: Path, timeout_s: int) -> dict[str, Any]:
     """Asks, and returns the answer."""
-    return ask(report_dir, blank_form({}), timeout_s=timeout_s, poll_s=1).model_dump()
+    return ask(report_dir, Approval, timeout_s=timeout_s, poll_s=1).model_dump()
 
 
 def in_thread(report_dir: Path, timeout_s: int) -> tuple[threading.Thread, list[State[Any]]]:
@@ -369,4 +369,4 @@ def test_approving_what_is_not_there_is_one_line(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().err == "virnuc: no flow run has the name 'nobody'\n"
     assert main(["approve", "00000000-0000-0000-0000-000000000000", "--yes"]) == 2
     assert "no flow run has the id" in capsys.readouterr().err
-    assert set(blank_form({}).model_json_schema()["required"]) == {"verdict", "reviewer"}
+    assert set(Approval.model_json_schema()["required"]) == {"verdict", "reviewer"}

@@ -117,7 +117,7 @@ def test_no_message_tells_what_stands_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "file.toml"
     path.write_text('precision = "hunter2"\n')
     with pytest.raises(ConfigError, match=r"^precision: ") as of_settings:
-        ComputeSettings(settings=path).engine(EngineSpec())
+        ComputeSettings(settings=path).engine()
     path.write_text('name = ["hunter2"]\npassword = "hunter2"\n')
     with pytest.raises(ConfigError, match="password: extra") as of_profile:
         load_profile(str(path))
@@ -207,7 +207,7 @@ def test_sizes_in_a_file_of_settings_are_bounded(text: str, says: str, tmp_path:
     path = tmp_path / "settings.toml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=says):
-        ComputeSettings(settings=path).engine(EngineSpec())
+        ComputeSettings(settings=path).engine()
     path.write_text(f"name = 'x'\ntitle = 'x'\n[engine]\n{text}")
     with pytest.raises(ConfigError, match=says):
         load_profile(str(path))
@@ -216,9 +216,8 @@ def test_sizes_in_a_file_of_settings_are_bounded(text: str, says: str, tmp_path:
 
 
 def test_settings_left_empty_are_those_of_the_profile() -> None:
-    base = EngineSpec(token_budget=2048, precision="fp16")
-    settings = ComputeSettings(dna_token_budget=512)
-    assert settings.engine(base) == EngineSpec(token_budget=2048, precision="fp16", dna_token_budget=512)
+    asked = ValidateSettings(reads=("r.fa",), out=Path("o"), models=Path("m"), profile="ci-smoke", dna_token_budget=512)
+    assert asked.engine() == load_profile("ci-smoke").engine.model_copy(update={"dna_token_budget": 512})
 
 
 @pytest.mark.parametrize(
@@ -329,7 +328,7 @@ def test_a_file_of_settings_names_no_more_of_itself_than_short_keys(tmp_path: Pa
     path = tmp_path / "s.toml"
     path.write_text(text.format("secret" * 1000))
     with pytest.raises(ConfigError) as caught:
-        ComputeSettings(settings=path).engine(EngineSpec())
+        ComputeSettings(settings=path).engine()
     said = str(caught.value).removeprefix(f"settings {path}")
     assert len(said) < 400
     assert "\n" not in said
