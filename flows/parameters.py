@@ -138,7 +138,7 @@ def _option(name: str, field: FieldInfo, positional: bool) -> Any:
     flag = "--" + name.replace("_", "-")
     annotation: Any = field.annotation
     if any(isinstance(fact, BeforeValidator) for fact in field.metadata):
-        annotation = str  # which the model makes something of
+        annotation = str | annotation  # a text, which the model makes something of, or the default
     many = typing.get_origin(annotation) is tuple
     if many:
         part: Any = typing.get_args(annotation)[0]

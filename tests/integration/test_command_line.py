@@ -207,7 +207,10 @@ def test_models_simulate_devices_and_profiles(tmp_path: Path, capsys: pytest.Cap
     assert inside(capsys, "simulate", tmp_path / "r.fastq.gz", "--reads", "tiny")[0] == 0
     with gzip.open(tmp_path / "r.fastq.gz", "rt") as handle:
         assert sum(1 for _ in handle) == 40
-    assert inside(capsys, "simulate", tmp_path / "r.odd")[0] == 2
+    assert "1,000 reads" in inside(capsys, "simulate", tmp_path / "usual.fasta")[1]
+    code, _, err = inside(capsys, "simulate", tmp_path / "r.odd")
+    assert code == 2 and "r.odd" in err
+    assert "Unknown option: --bogus" in inside(capsys, "simulate", tmp_path / "r.fastq", "--bogus", "3")[2]
     assert "cpu:" in inside(capsys, "devices")[1]
     assert "ci-smoke" in inside(capsys, "profiles")[1]
     assert inside(capsys, "profiles", "absent")[0] == 2
