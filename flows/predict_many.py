@@ -123,7 +123,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
         def predicted(row: Row, out: Path) -> RunSummary | Exception:
             try:
                 given = build(PredictSettings, {"reads": (str(settings.inbox / row.file),), "out": out, **common})
-                return _predicted(sample_of(given.named), given, pool)[0]
+                return _predicted(sample_of(given.named), given, pool, content=row.sha256)[0]
             except Exception as error:  # noqa: BLE001 - the ledger tells them apart
                 return error
 
@@ -142,9 +142,10 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
 
 
 def _predicted(
-    name: str, settings: PredictSettings, pool: Pool | None, among: int = 1
+    name: str, settings: PredictSettings, pool: Pool | None, among: int = 1, content: str = ""
 ) -> tuple[RunSummary, StageSummary]:
-    """A run as `predict` makes it, one `among` several at a time. Errors: those of its steps."""
+    """A run as `predict` makes it, one `among` several at a time, of a file of this `content` (SHA-256), if one is
+    given. Errors: those of its steps; `VirnucError` for other content."""
     settings.check_place()
     with run_lock(settings.out):
         run, spec = RunDir(settings.out), settings.spec(Devices.parse(settings.devices), name)
@@ -152,6 +153,8 @@ def _predicted(
             workers = max(1, len(os.sched_getaffinity(0)) // among)
             settings = settings.model_copy(update={"stage_workers": workers})
         staging = stage_input(settings, name)
+        if content and (found := staging.by_file[0].content) and found.sha256 != content:
+            raise VirnucError(f"{staging.files[0]}: was replaced before it was read; the next run takes it as it is")
         if not staging.counts.n_reads:
             raise InputError("holds no reads", file=staging.files[0], hint="was it written to the end?")
         summary = embed(run, staging, spec, label=name, pool=pool, watch=Watch(alone=among == 1)).result()

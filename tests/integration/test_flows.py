@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -350,6 +350,30 @@ def test_each_file_of_an_inbox_is_predicted_once(tmp_path: Path, models: Path, m
     assert (again.name, again.message) == ("Reused", "1 duplicate, 3 failed, 2 predicted")
     assert documented(out / "inbox.tsv") == 6
     assert len(sent) == 3, "a failure is told of once"
+
+
+def test_a_file_of_an_inbox_replaced_before_it_is_read_does_not_pass_for_what_it_was(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inbox, out = tmp_path / "inbox", tmp_path / "out"
+    inbox.mkdir()
+    file = inbox / "r.fasta"
+    file.write_text(">a\nACGT\n")
+    seen: list[str] = []
+
+    def hashed(path: Path) -> str:
+        seen.append(sha256_of(path))
+        if len(seen) == 2:  # on being seen, and before work begins
+            path.write_text(">b\nTTGT\n")
+        return seen[-1]
+
+    monkeypatch.setattr("virnuc_core.measure.inbox.sha256_of", hashed)
+    monkeypatch.setattr("flows.predict_many.kept_workers", lambda *_, **__: nullcontext())
+    given = {"inbox": inbox, "out": out, "models": models, "devices": "cpu:1", "settle_s": 0}
+    assert predict_inbox(**given, return_state=True).message == "1 waiting"
+    fate = Ledger(inbox, out).fate(seen[0])
+    assert fate is not None and "was replaced before it was read" in fate.note
+    assert not RunDir(out / "runs" / seen[0][:16]).shards.exists()
 
 
 @pytest.mark.slow
