@@ -50,7 +50,8 @@ def show(header: Iterable[str], rows: Iterable[Iterable[str]], title: str | None
     for row in rows:
         table.add_row(*row)
     plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
-    Console(no_color=plain, highlight=False, width=None if sys.stdout.isatty() else WIDTH_IN_FILES).print(table)
+    width = None if sys.stdout.isatty() else WIDTH_IN_FILES
+    Console(no_color=plain, markup=False, emoji=False, highlight=False, width=width).print(table)
 
 
 class SimulateSettings(SimulateSpec):

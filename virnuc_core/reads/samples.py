@@ -61,7 +61,7 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     """The reads of each sample of a sheet, comma- or TAB-separated; a sample's rows are its lanes, joined. Paths are
     those of the working directory, or else of the sheet's. Whether the files are there shows when they are read.
     Errors: `InputError` names the sheet and the line."""
-    with reading(path, "a sample sheet", InputError):
+    with reading(path, "UTF-8", InputError):
         lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
     table = csv.DictReader(lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", restval="")
     if missing := [name for name in COLUMNS[:2] if name not in (table.fieldnames or ())]:

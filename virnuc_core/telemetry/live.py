@@ -139,7 +139,7 @@ class Sampler:
 @functools.cache
 def shared_console() -> Console:
     """The console of this process's log lines and bars: two consoles on one terminal wipe each other's lines."""
-    return Console(stderr=True, markup=False, highlight=False)
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 class InferenceProgressReporter:

@@ -13,6 +13,7 @@ import pytest
 
 from flows import cli
 from flows.cli import main
+from flows.plain_commands import show
 from virnuc_core.config import DEFAULT_MODEL_LENGTH
 from virnuc_core.encoders.checkpoint import fingerprint
 
@@ -26,6 +27,12 @@ def test_the_head_is_for_the_asked_length(
     assert main(["models", "init-random", str(out), *given]) == 0
     assert json.loads((out / "head" / "config.json").read_text())["model_length"] == length
     assert f"head for length {length}" in capsys.readouterr().out
+
+
+def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    show(["sample"], [["lung:x:1.fq [/red]"]], "[/of] a file")
+    shown = capsys.readouterr().out
+    assert "lung:x:1.fq [/red]" in shown and "[/of] a file" in shown
 
 
 def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_a_sheet_that_cannot_be_used_is_told_by_its_line(tmp_path: Path, text: s
 
 def test_a_sheet_that_is_no_text_is_told(tmp_path: Path) -> None:
     (tmp_path / "sheet.csv").write_bytes(b"sample,fastq_1\n\xff\xfe,x\n")
-    with pytest.raises(InputError, match="not valid a sample sheet"):
+    with pytest.raises(InputError, match="not valid UTF-8"):
         read_sheet(tmp_path / "sheet.csv")
     with pytest.raises(InputError, match=r"absent.*cannot be read"):
         read_sheet(tmp_path / "absent.csv")

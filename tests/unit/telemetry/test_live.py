@@ -16,6 +16,7 @@ from virnuc_core.telemetry.live import (
     Sampler,
     clock_text,
     pipeline_summary,
+    shared_console,
 )
 from virnuc_core.telemetry.tables import STAGES, DeviceSample, HostSample, ShardDone, StageClock
 
@@ -23,6 +24,11 @@ from .measurements import batch, shard
 from .screen import screen
 
 DEVICES = ("GPU-a", "GPU-b")
+
+
+def test_names_in_lines_of_the_log_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    shared_console().print("lung:x:1.fq [red]")
+    assert "lung:x:1.fq [red]" in capsys.readouterr().err
 
 
 class Clock:
