@@ -209,7 +209,8 @@ def test_models_simulate_devices_and_profiles(tmp_path: Path, capsys: pytest.Cap
         assert sum(1 for _ in handle) == 40
     assert "1,000 reads" in inside(capsys, "simulate", tmp_path / "usual.fasta")[1]
     code, _, err = inside(capsys, "simulate", tmp_path / "r.odd")
-    assert code == 2 and "r.odd" in err
+    assert code == 2
+    assert "r.odd" in err
     assert "Unknown option: --bogus" in inside(capsys, "simulate", tmp_path / "r.fastq", "--bogus", "3")[2]
     assert "cpu:" in inside(capsys, "devices")[1]
     assert "ci-smoke" in inside(capsys, "profiles")[1]

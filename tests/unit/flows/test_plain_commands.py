@@ -32,7 +32,8 @@ def test_the_head_is_for_the_asked_length(
 def test_tables_show_names_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
     show(["sample"], [["lung:x:1.fq [/red]"]], "[/of] a file")
     shown = capsys.readouterr().out
-    assert "lung:x:1.fq [/red]" in shown and "[/of] a file" in shown
+    assert "lung:x:1.fq [/red]" in shown
+    assert "[/of] a file" in shown
 
 
 def test_the_seed_decides_the_bytes(tmp_path: Path) -> None:
