@@ -74,12 +74,8 @@ def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
 
 def slices(kept: NDArray[np.int64]) -> list[Slice]:
     """Runs of consecutive uniques, none longer than `SLICE_ROWS`."""
-    spans = []
-    for run in np.split(kept, np.flatnonzero(np.diff(kept) != 1) + 1):
-        if len(run):
-            first, end = int(run[0]), int(run[-1]) + 1
-            spans += [(at, min(at + SLICE_ROWS, end)) for at in range(first, end, SLICE_ROWS)]
-    return spans
+    cuts = np.flatnonzero((np.diff(kept) != 1) | (kept[1:] % SLICE_ROWS == 0)) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(kept, cuts) if len(run)]
 
 
 def join(parts: Sequence[Tokens]) -> Tokens:
@@ -109,9 +105,10 @@ def row_capacity(slots: int) -> int:
     return max(1, slots // MIN_TOKENS_PER_ROW)
 
 
-def group_bound(length: int) -> int:
-    """The power of two a row of `length` tokens is grouped under, at least `SMALLEST_GROUP`."""
-    return max(SMALLEST_GROUP, 1 << (max(length, 1) - 1).bit_length())
+def group_bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The power of two each row of `lengths` tokens is grouped under, at least `SMALLEST_GROUP`."""
+    bounds: NDArray[np.int64] = 1 << np.frexp(lengths - 1)[1].astype(np.int64)
+    return bounds.clip(SMALLEST_GROUP)
 
 
 def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[BatchPlan]:
@@ -119,11 +116,9 @@ def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[BatchP
 
     A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it."""
     sizes = np.asarray(lengths, dtype=np.int64)
-    distinct, place = np.unique(sizes, return_inverse=True)
-    bounds = np.array([group_bound(n) for n in distinct.tolist()], dtype=np.int64)
-    batches: list[BatchPlan] = []
-    for bound in sorted(set(bounds.tolist()), reverse=True):
-        batches += _pack_group(np.flatnonzero(bounds[place] == bound), sizes, bound, budget)
+    bounds, batches = group_bounds(sizes), list[BatchPlan]()
+    for bound in np.unique(bounds)[::-1].tolist():
+        batches += _pack_group(np.flatnonzero(bounds == bound), sizes, bound, budget)
     return batches
 
 
@@ -154,8 +149,7 @@ def _slots(remaining: int, longest: int, budget: int) -> int:
     fitting = [size for size in shapes(budget) if longest <= size]
     if not fitting:
         return -(-longest // budget) * budget
-    filled = [size for size in fitting if remaining >= size - size // NEARLY]
-    return filled[0] if filled else fitting[-1]
+    return next((size for size in fitting if remaining >= size - size // NEARLY), fitting[-1])
 
 
 def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, PackedBatch]]:

@@ -107,7 +107,7 @@ def worker_specs(
 
 _children: set["Child"] = set()
 _children_lock = threading.Lock()
-_token = threading.Event()  # set when all children are ended; then another takes its place
+_endings = 0  # how often all children have been ended
 _ahead: list["LocalWorkers"] = []  # that nobody has asked for yet
 
 
@@ -218,15 +218,13 @@ def end_children(children: Iterable[Child], grace_s: float = GRACE_S) -> None:
         list(threads.map(lambda child: child.end(grace_s), children))
 
 
-def end_all_children(grace_s: float = GRACE_S) -> int:
-    """End every child of this process, whichever thread waits for it, and let their owners start no more; how many."""
-    global _token  # one per process, like the children themselves
+def end_all_children(grace_s: float = GRACE_S) -> None:
+    """End every child of this process, whichever thread waits for it, and let their owners start no more."""
+    global _endings  # one per process, like the children themselves
     with _children_lock:
-        _token.set()
-        _token = threading.Event()
+        _endings += 1
         living = list(_children)
     end_children(living, grace_s)
-    return len(living)
 
 
 class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
@@ -238,7 +236,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     reader: Callable[[str, float], DeviceSample] | None = None  # of devices elsewhere
 
     def __init__(self, module: str, ahead: Sequence[WorkerSpec] = ()) -> None:
-        self.module, self._token = module, _token
+        self.module, self._endings = module, _endings
         self._inbox: queue.Queue[tuple[Child, Message] | None] = queue.Queue()
         self._started, self.ahead = list[Child](), list[Child]()
         self.ahead = [self.start(spec) for spec in ahead]
@@ -247,7 +245,7 @@ class LocalWorkers(contextlib.AbstractContextManager["LocalWorkers"]):
     @property
     def cancelled(self) -> bool:
         """Whether `end_all_children` has been called since these were made."""
-        return self._token.is_set()
+        return self._endings != _endings
 
     def start(self, spec: WorkerSpec, log: Path | None = None) -> Child:
         """A worker, one started ahead if it lives, with its standard error in `log`; without one it is kept until there

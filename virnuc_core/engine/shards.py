@@ -163,12 +163,10 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     if len(result.embeddings) != hi - lo or len(result.scores) != hi - lo:
         raise ShardError(f"{len(result.embeddings)} rows for {hi - lo} sequences", shard=shard)
     path = shard_path(run, shard)
-    about = {"schema_version": SCHEMA_VERSION, "shard": shard, "range": [lo, hi], "fingerprint": plan.fingerprint}
-    layout: dict[str, Any] = {"libver": "latest", "userblock_size": SEAL_BYTES}
-    with whole_hdf5(path, lambda body: sealed(SEALED_AS, [body]), **layout) as file:
+    with whole_hdf5(path, lambda body: sealed(SEALED_AS, [body]), libver="latest", userblock_size=SEAL_BYTES) as file:
         for name, array in (("embeddings", result.embeddings), ("scores", result.scores)):
             file.create_dataset(name, data=array).attrs["checksum"] = _checksum(array, lo, hi, plan.fingerprint)
-        file.attrs.update(about)
+        file.attrs.update(schema_version=SCHEMA_VERSION, shard=shard, range=[lo, hi], fingerprint=plan.fingerprint)
     return path
 
 
@@ -255,18 +253,15 @@ def write_virtual_embeddings(run: RunDir) -> Path:
             return run.embeddings
         with h5py.File(shard_path(run, 0), "r") as first:
             width = first["embeddings"].shape[1]
-        for name, columns in ((b"embeddings", width), (b"scores", 2)):  # by HDF5's own calls: h5py's store the time
-            whole = h5py.h5s.create_simple((plan.bounds[-1], columns))
-            settings = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
-            settings.set_obj_track_times(False)
-            settings.set_fill_value(np.array(np.inf, dtype=np.float32))  # what HDF5 shows of a file it cannot open
+        for name, columns in (("embeddings", width), ("scores", 2)):
+            layout = h5py.VirtualLayout((plan.bounds[-1], columns), np.float32)
+            layout.dcpl.set_obj_track_times(False)  # the same shards, the same bytes
+            layout.dcpl.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
             for shard in range(len(plan)):
                 lo, hi = plan.range(shard)
-                whole.select_hyperslab((lo, 0), (hi - lo, columns))
-                source = f"{run.shards.name}/{shard_path(run, shard).name}".encode()
-                settings.set_virtual(whole, source, name, h5py.h5s.create_simple((hi - lo, columns)))
-            whole.select_all()
-            h5py.h5d.create(file.id, name, h5py.h5t.IEEE_F32LE, whole, dcpl=settings)
+                path = f"{run.shards.name}/{shard_path(run, shard).name}"
+                layout[lo:hi] = h5py.VirtualSource(path, name, (hi - lo, columns))
+            file.create_virtual_dataset(name, layout, fillvalue=np.float32(np.inf))
         file.attrs["fingerprint"] = plan.fingerprint
         file.attrs["about"] = "a row for each distinct sequence: DNABERT-S, then ESM-2; orfs.h5 row_unique tells whose"
     return run.embeddings

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from virnuc_core.engine.loader import group_bound, join, pack, packed, row_capacity, shapes
+from virnuc_core.engine.loader import group_bounds, join, pack, packed, row_capacity, shapes
 
 lengths_and_budget = st.tuples(st.lists(st.integers(1, 1200), max_size=300), st.sampled_from([256, 1024, 4096]))
 
@@ -23,7 +23,7 @@ def test_every_row_is_placed_once_and_fits(case: tuple[list[int], int]) -> None:
         assert tokens == batch.tokens <= batch.slots
         assert len(batch.rows) <= row_capacity(batch.slots)
         assert batch.slots in shapes(budget) or (len(batch.rows) == 1 and batch.slots % budget == 0)
-        assert {group_bound(lengths[i]) for i in batch.rows} == {batch.max_seqlen}
+        assert {*group_bounds(np.array(lengths)[batch.rows]).tolist()} == {batch.max_seqlen}
 
 
 @given(lengths_and_budget)

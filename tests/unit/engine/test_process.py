@@ -148,7 +148,7 @@ def test_ending_a_worker_takes_its_children_along(workers: process.LocalWorkers,
 
 def test_after_ending_all_no_new_worker_is_started(workers: process.LocalWorkers, tmp_path: Path) -> None:
     child, _ = start(workers, tmp_path)
-    assert process.end_all_children(1) == 1
+    process.end_all_children(1)
     assert gone(child.pid)
     with pytest.raises(WorkerError, match="interrupted"):
         start(workers, tmp_path)
