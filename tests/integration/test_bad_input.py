@@ -158,7 +158,7 @@ BAD_MODELS: dict[str, tuple[Spoil, str]] = {
         "esm2/model.safetensors: cannot be read as safetensors",
     ),
     "another head": (edit("head", dna_width=768, protein_width=2560), "768 (DNA) + 2560 (protein), the encoders"),
-    "another width": (edit("esm2", ffn_width=128), "fc1.weight is 256×64, config.json makes it 128×64"),
+    "another width": (edit("esm2", ffn_width=128), "fc1.weight is [256, 64], config.json makes it [128, 64]"),
 }
 
 

@@ -8,12 +8,12 @@ import math
 import re
 import threading
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -70,7 +70,7 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder}: no {kind.part()} here; it needs config.json and model.safetensors")
     shape = read_shape(folder / "config.json", kind)
-    read = fit(open_safetensors(_weights(folder)), shape)
+    read = fit(folder, open_safetensors(_weights(folder)), shape)
     if isinstance(shape, HeadShape):  # which is small
         check_finite(folder, shape, read)
     return shape, read
@@ -224,15 +224,8 @@ def load_all(
     return loaded
 
 
-class Checkpoint(NamedTuple):
-    """A checkpoint under whatever names its author chose."""
-
-    origin: str
-    tensors: Mapping[str, Tensor]
-
-
-def open_safetensors(files: list[Path]) -> Checkpoint:
-    """One or several `.safetensors` files, mapped into memory: a tensor's numbers are read when they are used."""
+def open_safetensors(files: list[Path]) -> dict[str, Tensor]:
+    """The tensors of some `.safetensors` files, mapped into memory: a tensor's numbers are read when they are used."""
     found: dict[str, Tensor] = {}
     for file in files:
         try:
@@ -240,7 +233,7 @@ def open_safetensors(files: list[Path]) -> Checkpoint:
         except Exception as error:  # the library, and torch for it, raise many kinds
             problem = f"cannot be read as safetensors: {error}; is it whole? copy or convert it again"
             raise WeightsError(f"{file}: {problem}") from error
-    return Checkpoint(str(files[0] if len(files) == 1 else files[0].parent), found)
+    return found
 
 
 # Names of the public layouts (ESM-2 as fair-esm saved it and as ported to transformers, DNABERT-S), prefixes taken off
@@ -262,12 +255,12 @@ def our_name(theirs: str) -> str:
     return "" if _UNUSED.fullmatch(bare) else theirs
 
 
-def fit(source: Checkpoint, shape: Shape, drop_extra: bool = False) -> Read:
-    """Reads a checkpoint of any public layout by our names, a tensor in the precision it is stored in.
+def fit(source: Path, tensors: Mapping[str, Tensor], shape: Shape, drop_extra: bool = False) -> Read:
+    """Reads the tensors of a checkpoint of any public layout by our names, each in the precision it is stored in.
     Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
     with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
     unexpected or misshapen; no weights are read for that."""
-    wanted, given = shape.tensors(), dict(source.tensors)
+    wanted, given = shape.tensors(), dict(tensors)
     if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
         given["inv_freq"] = layers.inv_freq(shape.head_dim)
     theirs_of: dict[str, str] = {}  # the first of several
@@ -281,29 +274,23 @@ def fit(source: Checkpoint, shape: Shape, drop_extra: bool = False) -> Read:
     lists = (("no", missing), ("unexpected", unexpected - dropped))
     if said := [f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}" for what, found in lists if found]:
         way_out = "" if missing else " (models convert --drop-extra leaves them out)"
-        raise WeightsError(f"{source.origin}: {'; '.join(said)}; not the model that config.json describes{way_out}")
+        raise WeightsError(f"{source}: {'; '.join(said)}; not the model that config.json describes{way_out}")
     if dropped:
-        log.warning("%s: left out %s, which such a model does not have", source.origin, few(sorted(dropped)))
+        log.warning("%s: left out %s, which such a model does not have", source, few(sorted(dropped)))
     for name, needed in parts.items():
         size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
         for theirs in (theirs_of[part] for part in needed):
-            tensor, what = given[theirs], f"{source.origin}: tensor {theirs}"
+            tensor, what = given[theirs], f"{source}: tensor {theirs}"
             if tensor.shape != size:
-                raise WeightsError(f"{what} is {size_text(tensor.shape)}, config.json makes it {size_text(size)}")
+                raise WeightsError(f"{what} is {list(tensor.shape)}, config.json makes it {list(size)}")
             if not tensor.is_floating_point():
-                kind = str(tensor.dtype).removeprefix("torch.")
-                raise WeightsError(f"{what} holds {kind}, wanted floating-point numbers")
+                raise WeightsError(f"{what} holds {tensor.dtype}, wanted floating-point numbers")
 
     def read(name: str) -> Tensor:
         found = [given[theirs_of[part]] for part in parts[name]]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     return read
-
-
-def size_text(shape: Sequence[int]) -> str:
-    """A tensor's size for messages: `512×64`."""
-    return "×".join(map(str, shape)) or "a scalar"
 
 
 def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:

@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
@@ -29,7 +28,7 @@ from torch import Tensor
 
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, reading
 from virnuc_core.encoders import model_config
-from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, Checkpoint, fit, open_safetensors, our_name, tensor_files
+from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, fit, open_safetensors, our_name, tensor_files
 from virnuc_core.encoders.layers import DTYPES, Read, inv_freq
 from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, Shape, Storage
 from virnuc_core.encoders.tokenize import read_tokenizer
@@ -61,13 +60,13 @@ def convert_encoder(
     tensors. `drop_extra` leaves out tensors that such a model does not have. Errors: `WeightsError`."""
     opened, folder, tokenizer = open_public(source), source if source.is_dir() else source.parent, None
     if kind is Esm2Shape and not (folder / "config.json").is_file():
-        shape: EncoderShape = guess_esm2_shape(opened)
+        shape: EncoderShape = guess_esm2_shape(source, opened)
     else:
         shape = model_config.read_shape(folder / "config.json", kind)
     if kind is DnabertShape:
         read_tokenizer(folder / "tokenizer.json")
         tokenizer = (folder / "tokenizer.json").read_bytes()
-    write_part(out, shape, fit(opened, shape, drop_extra), source.name, dtype, tokenizer)
+    write_part(out, shape, fit(source, opened, shape, drop_extra), source.name, dtype, tokenizer)
     return shape
 
 
@@ -79,14 +78,14 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
     if (length := model_length or (int(named[1]) if named else None)) is None:
         raise ConfigError(f"{source}: its name does not say the model length; give it (300 or 500 for VirNucPro's)")
     opened = open_public(source, HEAD_MAX_BYTES)
-    first = opened.tensors.get("hidden_layer.weight", torch.empty(0))
+    first = opened.get("hidden_layer.weight", torch.empty(0))
     hidden, width = first.shape if first.ndim == 2 else (0, 0)
     if width <= dna_width:
         problem = f"no head for these encoders: hidden_layer.weight takes {width} columns, DNA alone has {dna_width}"
         raise WeightsError(f"{source}: {problem}")
     with reading(source, "head", WeightsError):
         shape = HeadShape(model_length=length, dna_width=dna_width, protein_width=width - dna_width, hidden=hidden)
-    write_part(out, shape, fit(opened, shape), source.name, "fp32")
+    write_part(out, shape, fit(source, opened, shape), source.name, "fp32")
     return shape
 
 
@@ -114,22 +113,21 @@ def _download(repository: str, revision: str) -> Path:
         raise WeightsError(f"{problem}; {advice}") from error
 
 
-def open_public(source: Path, most: int | None = None) -> Checkpoint:
-    """A checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin, .pt or .pth file; a
-    pickled one of `most` bytes at most. Errors: `WeightsError`."""
+def open_public(source: Path, most: int | None = None) -> dict[str, Tensor]:
+    """The tensors of a checkpoint: a folder (safetensors or .bin, single or sharded) or one .safetensors, .bin, .pt or
+    .pth file; a pickled one of `most` bytes at most. Errors: `WeightsError`."""
     files = [source] if source.is_file() else tensor_files(source) or tensor_files(source, PICKLED)
     if not files:
         problem = f"no {WEIGHTS} and no {PICKLED} in it" if source.is_dir() else "no such file or directory"
         raise WeightsError(f"{source}: {problem}")
     if files[0].suffix == ".safetensors":
         return open_safetensors(files)
-    named = chain.from_iterable(read_pickled(file, most).items() for file in files)
-    return Checkpoint(str(source), dict(named))
+    return {name: tensor for file in files for name, tensor in read_pickled(file, most).items()}
 
 
-def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
+def guess_esm2_shape(source: Path, tensors: Mapping[str, Tensor]) -> Esm2Shape:
     """Sizes of a fair-esm checkpoint from its tensors."""
-    sizes = {our_name(name): tensor.shape for name, tensor in source.tensors.items()}
+    sizes = {our_name(name): tensor.shape for name, tensor in tensors.items()}
     layers = {int(match[1]) for name in sizes if (match := re.match(r"layers\.(\d+)\.", name))}
     try:
         vocab, width = sizes["embed.weight"]
@@ -137,7 +135,7 @@ def guess_esm2_shape(source: Checkpoint) -> Esm2Shape:
         return Esm2Shape(layers=max(layers) + 1, width=width, heads=heads, ffn_width=ffn_width, vocab=vocab)
     except (KeyError, IndexError, ValueError, ZeroDivisionError) as error:  # no such tensor, or of other dimensions
         problem = "no config.json beside it, and not the layout of fair-esm's ESM-2"
-        raise WeightsError(f"{source.origin}: {problem}") from error
+        raise WeightsError(f"{source}: {problem}") from error
 
 
 class ModuleState:

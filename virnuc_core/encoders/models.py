@@ -11,7 +11,6 @@ from torch import Tensor
 from virnuc_core.encoders.layers import DTYPES, Encoder, Read, affine, alibi_slopes, dense, hadamard, rotary_tables
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
 from virnuc_core.encoders.tokenize import ESM2_PAD, PackedBatch, Rows
-from virnuc_core.errors import WeightsError
 
 POOLED_RESIDUES: Final = 1024  # the mean stops here; the residues behind it are attended to
 TOKEN_DROPOUT_SCALE: Final = 1 - 0.15 * 0.8  # training hid this share of the residues; no token is hidden here
@@ -163,11 +162,6 @@ class Head:
 
     def scores(self, features: Tensor) -> Tensor:
         """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
-        if features.ndim != 2 or features.shape[1] != self.shape.width:
-            raise WeightsError(
-                f"head: features are {tuple(features.shape)}, it takes {self.shape.width} columns "
-                f"({self.shape.dna_width} of DNA, {self.shape.protein_width} of protein)"
-            )
         with torch.inference_mode():
             padded = F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS))
             blocks = [self._block(block) for block in padded.split(HEAD_ROWS)]

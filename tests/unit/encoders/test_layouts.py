@@ -222,7 +222,7 @@ def test_fair_esm_itself_saves_what_is_read_here(tmp_path: Path) -> None:
 
     model = ESM2(num_layers=1, embed_dim=32, attention_heads=2, alphabet="ESM-1b").eval()
     torch.save({"model": model.state_dict(), "cfg": {"model": argparse.Namespace(a=1)}}, tmp_path / "esm2.pt")
-    shape = guess_esm2_shape(open_public(tmp_path / "esm2.pt"))
+    shape = guess_esm2_shape(source := tmp_path / "esm2.pt", open_public(source))
     assert (shape.layers, shape.width, shape.heads, shape.ffn_width, shape.vocab) == (1, 32, 2, 128, 33)
     convert_encoder(Esm2Shape, tmp_path / "esm2.pt", tmp_path / "out")
     tokens = esm2_batch()
@@ -265,7 +265,7 @@ def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
         (lambda t: t.pop("layers.1.self_attn.k_proj.weight"), r"no tensor layers\.1\.qkv\.weight"),
         (
             lambda t: t.update({"layers.1.self_attn.k_proj.weight": torch.ones(64, 65)}),
-            r"layers\.1\.self_attn\.k_proj\.weight is 64×65, config\.json makes it 64×64",
+            r"layers\.1\.self_attn\.k_proj\.weight is \[64, 65\], config\.json makes it \[64, 64\]",
         ),
         (
             lambda t: t.update({"layers.1.qkv.bias": torch.ones(192)}),
@@ -275,7 +275,7 @@ def test_a_task_head_is_left_out_with_a_remark_and_more_only_when_asked(
         (lambda t: t.update({"layers.7.fc1.weight": torch.ones(1)}), r"no tensors layers\.2"),
         (
             lambda t: t.update({"layers.1.fc1.bias": torch.ones(3)}),
-            r"layers\.1\.fc1\.bias is 3, config\.json makes it 256",
+            r"layers\.1\.fc1\.bias is \[3\], config\.json makes it \[256\]",
         ),
         (lambda t: t.clear(), "no dictionary of tensors"),
     ],

@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 
 from virnuc_core.encoders import checkpoint
 from virnuc_core.encoders.checkpoint import (
-    Checkpoint,
     check_models,
     fingerprint,
     fit,
@@ -184,17 +183,20 @@ def load_all(models: Path) -> None:
         (edit("esm2", colour="red"), r"colour: extra inputs"),
         (edit("esm2", layers=3), r"no tensors layers\.2\.\S+, .* and \d+ more; not the model"),
         (edit("esm2", layers=1), r"unexpected tensors layers\.1\."),
-        (edit("esm2", ffn_width=128), r"tensor layers\.0\.fc1\.weight is 256×64, config\.json makes it 128×64"),
-        (edit("dnabert_s", vocab=300), r"tensor embed\.weight is 512×64, config\.json makes it 300×64"),
+        (
+            edit("esm2", ffn_width=128),
+            r"layers\.0\.fc1\.weight is \[256, 64\], config\.json makes it \[128, 64\]",
+        ),
+        (edit("dnabert_s", vocab=300), r"tensor embed\.weight is \[512, 64\], config\.json makes it \[300, 64\]"),
         (shrink_vocabulary, r"the tokenizer has 512 tokens, the model only 300"),
         (edit("head", protein_width=2560), r"64 \(DNA\) \+ 2560 \(protein\), the encoders beside it give 64 \+ 64"),
         (reshape("esm2", "layers.1.out.bias", None), r"no tensor layers\.1\.out\.bias"),
-        (reshape("esm2", "inv_freq", torch.ones(5)), r"tensor inv_freq is 5, config\.json makes it 16"),
+        (reshape("esm2", "inv_freq", torch.ones(5)), r"tensor inv_freq is \[5\], config\.json makes it \[16\]"),
         (
             reshape("head", "bn1.running_var", torch.ones(512, dtype=torch.int64)),
-            r"bn1\.running_var holds int64",
+            r"bn1\.running_var holds torch\.int64",
         ),
-        (reshape("esm2", "layers.0.qkv.weight", torch.ones(64)), r"tensor layers\.0\.qkv\.weight is 64, config"),
+        (reshape("esm2", "layers.0.qkv.weight", torch.ones(64)), r"tensor layers\.0\.qkv\.weight is \[64\], config"),
         (cut("esm2", 0.999), r"esm2/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy"),
         (cut("head", 0.5), r"head/model\.safetensors: cannot be read as safetensors.*; is it whole\? copy"),
         (cut("dnabert_s", 0.0), r"dnabert_s/model\.safetensors: cannot be read as safetensors"),
@@ -226,7 +228,8 @@ def test_a_spoilt_models_directory_is_one_clear_line(
 def test_a_sound_models_directory_passes_and_its_weights_are_not_read(models: Path) -> None:
     check_models(models)
     shape = ESM2_SIZES["tiny"]
-    fit(Checkpoint("here", {name: torch.empty(size, device="meta") for name, size in shape.tensors().items()}), shape)
+    tensors = {name: torch.empty(size, device="meta") for name, size in shape.tensors().items()}
+    fit(Path("here"), tensors, shape)
 
 
 @pytest.mark.parametrize("part", ["esm2", "dnabert_s", "head"])
