@@ -224,7 +224,7 @@ def report(out: Directory, /, *, profile: str | None = None, serve: Flag = False
         profile: judge the raw files anew by this profile, instead of rendering what was judged before
         serve: show report.html to a browser on this machine until Ctrl-C"""
     from virnuc_core.report.build import rerender, write_report
-    from virnuc_core.report.files import run_names
+    from virnuc_core.report.metrics import run_names
 
     if profile is None:
         rerender(out)

@@ -39,7 +39,7 @@ from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.build import write_report
-from virnuc_core.report.files import run_names
+from virnuc_core.report.metrics import run_names
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import message, templates, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole

@@ -39,7 +39,7 @@ from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL, rerender, write_report
-from virnuc_core.report.files import BASELINE, RUN_PREFIX, SUMMARY
+from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, SUMMARY
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, message
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard

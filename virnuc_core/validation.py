@@ -202,7 +202,6 @@ class ScoreDifference(RunFile):
     median: float
     p99: float
     max: float
-    tolerance: float
     share_within_tolerance: float  # 0 to 1
     allclose: bool  # both scores, rtol = atol = 1e-3
 

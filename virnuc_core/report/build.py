@@ -15,10 +15,10 @@ from virnuc_core import validation
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
+from virnuc_core.report import metrics
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
-from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
-from virnuc_core.report.metrics import baseline_metrics, run_metrics, scaling_metrics
+from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.model import Accounting, ApprovalState, Bottleneck, Report, RunMetrics
 from virnuc_core.report.regression import RegressionFile, append_history, check, earlier, entry_of, points, read_history
 from virnuc_core.report.render import REPORT_JSON, render, told
@@ -51,18 +51,15 @@ def build_report(out: Path, profile: Profile) -> Report:
     Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
     `checkpoint_overhead.json` and `report/approval.json`. Runs of N devices are judged by the largest N."""
     raw = RawFolder(out)
-    record, found = (
-        raw.read(validation.ValidationRecord, RECORD),
-        (run_metrics(raw, name, profile) for name in run_names(out)),
-    )
-    runs = tuple(run for run in found if run is not None)
+    record = raw.read(validation.ValidationRecord, RECORD)
+    runs = tuple(filter(None, (metrics.run_metrics(raw, name, profile) for name in run_names(out))))
     judged, single = runs[-1] if runs else None, next((run for run in runs if run.name == f"{RUN_PREFIX}1"), None)
     measured_here = profile.baseline.source == "measured" and RunDir(out / BASELINE).summary.is_file()
     unlike = _unlike(raw, [*([BASELINE] if measured_here else []), *(run.name for run in runs)])
-    baseline = baseline_metrics(raw, profile, judged)
+    baseline = metrics.baseline_metrics(raw, profile, judged)
     if baseline is not None and judged is not None and (reason := unlike.get((BASELINE, judged.name))):
         baseline = baseline.model_copy(update={"problem": reason})
-    scaled = [scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
+    scaled = [metrics.scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
     file = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(validation.ComparisonFile, COMPARISON)
     report = Report(
@@ -217,7 +214,7 @@ def rerender(out: Path) -> Report:
     """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
     report, raw, path = read_report(RunDir(out).report / REPORT_JSON), RawFolder(out), RunDir(out).report / APPROVAL
     if path.is_file():
-        answer, name = approval_state(raw, report.run), raw.use(path)
+        answer, name = approval_state(raw, report.run), path.relative_to(out).as_posix()
         files = sorted((report.evidence | {name: raw.evidence()[name]}).items())
         report = report.model_copy(update={"approval": answer, "evidence": dict(files)})
     _write(out, render(report))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
-from virnuc_core.report.files import RawFolder
+from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import Bar, Charts, Histogram, HistoryEntry, Line, Report, RunMetrics, ScalingMetrics
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.log import Telemetry

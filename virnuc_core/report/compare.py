@@ -4,9 +4,12 @@ Results are joined by id, never by position, and an id that only one side has is
 (two columns in the consensus file), of its successor (four columns) and run directories are all read. Results of
 different heads, model lengths or reads are refused when the run records say so."""
 
+import filecmp
+import resource
 import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -16,14 +19,13 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core import validation
-from virnuc_core.errors import InputError, RunMismatchError, ShardError
+from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns, read_table
-from virnuc_core.report.files import BASELINE, COMPARISON, bitwise, open_embeddings
+from virnuc_core.report.metrics import BASELINE, COMPARISON
 from virnuc_core.rundir import EXACT, RunDir, whole_file
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
 
-Mode = Literal["both", "frame", "consensus"]
 Part = Literal["frames", "consensus"]
 Pair = tuple[pd.DataFrame, pd.DataFrame]  # rows of one side and of the other
 Places = NDArray[np.int64]
@@ -32,6 +34,7 @@ CLOSE: Final = 1e-3  # relative and absolute tolerance of the strict score test
 FOREIGN: Final = 0.01  # share of ids that may be of one side only, of results of the same reads
 NEAR: Final = 0.1  # apart at most are the two scores of what is near the threshold
 EXAMPLES: Final = 5
+NAMED: Final = 8  # files that differ; of more, their number is said
 MUST_MATCH: Final = ("head", MODEL_LENGTH, "reads")
 SHOWN: Final = 12  # characters of a fingerprint
 BLOCK_ROWS: Final = 1_024
@@ -118,7 +121,7 @@ def compare(
     b: Path,
     *,
     tolerance: float = 0.01,
-    mode: Mode = "both",
+    mode: Literal["both", "frame", "consensus"] = "both",
     subset_of_a: bool = False,
     bits: bool = False,
     embeddings: bool = False,
@@ -285,12 +288,11 @@ def _score_difference(both: NDArray[np.float64], tolerance: float, close: bool) 
     difference = both[:, 1]
     return validation.ScoreDifference(
         n=len(difference),
-        mean=float(difference.mean()),
-        median=float(np.median(difference)),
-        p99=float(np.percentile(difference, 99)),
-        max=float(difference.max()),
-        tolerance=tolerance,
-        share_within_tolerance=float((difference <= tolerance).mean()),
+        mean=difference.mean(),
+        median=np.median(difference),
+        p99=np.percentile(difference, 99),
+        max=difference.max(),
+        share_within_tolerance=(difference <= tolerance).mean(),
         allclose=close,
     )
 
@@ -301,6 +303,25 @@ def meets(comparison: validation.Comparison, minimum: float) -> bool:
     return bool(parts) and all(part.agreement is not None and part.agreement >= minimum for part in parts)
 
 
+def bitwise(a: Path, b: Path) -> validation.BitwiseEquality:
+    """Whether the result files and the shards of two runs hold the same bytes. Nothing to compare is not identity."""
+    runs = RunDir(a), RunDir(b)
+    files = [path.name for path in runs[0].tables if path.is_file() or (b / path.name).is_file()]
+    shards = sorted({f"shards/{path.name}" for run in runs for path in run.shards.glob("*.h5")})
+    _, unlike, alone = filecmp.cmpfiles(a, b, [*files, *shards], shallow=False)
+    differing = sorted([*unlike, *(f"{name} is in one run only" for name in alone)])
+    shared = sum(name not in alone for name in shards)
+    counts = {"result file": len(files), "shard": shared}
+    differing += [f"no {what} to compare" for what, count in counts.items() if not count]
+    more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
+    return validation.BitwiseEquality(
+        identical=not differing,
+        files_compared=len(files),
+        shards_compared=shared,
+        differing=(*differing[:NAMED], *more),
+    )
+
+
 def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.CosineStats, ...]:
     """Cosine of the embeddings of each sequence that both runs have, less the mean embedding of `a`, without failed
     rows (NaN): of each encoder, where the DNA width is known. Empty when a run keeps no embeddings or they share no
@@ -309,10 +330,10 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.
     if not left.is_file() or not right.is_file():
         return ()
     try:
-        with open_embeddings(RunDir(a), RunDir(b)) as files:
-            rows_a, rows_b = (file["embeddings"] for file in files)
-            places, width = _same_sequences(RunDir(a), RunDir(b), files), rows_a.shape[1]
-            if not (n := len(places[0])) or rows_b.shape[1] != width:
+        with _open_embeddings(left, right) as files:
+            tables = [file["embeddings"] for file in files]
+            places, width = _same_sequences(RunDir(a), RunDir(b), files), tables[0].shape[1]
+            if not (n := len(places[0])) or tables[1].shape[1] != width:
                 return ()
             parts = {"joined": slice(0, width)}
             if dna_width is not None and 0 < dna_width < width:
@@ -320,27 +341,43 @@ def cosines(a: Path, b: Path, dna_width: int | None = None) -> tuple[validation.
             found, blocks = {name: np.full(n, np.nan) for name in parts}, range(0, n, BLOCK_ROWS)
             total, good = np.zeros(width), 0
             for lo in blocks:
-                one = _rows_at(rows_a, places[0][lo : lo + BLOCK_ROWS])
+                one = _rows_at(tables[0], places[0][lo : lo + BLOCK_ROWS])
                 total, good = total + np.nansum(one, 0), good + int((~np.isnan(one[:, 0])).sum())
             for lo in blocks:
                 block, middle = slice(lo, lo + BLOCK_ROWS), total / max(1, good)
-                one, other = (
-                    _rows_at(rows, at[block]) - middle for rows, at in zip((rows_a, rows_b), places, strict=True)
-                )
+                one, other = (_rows_at(rows, at[block]) - middle for rows, at in zip(tables, places, strict=True))
                 for name, columns in parts.items():
                     x, y = one[:, columns], other[:, columns]
                     norms = np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1)
                     np.divide(np.einsum("ij,ij->i", x, y), norms, out=found[name][block], where=norms > 0)
-    except (OSError, KeyError, ShardError) as error:
+    except (OSError, KeyError) as error:
         raise InputError(f"embeddings of {a} or {b} cannot be read ({error})") from error
     known = {name: cosine[~np.isnan(cosine)] for name, cosine in found.items()}
     return tuple(
-        validation.CosineStats(
-            part=name, n=len(v), minimum=float(v.min()), p1=float(np.percentile(v, 1)), mean=float(v.mean())
-        )
+        validation.CosineStats(part=name, n=len(v), minimum=v.min(), p1=np.percentile(v, 1), mean=v.mean())
         for name, v in known.items()
         if len(v)
     )
+
+
+@contextmanager
+def _open_embeddings(*paths: Path) -> Iterator[list[h5py.File]]:
+    """Embeddings of which every row can be read: HDF5 shows infinity for rows of a shard that it cannot open. All are
+    held open, as many as the system allows. Errors: `InputError` names the shard; those of h5py for no such file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with ExitStack() as held:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        held.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        files = [held.enter_context(h5py.File(path, "r")) for path in paths]
+        tables = zip(paths, (file["embeddings"] for file in files), strict=True)
+        parts = [path.parent / one.file_name for path, t in tables if t.is_virtual for one in t.virtual_sources()]
+        for part in parts:
+            try:
+                len(held.enter_context(h5py.File(part, "r"))["embeddings"])
+            except (OSError, KeyError, RuntimeError) as error:
+                hint = f"run again to compute it; if {len(parts)} files may not be open at once, raise `ulimit -n`"
+                raise InputError(f"cannot be read ({error})", file=part, hint=hint) from error
+        yield files
 
 
 def _same_sequences(a: RunDir, b: RunDir, files: list[h5py.File]) -> tuple[Places, Places]:

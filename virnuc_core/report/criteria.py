@@ -12,8 +12,7 @@ from typing import Final, Literal
 
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report import model
-from virnuc_core.report.files import BASELINE, RUN_PREFIX
-from virnuc_core.report.metrics import BASELINE_TITLES, short_name
+from virnuc_core.report.metrics import BASELINE, BASELINE_TITLES, RUN_PREFIX, short_name
 from virnuc_core.rundir import EXACT
 
 CORRECTNESS: Final = "correctness"

@@ -1,28 +1,87 @@
-"""The metrics of one run from its raw files. Nothing is taken over that can be computed from something rawer."""
+"""The raw files of a validation, and the metrics of one run from them.
+
+They are read without ever failing: what is not there is `None`, what is wrong is noted. Nothing is taken over that can
+be computed from something rawer."""
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import Final
+from typing import Final, TypeVar
 
 import pandas as pd
 
+from virnuc_core.errors import VirnucError
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.report import model
-from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
-from virnuc_core.runfiles import Device, ModelFlops, RunCounts, RunRecord, RunSummary
+from virnuc_core.runfiles import Device, File, FileDigest, ModelFlops, RunCounts, RunRecord, RunSummary, digest, read
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
+from virnuc_core.telemetry.reader import read_telemetry
 from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, ROWS, Encoder
 from virnuc_core.validation import BaselineSummary
 
+RUN_PREFIX: Final = "devices-"
+BASELINE: Final = "baseline"
+SUMMARY: Final = "summary.json"
+RECORD: Final = "run.json"
+COMPARISON: Final = "comparison.json"
 VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
 RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
 NEVER: Final = (1.0, 0.0)  # a span that holds no sample
+
+Content = TypeVar("Content")
+
+
+@dataclass
+class RawFolder:
+    """The files of one validate directory; remembers which were used and what could not be read."""
+
+    root: Path
+    used: set[str] = field(default_factory=set)
+    problems: dict[str, str] = field(default_factory=dict)  # by file
+
+    def read(self, kind: type[File], *parts: str) -> File | None:
+        """The content of a file; `None` when it is missing, or one of its values is wrong, which is noted."""
+        return self.attempt(self.root.joinpath(*parts), lambda path: read(path, kind))
+
+    def telemetry(self, run: str, named: str | None) -> tuple[str, Telemetry] | None:
+        """The telemetry of a run: the file its summary names, else the newest; `None` when there is none."""
+        folder = self.root / run / "telemetry"
+        path = max(folder.glob("telemetry_*.h5"), default=None) if named is None else folder / f"{Path(named).stem}.h5"
+        if path is None or (found := self.attempt(path, read_telemetry)) is None:
+            return None
+        return path.relative_to(self.root).as_posix(), found
+
+    def attempt(self, path: Path, load: Callable[[Path], Content]) -> Content | None:
+        """What `load` makes of a file; `None` when it is missing, or cannot be read, which is noted."""
+        if not path.is_file():
+            return None
+        name = path.relative_to(self.root).as_posix()
+        self.used.add(name)
+        try:
+            return load(path)
+        except VirnucError as error:
+            self.problems[name] = str(error).removeprefix(f"{path}: ")
+            return None
+
+    def remarks(self) -> tuple[str, ...]:
+        """A sentence on each thing that could not be read."""
+        return tuple(f"{name}: {said}" for name, said in self.problems.items())
+
+    def evidence(self) -> dict[str, FileDigest]:
+        """Size and digest of every file that was read, by name."""
+        return {name: found for name in sorted(self.used) if (found := digest(self.root / name)) is not None}
+
+
+def run_names(out: Path, prefix: str = RUN_PREFIX) -> list[str]:
+    """The run directories of a validation, fewest devices first; with `devices-N.` those that repeat the run on N."""
+    folders = [folder.name.removeprefix(prefix) for folder in out.glob(f"{prefix}*") if folder.is_dir()]
+    return [f"{prefix}{number}" for number in sorted(filter(str.isdecimal, folders), key=int)]
 
 
 def short_name(device: Device) -> str:

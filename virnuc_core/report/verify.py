@@ -18,7 +18,7 @@ from virnuc_core.report import verify_runs
 from virnuc_core.report.build import APPROVAL, REGRESSION, build_report, read_report
 from virnuc_core.report.charts import GENERATOR
 from virnuc_core.report.compare import compare
-from virnuc_core.report.files import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
+from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.report.regression import HISTORY, SERIES, RegressionFile, entry_of, read_history
 from virnuc_core.report.render import REPORT_JSON, render
 from virnuc_core.report.verify_runs import ABSENT, Verification

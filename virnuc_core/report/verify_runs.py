@@ -26,7 +26,7 @@ from virnuc_core.reads.store import COLUMNS, OrfStore
 from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, EMPTY, SHORT_FOR_MODEL
 from virnuc_core.report.compare import load_results, result_pieces
-from virnuc_core.report.files import BASELINE, RECORD, SUMMARY, RawFolder, run_names
+from virnuc_core.report.metrics import BASELINE, RECORD, SUMMARY, RawFolder, run_names
 from virnuc_core.results import write_results
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Attempt, FileDigest, RunFile, RunRecord, RunSummary, digest, read

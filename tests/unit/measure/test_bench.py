@@ -13,7 +13,7 @@ from virnuc_core.pipeline import classify
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.compare import compare_runs
-from virnuc_core.report.files import RawFolder
+from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.verify_runs import Verification, verify_overhead
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.reader import open_frame

@@ -13,8 +13,7 @@ import pytest
 from virnuc_core.errors import RunMismatchError
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.compare import compare, cosines
-from virnuc_core.report.files import bitwise
+from virnuc_core.report.compare import bitwise, compare, cosines
 
 from .validate_directory import edit_json
 
@@ -34,7 +33,7 @@ def test_one_flipped_bit_in_a_shard_is_found(copied: tuple[Path, object]) -> Non
         file["embeddings"][...] = values
     found = bitwise(out / "devices-1", out / "devices-2")
     assert not found.identical
-    assert found.differing == ("shards/00001.h5: embeddings differs",)
+    assert found.differing == ("shards/00001.h5",)
 
 
 def test_zero_and_minus_zero_are_not_the_same_bits(copied: tuple[Path, object]) -> None:
@@ -58,7 +57,7 @@ def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object])
     (shards / "00001.h5").write_bytes(b"no")
     found = bitwise(copied[0] / "devices-1", copied[0] / "devices-2")
     assert found.differing[0] == "shards/00000.h5 is in one run only"
-    assert "shards/00001.h5: cannot be read" in found.differing[1]
+    assert found.differing[1] == "shards/00001.h5"
 
 
 def test_runs_without_shards_are_not_identical(copied: tuple[Path, object]) -> None:

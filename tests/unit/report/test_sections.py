@@ -12,7 +12,7 @@ from tasks.measure import rows_of
 from tasks.predict import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
-from virnuc_core.report.files import RawFolder
+from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.model import EncoderMetrics, Report
 from virnuc_core.report.render import fill, render, told_rows
 from virnuc_core.report.verify import verify_report

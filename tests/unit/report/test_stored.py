@@ -14,7 +14,7 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, seal
 from virnuc_core.reads.subsets import choose_reads
-from virnuc_core.report.files import RawFolder
+from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_runs import Verification, baseline_tokens, count_store, verify_store
 

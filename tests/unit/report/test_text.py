@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.build import build_report
-from virnuc_core.report.files import COMPARISON
+from virnuc_core.report.metrics import COMPARISON
 from virnuc_core.report.model import Regression, Report
 from virnuc_core.report.render import fill, near, target_text
 from virnuc_core.runfiles import write
