@@ -122,7 +122,7 @@ def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> 
     if isinstance(found, str):
         return done(found, f"cannot run: {found}")
     same = "" if not found.score_difference else f", scores differ by up to {found.score_difference:.2g}"
-    return done(found, f"{found.tokens_per_s:,.0f} tokens/s in {found.window_s:.1f} s{same}", reused=found.reused)
+    return done(found, f"{found.tokens_per_s:,.0f} tokens/s in {found.span_s:.1f} s{same}", reused=found.reused)
 
 
 @step("baseline", "baseline {spec.name} on {devices}")

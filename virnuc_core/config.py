@@ -5,7 +5,6 @@ import re
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -23,6 +22,7 @@ SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 DEFAULT_MODEL_LENGTH = 500
 SETTINGS_BYTES = 1 << 16  # a file of settings at most
+MOST_FAULTS = 5  # of a file or settings that one message names
 INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
 THRESHOLD = 0.5  # viral score from which a read is called viral, unless another is given
@@ -229,21 +229,21 @@ class Review(Spec):
     note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
 
 
-def explain(error: ValidationError, most: int = 5, *, quoted: bool = False) -> str:
-    """A pydantic error as one line, of its first `most` parts: `engine.token_budget: should be ≥ 64 (given 3)`.
+def explain(error: ValidationError, *, quoted: bool = False) -> str:
+    """A pydantic error as one line, of its first parts: `engine.token_budget: should be ≥ 64 (given 3)`.
 
     `quoted`: say what was given; not of a file, for who reads the message may not be whom its content is for."""
     parts = []
-    for item in error.errors()[:most]:
-        place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MOST_SHOWN] or "settings"
+    for item in error.errors()[:MOST_FAULTS]:
+        said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
         if item["type"] == "json_invalid":  # what was given is a whole file
-            return f"{item['msg'][0].lower()}{item['msg'][1:]}"
+            return said
+        place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MOST_SHOWN] or "settings"
         given = repr(item.get("input"))
         given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}…"
-        said = f"{place}: {item['msg'][0].lower()}{item['msg'][1:]}"
-        parts.append(f"{said} (given {given})" if quoted else said)
+        parts.append(f"{place}: {said}" + f" (given {given})" * quoted)
     more = error.error_count() - len(parts)
-    return "; ".join(parts) + f"; and {more} more" * (more > 0 and most > 1)
+    return "; ".join(parts) + f"; and {more} more" * (more > 0)
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> I
         raise kind(f"{what}: not valid {form}: {few([error])}") from error
 
 
-def small_text(path: Path | Traversable, most: int = SETTINGS_BYTES) -> str:
+def small_text(path: Path, most: int = SETTINGS_BYTES) -> str:
     """The text of a file of `most` bytes at most. Errors: `OSError`, also for a larger one; `UnicodeDecodeError`."""
     with path.open("rb") as file:
         body = file.read(most + 1)

@@ -34,8 +34,8 @@ from virnuc_core.profiles import Profile
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_covered
 from virnuc_core.rundir import EXACT, SHARDS, RunDir, discard, run_lock, whole_hdf5
-from virnuc_core.runfiles import Device, ModelFlops, RunFile, write
-from virnuc_core.telemetry.statistics import batch_metrics, committed_span_s, device_usage, embedding_span
+from virnuc_core.runfiles import Device, ModelFlops, write
+from virnuc_core.telemetry.statistics import BatchMetrics, batch_metrics, committed_span_s, device_usage, embedding_span
 from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPair, ValidationRecord, read_usable
 
 log = logging.getLogger(__name__)
@@ -75,15 +75,12 @@ class Bench:
         return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-class Measurement(RunFile):
-    """What one embedding run came to. Rates count both encoders' real tokens."""
+class Measurement(BatchMetrics):
+    """What one embedding run came to, by the batches of both encoders and the rest."""
 
-    tokens_per_s: float  # from the first launch to the last finish
-    window_s: float  # first launch to last finish
+    tokens_per_s: float  # 0: nothing was launched
     committed_s: float  # first launch to last commit
     wall_s: float  # with loading of the weights
-    packing: float | None  # 0 to 1
-    starved: float | None  # share of batches waited for longer than 50 ms
     utilisation: float | None  # percent, of the device with the lowest
     shards: int  # computed
     restarts: int  # of workers
@@ -99,15 +96,12 @@ def measure(job: Job, *, shards: int | None = None, sample_s: float = 0.5) -> Me
     wall_s = time.monotonic() - started_s
     embedding.write((), wall_s)
     found = embedding.measured
-    whole, window = batch_metrics(found.batches), embedding_span(found.batches)
+    whole, window = dict(batch_metrics(found.batches)), embedding_span(found.batches)
     stats = [device_usage(found.samples, device.id, window) for device in job.devices]
     return Measurement(
-        tokens_per_s=whole.tokens_per_s or 0.0,
-        window_s=whole.span_s,
+        **whole | {"tokens_per_s": whole["tokens_per_s"] or 0.0},
         committed_s=committed_span_s(found.batches, found.shards),
         wall_s=wall_s,
-        packing=whole.packing_efficiency,
-        starved=None if whole.queue is None else whole.queue.starved,
         utilisation=min((s.gpu_util_avg for s in stats if s.gpu_util_avg is not None), default=None),
         shards=len(job.todo),
         restarts=len(pool.deaths),
@@ -163,7 +157,7 @@ def _pair(
             made = [measure(replace(job, todo=part), sample_s=sample_s) for part in parts if part]
             discard(run.root, *SHARDS)  # nobody asks for them
         spans.append(sum(one.wall_s if of == "models" else one.committed_s for one in made))
-        tokens = sum(one.tokens_per_s * one.window_s for one in made)
+        tokens = sum(one.tokens_per_s * one.span_s for one in made)
         rates[on], restarts = tokens / spans[-1] if spans[-1] else 0.0, restarts + sum(one.restarts for one in made)
     if not all(rates.values()):
         raise VirnucError(f"{out}: no batch was launched, so {of} cannot be timed")

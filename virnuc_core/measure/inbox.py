@@ -218,9 +218,9 @@ class Ledger:
             return row
         if fate.fate == "waiting":
             return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}")
-        own = (fate.fate, fate.note) if fate.file == row.file else ("duplicate", SAME.format(fate.file))
+        found = fate.model_dump(include={"fate", "run", "reads", "viral", "note"})
         return row.but(
-            run=fate.run, reads=fate.reads, viral=fate.viral, **dict(zip(("fate", "note"), own, strict=True))
+            **found | ({} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)})
         )
 
 

@@ -2,17 +2,16 @@
 
 import tomllib
 from collections.abc import Callable
-from importlib import resources
-from importlib.resources.abc import Traversable
 from operator import ge, gt, le, lt
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
 from virnuc_core.config import BaselineName, EngineSpec, Spec, reading, small_text
 from virnuc_core.errors import ConfigError
 
+FOLDER: Final = Path(__file__).parent
 RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 
 
@@ -84,19 +83,15 @@ class Profile(Spec):
 
 def profile_names() -> list[str]:
     """Names of the profiles that come with virnuc."""
-    names = (entry.name for entry in resources.files(__name__).iterdir())
-    return sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml"))
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
 def load_profile(name_or_path: str) -> Profile:
     """A shipped profile by name, or a user's `.toml` file by path; `ConfigError` names the key that is wrong."""
-    file: Traversable = Path(name_or_path)
+    file = Path(name_or_path)
     if not name_or_path.endswith(".toml"):
-        if name_or_path not in profile_names():
-            known = ", ".join(profile_names())
-            raise ConfigError(f"profile '{name_or_path}' is not known; choose {known} or a .toml file")
-        file = resources.files(__name__) / f"{name_or_path}.toml"
-    elif not file.is_file():
-        raise ConfigError(f"profile {file}: no such file")
+        if name_or_path not in (known := profile_names()):
+            raise ConfigError(f"profile '{name_or_path}' is not known; choose {', '.join(known)} or a .toml file")
+        file = FOLDER / f"{name_or_path}.toml"
     with reading(f"profile {name_or_path}", "TOML"):
         return Profile.model_validate(tomllib.loads(small_text(file)))

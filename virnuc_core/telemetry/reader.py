@@ -1,12 +1,11 @@
 """Telemetry files read back, as the tables they were written from or as DataFrames with everything by name."""
 
 import json
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Literal
 
 import h5py
-import numpy as np
 import pandas as pd
 
 from virnuc_core.errors import InputError
@@ -40,11 +39,7 @@ def _told(value: Any) -> Any:
 
 def _read_table(group: h5py.Group, kind: type[Any]) -> pd.DataFrame:
     categories = {"device": json.loads(group.attrs["devices"]), "encoder": ENCODERS}
-    columns: dict[str, Any] = {
-        field.name: group[field.name][:] if field.name in group or field.default is MISSING else np.nan
-        for field in fields(kind)
-        if field.name != "batches"
-    }
+    columns: dict[str, Any] = {field.name: group[field.name][:] for field in fields(kind) if field.name != "batches"}
     for name in categories.keys() & columns.keys():
         columns[name] = pd.Categorical.from_codes(columns[name], categories[name])
     return pd.DataFrame(columns)

@@ -15,18 +15,17 @@ from virnuc_core.measure.tune import (
     recommend,
     rounds,
 )
+from virnuc_core.telemetry.statistics import batch_metrics, frame
+from virnuc_core.telemetry.tables import BatchRecord
 
 TOLERANCE = 0.01
 
 
 def trial(rate: float, difference: float = 0.0, labels_changed: int = 0) -> Trial:
     return Trial(
-        tokens_per_s=rate,
-        window_s=1.0,
+        **dict(batch_metrics(frame(BatchRecord, []))) | {"tokens_per_s": rate},
         committed_s=1.0,
         wall_s=2.0,
-        packing=0.99,
-        starved=0.0,
         utilisation=None,
         shards=1,
         restarts=0,
