@@ -145,8 +145,7 @@ def quantize(out: Path, reads: str, /, *, device: str = "cuda:0") -> None:
         out: models directory
         reads: FASTA or FASTQ file or folder, like those to come
         device: where: cuda:0 or cpu"""
-    from virnuc_core.encoders.models_directory import torch_device
-    from virnuc_core.measure.quantise import quantise
+    from virnuc_core.encoders.models_directory import quantise, torch_device
 
     path, rows = quantise(out, reads, torch_device(device))
     print(f"{path}: of {rows:,} frames of reads; --precision int8 can be used now")

@@ -38,8 +38,8 @@ from virnuc_core.encoders.convert import random_tensor
 from virnuc_core.encoders.layers import PRODUCTS, Backend, Inputs, Resolved, inv_freq, segment_mean
 from virnuc_core.encoders.model_config import ESM2_SIZES, Esm2Shape
 from virnuc_core.encoders.models import TOKEN_DROPOUT_SCALE, Esm2
+from virnuc_core.encoders.models_directory import Seen
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
-from virnuc_core.measure.quantise import Seen
 
 LETTERS = np.frombuffer(b"LAGVSERTIDPKQNFYMHWC", np.uint8)
 SETS = {"150 bases": (150, 150), "50 to 300 bases": (50, 300)}  # shortest and longest read

@@ -1,4 +1,4 @@
-"""A models directory looked after: checked as a whole, and its heads installed, kept and taken back.
+"""A models directory looked after: checked, calibrated for int8, and its heads installed, kept and taken back.
 
 The head in use stands in `head/`, and in `heads/NNN-DIGEST/` each that was ever installed. No head is lost: what stands
 in `head/` is kept before another takes its place. A kept head appears file by file, its `config.json` last: a folder
@@ -10,18 +10,25 @@ import os
 import shutil
 import tomllib
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, Literal, NamedTuple
 
+import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import checkpoint, model_config
 from virnuc_core.encoders.checkpoint import open_folder, open_part, part_digest, shape_of, tensor_files
-from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.layers import PRODUCTS, Dense, Encoder, dense
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape, read_shape
+from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
-from virnuc_core.errors import ConfigError, DeviceError, WeightsError
+from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
+from virnuc_core.reads.stage import StageSpec, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.reads.subsets import sample
 from virnuc_core.rundir import run_lock, whole_file
 
 Verdict = Literal["ok", "warn", "fail", "not run"]
@@ -31,6 +38,9 @@ TOLERANCE: Final = 2e-4  # of scores and entries, float32 on another machine; ha
 NORM_TOLERANCE: Final = 1e-4  # relative
 CHANCE: Final = 0.5  # the AUROC of guessing
 CONFIG: Final = "config.json"
+CALIBRATED: Final = 4_096  # reads, and rows of theirs, that int8 is calibrated on
+FEWEST_ROWS: Final = 256
+AT_ONCE: Final = 64
 log = logging.getLogger(__name__)
 
 
@@ -219,3 +229,55 @@ def _copy(head: Path, folder: Path) -> None:
         if path.is_file():
             with whole_file(folder / path.name) as aside:
                 shutil.copyfile(path, aside)
+
+
+class Seen:
+    """Takes the place of an ESM-2's `dense`: keeps the largest inputs of each linear layer, and their sum."""
+
+    def __init__(self, esm2: Esm2) -> None:
+        names = [f"layers.{i}.{name}" for i in range(len(esm2.layers)) for name in PRODUCTS]
+        products = (one for layer in esm2.layers for one in layer.products)
+        self._names = {id(one): name for name, one in zip(names, products, strict=True)}
+        self._found = {name: torch.zeros(1) for name in names}
+        self._taken = dict.fromkeys(names, 0)
+
+    def __call__(self, x: Tensor, layer: Dense) -> Tensor:
+        name, wide = self._names[id(layer)], x.float()
+        new = torch.stack((wide.abs().amax(0), wide.sum(0)))  # [2, in]
+        before = self._found[name].to(x.device).expand_as(new)
+        self._found[name] = torch.stack((torch.maximum(before[0], new[0]), before[1] + new[1]))
+        self._taken[name] += len(x)
+        return dense(x, layer)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Largest absolute and mean inputs, float32 [2, in], of each linear layer."""
+        return {
+            name: torch.stack((found[0], found[1] / self._taken[name])).cpu() for name, found in self._found.items()
+        }
+
+
+def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]:
+    """The calibration that was written into a models directory, and how many rows of the reads it was made of.
+
+    Errors: `InputError` for reads that cannot be used, or give too few rows; `WeightsError` for models."""
+    model_length = checkpoint.check_models(models).model_length
+    with TemporaryDirectory(prefix="virnuc-quantise-") as name:
+        drawn = Path(name, "reads")
+        sample(reads, CALIBRATED, drawn)
+        spec = StageSpec(reads=(str(drawn),), model_length=model_length)
+        store = OrfStore.open(stage(spec, Path(name, "orfs.h5")).store)
+        proteins = store.protein(0, store.n_uniques)
+    if len(proteins) < FEWEST_ROWS:
+        problem = f"only {len(proteins)} distinct frames without a stop; {FEWEST_ROWS} are needed to tell what is usual"
+        raise InputError(problem, file=Path(reads), hint="name more reads")
+    chosen = np.random.default_rng(0).permutation(len(proteins))[:CALIBRATED]
+    rows = sorted((proteins[i] for i in chosen), key=len)
+    esm2 = checkpoint.load_encoder(Esm2, models, device, "auto", "reference")
+    esm2.dense = seen = Seen(esm2)
+    for first in range(0, len(rows), AT_ONCE):
+        embed(esm2, Esm2Tokenizer(), rows[first : first + AT_ONCE], device)
+    folder = models / "esm2"
+    about = {"weights": part_digest(folder), "rows": str(len(rows))}
+    with whole_file(folder / checkpoint.CALIBRATION) as aside:
+        aside.write_bytes(save(seen.tensors(), about))
+    return folder / checkpoint.CALIBRATION, len(rows)

@@ -38,8 +38,8 @@ from virnuc_core.encoders.layers import (
 )
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.encoders.models_directory import Seen
 from virnuc_core.encoders.tokenize import PackedBatch
-from virnuc_core.measure.quantise import Seen
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -23,10 +23,9 @@ from virnuc_core.encoders.layers import (
 )
 from virnuc_core.encoders.model_config import Esm2Shape
 from virnuc_core.encoders.models import DnabertS, Esm2
-from virnuc_core.encoders.models_directory import embed
+from virnuc_core.encoders.models_directory import embed, quantise
 from virnuc_core.encoders.tokenize import Esm2Tokenizer
 from virnuc_core.errors import DeviceError, WeightsError
-from virnuc_core.measure.quantise import quantise
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 
 from .encoder_batches import proteins
