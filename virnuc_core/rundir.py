@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import virnuc_core
+from virnuc_core.config import small_text
 from virnuc_core.errors import ConfigError, DeviceError, StorageError, few, size, storage_error
 from virnuc_core.lease import lease, still_held
 
@@ -188,10 +189,8 @@ def write_text_whole(path: Path, text: str) -> None:
 def _json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty for anything else."""
     with suppress(OSError, ValueError, RecursionError):
-        if path.is_file():
-            with path.open("rb") as file:
-                found = json.loads(file.read(MOST_BYTES))
-            return found if isinstance(found, dict) else {}
+        if path.is_file() and isinstance(found := json.loads(small_text(path, MOST_BYTES)), dict):
+            return found
     return {}
 
 

@@ -162,7 +162,7 @@ def _pair(
     if not all(rates.values()):
         raise VirnucError(f"{out}: no batch was launched, so {of} cannot be timed")
     log.info("%s, pair %d: %.0f tokens/s with, %.0f without", of, number, rates[True], rates[False])
-    pair = OverheadPair(
+    return OverheadPair(
         of=of,
         with_run=names[True],
         without_run=names[False],
@@ -170,8 +170,7 @@ def _pair(
         without_tokens_per_s=rates[False],
         seconds=min(spans),
         restarts=restarts,
-    )
-    return pair, len(todo)
+    ), len(todo)
 
 
 def validated(out: Path) -> Profile:

@@ -41,7 +41,6 @@ _COMPLEMENT: Final = bytes.maketrans(b"ACGT", b"TGCA")
 _CODES: Final = np.full(256, 4, np.uint64)
 _CODES[np.frombuffer(b"ACGT", np.uint8)] = range(4)
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # spreads k-mers over all numbers
-METRICS: Final = ("auroc", "auprc", "precision", "recall", "f1", "brier", "ece")
 LEVELS: Final = ("frame", "chunk", "read")
 SAMPLES: Final = 200  # of the bootstrap
 BINS: Final = 10  # of the score, for the calibration error
@@ -294,8 +293,8 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     return dict(zip(LEVELS, (frames, chunks, reads), strict=True))
 
 
-def measure(table: pd.DataFrame, weights: Floats) -> dict[str, Floats]:
-    """Each of METRICS for every row of `weights` [samples, rows of the table]; NaN where one is not defined."""
+def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
+    """The metrics, a column each, by row of `weights` [samples, rows of the table]; NaN where one is not defined."""
     order = np.argsort(-table["score"].to_numpy(np.float64), kind="stable")
     score, virus = table["score"].to_numpy(np.float64)[order], table["label"].to_numpy()[order] == 1
     weights = weights[:, order]
@@ -306,7 +305,7 @@ def measure(table: pd.DataFrame, weights: Floats) -> dict[str, Floats]:
     with np.errstate(invalid="ignore", divide="ignore"):
         recall, wrong = hit / hit[:, -1:], false / false[:, -1:]
         steps = np.diff(recall, axis=1, prepend=0)
-        return {
+        found = {
             "auroc": (np.diff(wrong, axis=1, prepend=0) * (recall - steps / 2)).sum(axis=1),
             "auprc": np.nansum(steps * hit / (hit + false), axis=1),
             "precision": called @ virus / called.sum(axis=1),
@@ -315,6 +314,7 @@ def measure(table: pd.DataFrame, weights: Floats) -> dict[str, Floats]:
             "brier": weights @ missed**2 / weights.sum(axis=1),
             "ece": np.abs((weights * missed) @ bins).sum(axis=1) / weights.sum(axis=1),
         }
+    return pd.DataFrame(found)
 
 
 def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, seed: int = 0) -> list[Figures]:
@@ -330,12 +330,9 @@ def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, 
             times[1:, members] = rng.multinomial(len(members), [1 / len(members)] * len(members), SAMPLES)
         for share in (None, prevalence):
             parts = np.array_split(times, 1 + len(times) * len(tables[0]) // AT_ONCE)
-            found = [[measure(table, _weights(table, part, share)) for part in parts] for table in tables]
-            means = {
-                name: np.mean([np.concatenate([one[name] for one in pieces]) for pieces in found], axis=0)
-                for name in METRICS
-            }
-            metrics = {name: _interval(mean, of) for name, mean in means.items()}
+            found = [pd.concat([measure(table, _weights(table, part, share)) for part in parts]) for table in tables]
+            means = sum(found[1:], found[0]) / len(found)
+            metrics = {name: _interval(mean.to_numpy(), of) for name, mean in means.items()}
             told = {"rows": len(tables[0]), "clusters": len(of), "natural": share is None, "metrics": metrics}
             lines.append(Figures(method=method, asked=asked, level=level, prevalence=share or own, **told))
     return lines

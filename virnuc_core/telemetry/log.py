@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 SCHEMA_VERSION: Final = 1
 JSON_BATCHES: Final = 20_000
+TABLES: Final = {"batches": BatchRecord, "samples": DeviceSample, "host": HostSample, "shards": ShardDone}
 
 Numbers = dict[str, float | None]
 Noted = ShardDone | DeviceSample | HostSample | str
@@ -109,11 +110,10 @@ def read_journal(path: Path) -> tuple[Telemetry, float, tuple[str, ...]] | None:
         return None
     start, *deaths = noted[str]
     origin_s, started, *devices = json.loads(start)
-    samples, host = (statistics.frame(kind, noted[kind], devices) for kind in (DeviceSample, HostSample))
-    shards = statistics.frame(ShardDone, noted[ShardDone], devices)
-    batches = statistics.frame(BatchRecord, (batch for one in noted[ShardDone] for batch in one.batches), devices)
-    measured = Telemetry(batches, samples, host, shards, (), origin_s, started)
-    last_s = max([origin_s, *(one.time_s for one in noted[HostSample]), *shards.finished_s])
+    noted[BatchRecord] = [batch for shard in noted[ShardDone] for batch in shard.batches]
+    tables = {name: statistics.frame(kind, noted[kind], devices) for name, kind in TABLES.items()}
+    measured = Telemetry(**tables, stages=(), origin_s=origin_s, started=started)
+    last_s = max([origin_s, *measured.host.time_s, *measured.shards.finished_s])
     return measured, last_s - origin_s, tuple(deaths)
 
 

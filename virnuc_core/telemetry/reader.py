@@ -9,25 +9,22 @@ import h5py
 import pandas as pd
 
 from virnuc_core.errors import InputError
-from virnuc_core.telemetry.log import Telemetry, batch_frame
+from virnuc_core.telemetry.log import TABLES, Telemetry, batch_frame
 from virnuc_core.telemetry.statistics import known
-from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, HostSample, ShardDone, StageTime
+from virnuc_core.telemetry.tables import ENCODERS, StageTime
 
 
 def read_telemetry(path: Path) -> Telemetry:
     """Read `telemetry_<time>.h5` back; `InputError` names the file and what is wrong with it."""
     try:
         with h5py.File(path, "r") as file:
-            stages = [file["stages"][field.name][:].tolist() for field in fields(StageTime)]
-            return Telemetry(
-                _read_table(file, BatchRecord),
-                _read_table(file["samples"], DeviceSample),
-                _read_table(file["host"], HostSample),
-                _read_table(file["shards"], ShardDone),
-                tuple(StageTime(*map(_told, stage)) for stage in zip(*stages, strict=True)),
-                float(file.attrs["origin_s"]),
-                str(file.attrs["started"]),
-            )
+            tables = {
+                name: _read_table(file.get(name, file), kind) for name, kind in TABLES.items()
+            }  # batches: the root
+            columns = [file["stages"][field.name][:].tolist() for field in fields(StageTime)]
+            stages = tuple(StageTime(*map(_told, stage)) for stage in zip(*columns, strict=True))
+            started, origin_s = str(file.attrs["started"]), float(file.attrs["origin_s"])
+            return Telemetry(**tables, stages=stages, origin_s=origin_s, started=started)
     except (OSError, KeyError, ValueError, TypeError) as error:
         raise InputError(f"not a readable telemetry file ({error})", file=path) from error
 
