@@ -166,7 +166,7 @@ class Play:
         mine = whom == "all" or (whom.startswith(("main", "after ")) and how == "kill")
         fatal = mine or how in ("terminate", "interrupt")
         allowed = {"terminate": (0, 130), "interrupt": (0, 130)}.get(how, (0, 1))
-        if whom in ("server", "tracker", "worker", "loader", *NODE) or (how, whom) == ("stop", "main"):
+        if whom in ("server", "worker", "loader", *NODE) or (how, whom) == ("stop", "main"):
             allowed = (0,)  # replaced, or nothing that the results need
         if whom == "scheduler" or (how == "stop" and whom in NODE):
             allowed = (0, 4)  # nothing is begun on a node that does not answer
@@ -188,7 +188,7 @@ class Play:
         self.resume()
 
     def _strike(self, run: Running, how: str, whom: str) -> tuple[float | None, float]:
-        parts = 1 if whom in ("main", "all", "server", "tracker") else 20 if "staging" in whom else 4
+        parts = 1 if whom in ("main", "all", "server") else 20 if "staging" in whom else 4
         parts = 3 if self.plan.nodes else parts  # the first of its nodes is there late
         spread_s = self.truth.seconds / parts
         if whom == "server" and self.plan.server == "own":

@@ -33,13 +33,13 @@ class Plan:
 
 def plans() -> tuple[Plan, ...]:
     """Every kind of round, those of one kind apart from each other."""
-    found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging", "tracker")]
+    found = [Plan("kill", whom) for whom in ("main", "all", "worker", "staging")]
     found += [Plan("kill", f"main while {kind}") for kind in ("staging", "worker")]
     found += [Plan("kill", "main while baseline", "validate"), Plan("terminate", "main while staging")]
-    found += [Plan("kill", "loader"), Plan("stop", "loader"), Plan("kill", "after tracker stopped")]
+    found += [Plan("kill", "loader"), Plan("stop", "loader")]
     found += [Plan("kill", whom, "validate") for whom in ("main", "all", "worker", "staging", "baseline")]
     found += [Plan("kill", whom, "predict-inbox") for whom in ("main", "all", "worker")]
-    found += [Plan("stop", whom) for whom in ("main", "worker", "staging", "tracker")]
+    found += [Plan("stop", whom) for whom in ("main", "worker", "staging")]
     found += [Plan("stop", whom, "validate") for whom in ("worker", "staging", "baseline")]
     found += [Plan("stop", "worker", "predict-inbox")]
     found += [Plan(how, "server", "predict", kind) for how in ("kill", "stop") for kind in ("embedded", "own")]

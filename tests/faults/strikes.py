@@ -93,7 +93,9 @@ def kind_of(process: psutil.Process, main: int) -> str:
     if "spawn_main" in line or worker in line:
         parent = process.parent()
         from_worker = parent is not None and worker in " ".join(parent.cmdline())
-        return "loader" if from_worker else "worker" if worker in line else "staging"
+        return "loader" if from_worker else "worker" if worker in line else "other"
+    if "virnuc_core.reads.workers" in line:
+        return "staging"
     if "virnuc_core.baseline" in line:
         return "baseline"
     return "server" if "prefect.server" in line or "uvicorn" in line else "other"

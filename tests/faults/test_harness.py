@@ -86,7 +86,7 @@ def test_what_a_command_tells_is_understood() -> None:
 def test_there_is_a_round_for_every_child_and_every_file() -> None:
     names = {plan.name for plan in plans()}
     assert len(names) == len(plans())
-    for whom in ("main", "all", "worker", "loader", "staging", "tracker", "baseline", "server"):
+    for whom in ("main", "all", "worker", "loader", "staging", "baseline", "server"):
         assert any(f"kill {whom}" in name for name in names)
         assert whom == "all" or any(f"stop {whom}" in name for name in names)
 

@@ -110,7 +110,7 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
             if (summary := None if anew else _kept(spec, inputs, out)) is not None:
                 _accept(spec, inputs, out, summary.fingerprint, expected)
             else:
-                with _log_of(spec, out) as log, Workers(spec.workers, folder) as workers:
+                with _log_of(spec, out) as log, Workers(spec.workers) as workers:
                     seconds = _make(spec, inputs, out, folder, log, workers, expected)
                 summary = _summary(spec, inputs, out, log, seconds)
                 write(out.with_suffix(MADE), summary)

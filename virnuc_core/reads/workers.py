@@ -1,23 +1,20 @@
-"""Worker processes for staging: one function over many items, here and in a pool that dies with its parent."""
+"""Worker processes for staging: one function over many items, here and in processes that die with their parent.
 
-import multiprocessing
+Each of the others is a child that a thread here talks to: an item goes out whole, and the answer is waited for.
+"""
+
 import os
 import pickle
-import signal
 import sys
-import tempfile
-import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager, contextmanager, suppress
-from multiprocessing import util
-from multiprocessing.process import BaseProcess
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Final, TypeVar
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, suppress
+from queue import SimpleQueue
+from subprocess import PIPE, Popen
+from typing import IO, Final, TypeVar, cast
 
 import numpy as np
 import psutil
@@ -26,10 +23,8 @@ from virnuc_core.errors import WorkerError
 from virnuc_core.rundir import die_with_parent
 
 SILENCE_S: Final = 120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
-GRACE_S: Final = 5.0  # for a process to end by itself
-TRACKER_WAKES: Final = "import ctypes; ctypes.CDLL(None).prctl(1, 18); "  # PR_SET_PDEATHSIG, SIGCONT
 _POLL_S: Final = 0.5
-_AHEAD: Final = 3  # items of each other process: one under way, one in its pipe, one to come
+_AHEAD: Final = 3  # items of each other process: one under way, two to come
 _WINDOW: Final = 16  # items for each other process whose turn has not come: so long nobody waits for one that is slow
 _MOST_HELD_BYTES: Final = 64_000_000  # of items under way, for each other process
 # glibc keeps up to twice the largest block that was freed so far, of 32 MiB at most, and gives other memory back to the
@@ -40,13 +35,13 @@ O = TypeVar("O")  # noqa: E741  # what comes of it
 
 
 class Workers(AbstractContextManager["Workers"]):
-    """`count` workers, for a `with` statement: this process, and a pool of the others, who end when it does, however it
-    ends. Until one takes an item up that lies in a file of `folder`, or of the system's for such."""
+    """`count` workers, for a `with` statement: this process, and others, who end when it does, however it ends."""
 
-    def __init__(self, count: int, folder: Path | None = None) -> None:
-        self._others, self._folder = count - 1, folder
-        self._pool: ProcessPoolExecutor | None = None
-        self._members: set[BaseProcess] = set()
+    def __init__(self, count: int) -> None:
+        self._others = count - 1
+        self._members: list[Popen[bytes]] = []
+        self._idle = SimpleQueue[Popen[bytes]]()
+        self._threads = ThreadPoolExecutor(max(1, self._others))  # as many as members, so that one is always idle
         np.empty(_KEPT_BYTES, np.uint8)
 
     def map(
@@ -61,10 +56,10 @@ class Workers(AbstractContextManager["Workers"]):
         first item is worked on here, as is each for which the others, started by the second if they `may_start`, have
         no time. Errors: what `items` raises, and the work here; from another process `OSError` of the work,
         `WorkerError` for its other errors and for a process that dies or does not move."""
-        waiting: deque[tuple[Future[O], int]] = deque()  # none is ever cancelled: a pool that breaks cannot bear it
+        waiting: deque[tuple[Future[O], int]] = deque()
         for number, item in enumerate(items):
             busy = sum(not future.done() for future, _ in waiting)
-            if busy < _AHEAD * self._others and (self._pool is not None or (may_start and number)):
+            if busy < _AHEAD * self._others and (self._members or (may_start and number)):
                 future = self._submit(work, item)
             else:
                 future = Future()
@@ -80,95 +75,68 @@ class Workers(AbstractContextManager["Workers"]):
             yield self._result(waiting.popleft()[0])
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
-        before = {*multiprocessing.active_children()}
-        with tempfile.NamedTemporaryFile(dir=self._folder, delete=False) as file:
-            pickle.dump(item, file, pickle.HIGHEST_PROTOCOL)
-        with _start_of_processes():
-            if self._pool is None:
-                context = multiprocessing.get_context("spawn")
-                self._pool = ProcessPoolExecutor(self._others, context, die_with_parent, (os.getpid(),))
-            try:
-                return self._pool.submit(_work_on_file, work, file.name)
-            except BrokenProcessPool as error:
-                broken = error
-            except OSError as error:  # no more processes, or one that was killed as it began
+        if len(self._members) < self._others:
+            program = f"from {__name__} import serve; serve({os.getpid()})"
+            try:  # -P: no module of the folder people stand in; and in a session of its own it hears no Ctrl-C
+                member = Popen([sys.executable, "-P", "-c", program], stdin=PIPE, stdout=PIPE, start_new_session=True)
+            except OSError as error:  # no more processes
                 raise WorkerError(f"a staging worker process could not be started: {error}") from error
-            finally:
-                self._members |= {*multiprocessing.active_children()} - before
-        raise self._death() from broken
+            self._members.append(member)
+            self._idle.put(member)
+        return self._threads.submit(self._ask, work, item)
+
+    def _ask(self, work: Callable[[I], O], item: I) -> O:
+        member = self._idle.get()
+        questions, answers = cast(tuple[IO[bytes], IO[bytes]], (member.stdin, member.stdout))
+        try:
+            pickle.dump((work, item), questions, pickle.HIGHEST_PROTOCOL)
+            questions.flush()
+            made, failed = cast(tuple[O, Exception | None], pickle.load(answers))
+        except (EOFError, OSError, pickle.UnpicklingError) as error:
+            member.kill()
+            raise WorkerError(f"a staging worker process ended (exit code {member.wait()})") from error
+        finally:
+            self._idle.put(member)
+        if failed is not None:
+            raise failed
+        return made
 
     def _result(self, future: Future[O]) -> O:
-        used, since_s = -1.0, time.monotonic()
+        used_s, since_s = -1.0, time.monotonic()
         while not wait((future,), _POLL_S).done:
-            before, used = used, self._used_s()
-            if used != before:
+            before_s = used_s
+            with suppress(psutil.NoSuchProcess):  # one ended, as its thread will say
+                used_s = sum(sum(psutil.Process(member.pid).cpu_times()[:2]) for member in self._members)
+            if used_s != before_s:
                 since_s = time.monotonic()
             elif time.monotonic() - since_s > SILENCE_S:
-                self._leave(0)
                 raise WorkerError(f"a staging worker process has not moved for {SILENCE_S:g} s; was it stopped?")
-        try:
-            return future.result()
-        except BrokenProcessPool as error:
-            raise self._death() from error
-        except OSError:  # of the disk: as if it had happened here
-            raise
-        except Exception as error:
-            problem = f"a staging worker process failed: {type(error).__name__}: {error}"
-            raise WorkerError(problem, worker_traceback=str(error.__cause__)) from error
+        return future.result()
 
-    def _used_s(self) -> float:
-        """Seconds of the processor that the members have used."""
-        used_s = 0.0
+    def __exit__(self, *_: object) -> None:
         for member in self._members:
-            with suppress(psutil.NoSuchProcess):  # the pool says so
-                used_s += sum(psutil.Process(member.pid).cpu_times()[:2])
-        return used_s
-
-    def _leave(self, within_s: float) -> None:
-        """No member is left; one that has not ended in time is killed: a stopped one hears nothing else."""
-        if self._pool is None:
-            return
-        killer = threading.Timer(within_s, lambda: [*map(BaseProcess.kill, self._members)])
-        killer.start()
-        self._pool.shutdown(cancel_futures=True)
-        killer.cancel()
-
-    def _death(self) -> WorkerError:
+            member.kill()  # it is idle, or at what nobody waits for
+        self._threads.shutdown(cancel_futures=True)
         for member in self._members:
-            member.terminate()  # the pool does so too, but waits for ever for one that it started meanwhile
-        self._leave(GRACE_S)  # all members have ended: then their exit codes are known
-        ended = {member.exitcode for member in self._members} - {None, 0, -signal.SIGTERM}  # the pool ends the others
-        return WorkerError(f"a staging worker process ended (exit code {', '.join(map(str, ended)) or 'unknown'})")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._leave(GRACE_S if kind is None else 0)  # after an error nobody waits for what they are at
+            member.communicate()  # closes its pipes
 
 
-def _work_on_file(work: Callable[[I], O], path: str) -> O:
-    """What `work` makes of the item in a file: through a pipe megabytes come bit by bit, and both ends wait."""
-    with Path(path).open("rb") as file:
-        item = pickle.load(file)
-    Path(path).unlink()
+def serve(parent: int) -> None:
+    """A worker's life: answers on standard output to what is asked on standard input, until `parent` closes that."""
+    die_with_parent(parent)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what others print is no answer
     np.empty(_KEPT_BYTES, np.uint8)
-    return work(item)
-
-
-@contextmanager
-def _start_of_processes() -> Iterator[None]:
-    """Processes started here import neither the caller's script nor files of its folder, and hear no Ctrl-C.
-    multiprocessing's own removes what killed ones leave in memory and then ends, also when it was stopped."""
-    main, launch = sys.modules["__main__"], util.spawnv_passfds
-    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: a terminal sends it to all
-    sys.modules["__main__"] = ModuleType("__main__")
-
-    def launch_safely(path: Any, words: Sequence[Any], handles: Sequence[int]) -> int:
-        first = TRACKER_WAKES if "resource_tracker" in str(words[-1]) else ""
-        return launch(path, [words[0], "-P", *words[1:-1], first + words[-1]], handles)
-
-    vars(util)["spawnv_passfds"] = launch_safely
-    try:
-        yield
-    finally:
-        vars(util)["spawnv_passfds"] = launch
-        sys.modules["__main__"] = main
-        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
+    with suppress(EOFError):
+        while True:
+            work, item = pickle.load(sys.stdin.buffer)
+            answer: tuple[object, Exception | None]
+            try:
+                answer = work(item), None
+            except OSError as error:  # of the disk: as if it had happened there
+                answer = None, error
+            except Exception as error:  # noqa: BLE001 - told to the parent
+                problem = f"a staging worker process failed: {type(error).__name__}: {error}"
+                answer = None, WorkerError(problem, worker_traceback=traceback.format_exc())
+            pickle.dump(answer, answers, pickle.HIGHEST_PROTOCOL)
+            answers.flush()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -11,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -111,7 +109,7 @@ def workers_of(pid: int) -> list[psutil.Process]:
     found = []
     for child in psutil.Process(pid).children():
         with suppress(psutil.NoSuchProcess):  # a short-lived one of some import, gone by now
-            if "spawn_main" in " ".join(child.cmdline()):
+            if "reads.workers" in " ".join(child.cmdline()):
                 found.append(child)
     return found
 
@@ -165,7 +163,7 @@ def test_a_worker_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monke
 
     def submit_and_kill(self: Workers, *job: Any) -> Any:
         answer = submit(self, *job)
-        for member in multiprocessing.active_children():
+        for member in workers_of(os.getpid()):
             member.kill()
         return answer
 
@@ -178,8 +176,8 @@ def test_a_worker_that_dies_is_an_error(write: WriteReads, tmp_path: Path, monke
 
 def stop_all() -> None:
     """SIGSTOP for all other processes of staging: they neither work nor end, and hear no other signal than SIGKILL."""
-    for member in multiprocessing.active_children():
-        psutil.Process(member.pid).suspend()
+    for member in workers_of(os.getpid()):
+        member.suspend()
 
 
 def test_a_worker_that_is_stopped_is_an_error(
@@ -200,8 +198,7 @@ def test_a_worker_that_is_stopped_is_an_error(
     assert workers_of(os.getpid()) == []
 
 
-def test_a_worker_that_is_stopped_with_nothing_to_do_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("virnuc_core.reads.workers.GRACE_S", 0.2)
+def test_a_worker_that_is_stopped_with_nothing_to_do_is_ended() -> None:
     with Workers(2) as workers:
         assert list(workers.map(abs, range(-20, 0))) == list(range(20, 0, -1))
         stop_all()
@@ -278,18 +275,9 @@ def test_errors_of_a_worker_come_with_its_traceback() -> None:
 def test_an_interrupt_while_others_are_at_work_leaves_no_thread_that_complains(monkeypatch: pytest.MonkeyPatch) -> None:
     complaints: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", complaints.append)
-    shut = ProcessPoolExecutor.shutdown
-
-    def shut_late(pool: ProcessPoolExecutor, **how: bool) -> None:
-        while workers_of(os.getpid()):  # the pool sees that its processes are dead before it hears of the end
-            time.sleep(0.01)
-        time.sleep(0.1)
-        shut(pool, **how)
-
-    monkeypatch.setattr(ProcessPoolExecutor, "shutdown", shut_late)
 
     def items() -> Iterator[int]:
-        yield from (0, *[600] * 6)  # of six for two processes one at least stays with the pool
+        yield from (0, *[600] * 6)  # of six for two processes four wait
         time.sleep(0.2)
         raise KeyboardInterrupt
 
@@ -333,25 +321,3 @@ def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path,
     assert "bad" in listed
     store = OrfStore.open(made.store)
     assert store.read_ids(0, 3) == ["first", "r0", "r1"]
-
-
-STAGING = """
-import time
-from multiprocessing import resource_tracker
-from virnuc_core.reads.workers import Workers
-with Workers(2) as workers:
-    found = workers.map(abs, range(3))
-    next(found)
-    next(found)
-    print(resource_tracker._resource_tracker._pid, flush=True)
-    time.sleep(600)
-"""
-
-
-def test_a_tracker_that_is_stopped_does_not_outlive_its_run() -> None:
-    with subprocess.Popen([sys.executable, "-c", STAGING], stdout=-1, text=True) as run:
-        assert run.stdout is not None
-        tracker = psutil.Process(int(run.stdout.readline()))
-        tracker.suspend()
-        run.kill()
-    tracker.wait(60)
