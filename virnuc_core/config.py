@@ -123,6 +123,7 @@ class ClusterSpec(Spec):
     node_wait_s: float = Field(600.0, gt=0, description="seconds to wait for a node where there is none")
     mixed_devices: bool = Field(False, description="nodes of other GPU models or torch: results then are not bit-exact")
     models_local: Path | None = Field(None, description="folder of a node's own disk to copy the models to, once")
+    transfer: bool = Field(False, description="nodes share no file system: reads, models and results go through Dask")
 
 
 class ReadingSpec(Spec):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import shutil
 import statistics
@@ -44,8 +45,8 @@ class Sleeping(node.Node):
 
     devices, sleep_s = 8, 1.0
 
-    def __init__(self, module: str) -> None:
-        super().__init__(module)
+    def __init__(self, module: str, disk: str | None = None) -> None:
+        super().__init__(module, disk)
         self.names: dict[int, str] = {}
         self.said: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
         self.free_s: dict[int, float] = {}
@@ -136,7 +137,8 @@ def sleepers(options: argparse.Namespace, folder: Path) -> None:
         print(
             f"{len(heard)} shards by {len(specs)} workers of {options.nodes} nodes: {len(heard) / whole_s:.0f} a second"
         )
-        print(f"by thousands {rates[0]:.0f} to {rates[-1]:.0f}; their sleep allows {len(specs) / options.sleep_s:.0f}")
+        slowest, fastest = (rates or [math.nan])[0], (rates or [math.nan])[-1]  # none of fewer than 1,001 shards
+        print(f"by thousands {slowest:.0f} to {fastest:.0f}; their sleep allows {len(specs) / options.sleep_s:.0f}")
         print(f"the submitting side takes {cost_ms:.2f} ms of a core for a shard: {1e3 / cost_ms:.0f} a second at most")
     finally:
         child.kill()

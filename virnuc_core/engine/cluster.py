@@ -8,110 +8,33 @@ A node that dies, or does not answer, takes its devices along, and brings them w
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import itertools
-import json
 import logging
 import math
-import queue
 import secrets
-import tempfile
 import threading
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import virnuc_core
 from virnuc_core.config import ClusterSpec, Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.engine.dask_clusters import connect
 from virnuc_core.engine.devices import resolve_engine
-from virnuc_core.engine.node import End, Ended, Facts, Told
+from virnuc_core.engine.node import Facts
 from virnuc_core.engine.pool import Pool
-from virnuc_core.engine.process import GRACE_S, WORKER, Child, Closed, LocalWorkers, Message, WorkerSpec, worker_specs
+from virnuc_core.engine.process import WORKER, Child, LocalWorkers, Message, WorkerSpec, worker_specs
+from virnuc_core.engine.remote_node import ANSWER_S, PROBE, RemoteChild, RemoteNode
 from virnuc_core.errors import DeviceError, VirnucError
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
 WATCH_S: Final = 0.5
-ANSWER_S: Final = 60.0  # a node that has been found, at first
 SILENT_S: Final = 30.0  # a node answers every second
-END_S: Final = 5.0  # for word that a worker process has ended
-MOMENTS: Final = ("started_s", "finished_s", "arrived_s", "launched_s")  # of a clock, in what workers say
-PROBE: Final = ".virnuc-probe-"
+MEND: Final = "mend it, or take it out of the cluster"
 log = logging.getLogger(__name__)
-_numbers = itertools.count()  # of worker processes
-
-
-class RemoteChild(Child):
-    """A worker process on a node; of one whose node is gone, its end is heard."""
-
-    silent = False  # its node tells how long it has done nothing
-
-    def __init__(self, spec: WorkerSpec, inbox: queue.Queue[Any], loop: asyncio.AbstractEventLoop) -> None:
-        self.number, self.orders, self._loop = next(_numbers), asyncio.Queue[tuple[int, str, str]](), loop
-        self.status, self._over = -1, threading.Event()
-        self._begin(spec, inbox)
-
-    def send(self, message: Message) -> None:
-        """Write one message."""
-        self.progress_s = time.monotonic()
-        with suppress(RuntimeError):  # the thread has ended
-            order = self.number, message.line(), str(self.log or "")
-            self._loop.call_soon_threadsafe(self.orders.put_nowait, order)
-
-    def end(self, grace_s: float = GRACE_S) -> int:
-        """As of one on this machine."""
-        if not self._over.is_set():
-            self.send(End(grace_s=grace_s))
-            if not self._over.wait(grace_s + END_S):
-                self.close(last_words="its node does not tell of its end")
-        self._forget()
-        return self.status
-
-    def close(self, status: int = -1, last_words: str = "its node is lost", *, lost: bool = False) -> None:
-        """It has ended, or its node is `lost`."""
-        if not self._over.is_set():
-            self.status, self.last_words, self.lost = status, last_words, lost
-            self._over.set()
-            self._inbox.put((self, Closed()))
-
-
-@dataclass(eq=False)
-class RemoteNode:
-    """A Dask worker that is there."""
-
-    address: str
-    name: str
-    threads: int
-    facts: Facts | None = None
-    problem: VirnucError | None = None  # why it is not used
-    devices: tuple[Device, ...] = ()  # once it is used; none where others of its machine have them all
-    children: dict[int, RemoteChild] = field(default_factory=dict)
-    orders: asyncio.Queue[tuple[int, str, str]] = field(default_factory=asyncio.Queue)
-    heard_s: float = math.inf  # when it last answered, once it is used
-    offset_s: float = math.inf  # of its clock, with the least delay that there was
-    task: asyncio.Task[None] = field(init=False)
-
-    def __str__(self) -> str:
-        return f"node {self.name}" + f" ({self.address})" * (self.name != self.address)
-
-    def lose(self) -> None:
-        """Its worker processes are of no use any more, whether they live or not."""
-        self.devices = ()
-        self.task.cancel()
-        for child in list(self.children.values()):
-            child.close(lost=True)
-
-
-def moved(line: str, by_s: float) -> Message:
-    """A message of a node, with its moments by the clock of this machine."""
-    name, body = line.split(" ", 1)
-    found = json.loads(body, object_hook=lambda one: {k: v + by_s if k in MOMENTS else v for k, v in one.items()})
-    return Message.of(f"{name} {json.dumps(found)}")
 
 
 class Cluster(AbstractContextManager["Cluster"]):
@@ -196,12 +119,13 @@ class Cluster(AbstractContextManager["Cluster"]):
         except (OSError, TimeoutError) as error:
             raise self.problem("its scheduler is gone; start it and run again, what was committed stays") from error
         for address, node in list(self._nodes.items()):
-            quiet = time.monotonic() - node.heard_s > self._silence_s
+            quiet = not node.problem and time.monotonic() - node.heard_s > self._silence_s
             if address not in there or quiet or (node.task.done() and not node.problem):
                 log.warning("%s is lost%s", node, " (it does not answer)" if quiet else "")
                 self._nodes.pop(address).lose()
         for address in there.keys() - self._nodes.keys():
-            node = RemoteNode(address, str(there[address]["name"]), there[address]["nthreads"])
+            facts = there[address]
+            node = RemoteNode(address, str(facts["name"]), facts["nthreads"], self.spec.transfer)
             self._nodes[address], node.task = node, asyncio.create_task(self._use(client, node))
         if not self._ready.is_set():
             self._settle(fewest)
@@ -229,28 +153,31 @@ class Cluster(AbstractContextManager["Cluster"]):
         """Start the actor on a node, see whether it is of use, and serve its worker processes as long as it lasts."""
 
         def actor() -> object:  # within, and so sent by value: that a node has no virnuc is its own error
+            from distributed import get_worker
+
             from virnuc_core.engine.node import Node
 
-            return Node(WORKER)
+            return Node(WORKER, get_worker().local_directory)
 
+        mend = MEND
         try:
             where = {"workers": [node.address], "allow_other_workers": False}
             future = client.submit(actor, actor=True, key=f"{PROBE}{secrets.token_hex(8)}", **where)
             async with asyncio.timeout(ANSWER_S):
-                remote = await future
-                node.facts = Facts.model_validate_json(await remote.facts(str(self._wanted_devices)))
+                node.actor = await future
+                node.facts = Facts.model_validate_json(await node.actor.facts(str(self._wanted_devices)))
             while not self._kind:
                 await asyncio.sleep(WATCH_S / 5)
-            devices = self._checked(node.facts)
-            async with asyncio.timeout(ANSWER_S):
-                await self._share(remote)
-            if self.spec.models_local is not None:
-                prints = json.dumps(await asyncio.to_thread(fingerprint, self._models), sort_keys=True)
-                await remote.bring(str(self._models.resolve()), str(self.spec.models_local), prints)
+            devices, models = self._checked(node.facts), self._models.resolve()
+            if not self.spec.transfer:
+                mend = "share it with this node, or use --transfer"
+                async with asyncio.timeout(ANSWER_S):
+                    await node.share(self._place, models)
+                mend = MEND
+            if self.spec.transfer or self.spec.models_local:
+                await node.bring(models, self.spec.models_local)
             self._admit(node, devices)
-            async with asyncio.TaskGroup() as both:
-                both.create_task(self._tell(node, remote))
-                both.create_task(self._hear(node, remote))
+            await node.serve(self.samples)
         except Exception as found:  # noqa: BLE001 - whatever Dask raises of a node
             error = found.exceptions[0] if isinstance(found, ExceptionGroup) else found
             passing = isinstance(error, OSError) if node.devices else not isinstance(error, VirnucError | ImportError)
@@ -260,7 +187,6 @@ class Cluster(AbstractContextManager["Cluster"]):
                 log.warning("%s: %r; it is tried again while it is there", node, error)
                 return
             said = str(error) or repr(error)
-            mend = "mend it, or take it out of the cluster"
             way_out = f"install virnuc {virnuc_core.__version__} there" if isinstance(error, ImportError) else mend
             node.problem = DeviceError(f"{node}: {said}; {way_out}")
             if self._ready.is_set():
@@ -280,16 +206,6 @@ class Cluster(AbstractContextManager["Cluster"]):
             raise DeviceError(f"{told}: results would not be bit-exact; use --mixed-devices")
         return devices
 
-    async def _share(self, remote: Any) -> None:
-        """See to it that a node sees the run's directory and the models, and that what it writes is seen here."""
-        text, models = secrets.token_hex(16), self._models.resolve()
-        head = hashlib.sha256((models / "head" / "config.json").read_bytes()).hexdigest()
-        with tempfile.TemporaryDirectory(prefix=PROBE, dir=self._place, ignore_cleanup_errors=True) as folder:
-            (probe := Path(folder) / "asked").write_text(text)
-            answer = Path(await remote.look(str(probe), text, str(models), head))
-            if not answer.is_file() or answer.read_text() != text:
-                raise DeviceError(f"what it writes in {self._place} is not seen here: it is no shared file system")
-
     def _admit(self, node: RemoteNode, found: tuple[Device, ...]) -> None:
         """Give a node the devices of its machine that no other Dask worker there has."""
         most, at = len(found), node.facts.host if node.facts else ""
@@ -303,29 +219,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         node.devices = tuple([device for device in named if device.id not in taken][:most])
         node.heard_s = time.monotonic()
         log.info("%s: %s", node, ", ".join(device.id for device in node.devices) or "no device is left")
-
-    async def _tell(self, node: RemoteNode, remote: Any) -> None:
-        while True:
-            orders = [await node.orders.get()]
-            orders += [node.orders.get_nowait() for _ in range(node.orders.qsize())]
-            await remote.tell(json.dumps(orders))
-
-    async def _hear(self, node: RemoteNode, remote: Any) -> None:
-        names = {device.local: device.id for device in node.devices}
-        while True:
-            told = Told.model_validate_json(await remote.hear())
-            node.heard_s = time.monotonic()
-            node.offset_s = min(node.offset_s, node.heard_s - told.now_s)
-            for number, line in told.said:
-                if isinstance(message := moved(line, node.offset_s), Ended):
-                    node.children.pop(number).close(message.status, message.last_words)
-                else:
-                    node.children[number].heard(message)
-            for number, still_s in told.still_s.items():
-                child = node.children[number]
-                child.progress_s = max(child.progress_s, node.heard_s - still_s)
-            for sample in told.samples:
-                self.samples[names[sample.device]] = replace(sample, device=names[sample.device])
 
 
 class ClusterWorkers(LocalWorkers):

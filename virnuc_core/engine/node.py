@@ -13,7 +13,9 @@ import shutil
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,11 +23,10 @@ from pydantic import Field
 
 import virnuc_core
 from virnuc_core.config import Devices, Spec
-from virnuc_core.engine import shards
 from virnuc_core.engine.devices import resolve, visible_gpus
 from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, WorkerSpec
+from virnuc_core.engine.shards import ShardTask
 from virnuc_core.errors import DeviceError, WeightsError
-from virnuc_core.rundir import write_text_whole
 from virnuc_core.runfiles import Device, version_of
 from virnuc_core.telemetry.live import nvml_reader
 from virnuc_core.telemetry.tables import DeviceSample
@@ -33,7 +34,7 @@ from virnuc_core.telemetry.tables import DeviceSample
 HEAR_S: Final = 1.0  # a node answers at least this often
 GATHER_S: Final = 0.02  # what is said in so short a time is told together
 DEVICE_WAIT_S: Final = 30.0  # for a GPU whose former worker is being ended
-MESSAGES: Final = shards.__name__  # imported here: its messages are read here
+LOG_BYTES: Final = 1 << 16  # of a standard error, told at once
 
 
 class End(Message):
@@ -54,6 +55,7 @@ class Told(Spec):
 
     now_s: float
     said: tuple[tuple[int, str], ...] = ()  # messages of its worker processes, in order
+    logged: dict[str, str] = Field({})  # more of their standard errors, by path from the root
     still_s: dict[int, float] = Field({})  # how long each has done nothing
     samples: tuple[DeviceSample, ...] = ()
 
@@ -69,19 +71,24 @@ class Facts(Spec):
 
 
 class Node:
-    """The actor. Its worker processes end when it is released, or its Dask worker dies."""
+    """The actor. Its worker processes end, and its folder goes, when it is released, or its Dask worker dies."""
 
-    def __init__(self, module: str) -> None:
+    def __init__(self, module: str, disk: str | None = None) -> None:
         os.environ.pop("MALLOC_TRIM_THRESHOLD_", None)  # Dask's: memory given back at once, and asked for again
         self._workers = LocalWorkers(module)
         self._starter = ThreadPoolExecutor(1)  # lives as long as the process: to the kernel it is the parent
-        self._children: dict[int, Child] = {}
+        self._children, self._logs = dict[int, Child](), dict[str, int]()
+        self.folder = Path(tempfile.mkdtemp(prefix="virnuc-", dir=disk))  # for what is sent; relative paths are in it
         self._sampled: list[str] = []
         self._read: Any = None
         self._local_models: str | None = None
 
     def __del__(self) -> None:
-        threading.Thread(target=self._workers.__exit__).start()
+        threading.Thread(target=self._end).start()
+
+    def _end(self) -> None:
+        self._workers.__exit__()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def facts(self, devices: str) -> str:
         """What is here. Errors: `DeviceError` when `devices` names GPUs that are not."""
@@ -90,34 +97,60 @@ class Node:
         told = {"virnuc": virnuc_core.__version__, "torch": version_of("torch"), "host": platform.node()}
         return Facts(**told, gpus=tuple(gpus), cores=resolve(Devices.parse(f"cpu:{cores}"))).model_dump_json()
 
-    def look(self, probe: str, text: str, models: str, head: str) -> str:
-        """Read a file that the submitting side wrote, and leave an answer beside it, by rename; the answer's path."""
-        answer = Path(f"{probe}.{platform.node()}.{os.getpid()}")
-        try:
-            if Path(probe).read_text() != text:
-                raise DeviceError(f"{Path(probe).parent} is another directory there")
-            write_text_whole(answer, text)
-            if hashlib.sha256((Path(models) / "head" / "config.json").read_bytes()).hexdigest() != head:
-                raise DeviceError(f"{models} holds other models there")
-        except OSError as error:
-            raise DeviceError(f"cannot use {error.filename or probe}: {error.strerror or error}") from error
-        return str(answer)
-
-    def bring(self, models: str, local: str, prints: str) -> None:
-        """Have the models on a disk of this node, copied once, proven by the digests of their parts."""
+    def bring(self, models: str, local: str, prints: str) -> bool:
+        """Have the models on a disk of this node, copied once or sent to its folder, proven by the digests of their
+        parts; False where they are yet to be sent."""
         from virnuc_core.encoders.checkpoint import PARTS, fingerprint
 
-        wanted, place = json.loads(prints), Path(local) / f"virnuc-{hashlib.sha256(prints.encode()).hexdigest()[:16]}"
+        source, place, sent = self.folder / models, self.folder / local, not Path(models).is_absolute()
+        if not (place / PARTS[0]).exists():
+            place /= f"virnuc-{hashlib.sha256(prints.encode()).hexdigest()[:16]}"
         if not place.exists():
-            Path(local).mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=local) as folder:
+            if sent and not source.exists():
+                return False
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=place.parent) as folder:
+                (copy := Path(folder) / "copy").mkdir()
                 for part in PARTS:
-                    shutil.copytree(Path(models) / part, Path(folder) / "copy" / part)
+                    (shutil.move if sent else shutil.copytree)(source / part, copy / part)
                 if not place.exists():  # another Dask worker of this node may have been faster
-                    (Path(folder) / "copy").rename(place)
-        if fingerprint(place) != wanted:
-            raise WeightsError(f"{place} is not what {models} holds; remove it and run again")
+                    copy.rename(place)
+        if fingerprint(place) != json.loads(prints):
+            raise WeightsError(f"{place} does not hold the same models; remove it and run again")
         self._local_models = str(place)
+        return True
+
+    def put(self, name: str, at: int, piece: bytes, digest: str) -> None:
+        """Write a piece of a file. Errors: `DeviceError` of the disk; `OSError` when it is not what was sent."""
+        if hashlib.sha256(piece).hexdigest() != digest:
+            raise OSError(f"{name} does not arrive there as it was sent")
+        with self._using(path := self.folder / f"{name}.part"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("r+b" if at else "wb") as file:
+                file.seek(at)
+                file.write(piece)
+
+    def finish(self, name: str) -> None:
+        """All pieces of a file are there."""
+        with self._using(path := self.folder / name):
+            path.with_name(f"{path.name}.part").rename(path)
+
+    def piece(self, name: str, at: int, most: int) -> bytes:
+        """So many bytes at most of a file."""
+        with self._using(path := self.folder / name), path.open("rb") as file:
+            file.seek(at)
+            return file.read(most)
+
+    @contextmanager
+    def _using(self, path: Path) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise DeviceError(f"cannot use {path}: {error.strerror or error}") from error
+
+    def drop(self, name: str) -> None:
+        """Remove what was sent and computed of a shard."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
 
     async def tell(self, orders: str) -> None:
         """Follow orders, in turn."""
@@ -129,7 +162,11 @@ class Node:
             if isinstance(message, WorkerSpec):
                 self._children[number] = self._workers.start(self._here(message))
             elif (child := self._children.get(number)) is not None:  # else it has ended, as will be heard
-                child.log = Path(log) if log else None
+                child.log = self.folder / log if log else None
+                self._logs |= {log: self._logs.get(log, 0)} if log else {}
+                if isinstance(message, ShardTask):
+                    own = {"run": str(self.folder / message.run), "store": str(self.folder / message.store)}
+                    message = message.model_copy(update=own)
                 if isinstance(message, End):
                     threading.Thread(target=child.end, args=(message.grace_s,)).start()
                 else:
@@ -161,5 +198,9 @@ class Node:
             received = self._workers.receive(0)
         now_s = time.monotonic()
         still_s = {number: now_s - child.progress_s for number, child in list(self._children.items())}
+        logged = {log: self.piece(log, at, LOG_BYTES) for log, at in self._logs.items() if (self.folder / log).exists()}
+        self._logs |= {log: self._logs[log] + len(more) for log, more in logged.items()}
+        texts = {log: more.decode(errors="replace") for log, more in logged.items() if more}
         samples = [self._read(uuid, now_s) for uuid in self._sampled] if self._read else []
-        return Told(now_s=now_s, said=tuple(said), still_s=still_s, samples=tuple(samples)).model_dump_json()
+        rest = {"still_s": still_s, "logged": texts, "samples": tuple(samples)}
+        return Told(now_s=now_s, said=tuple(said), **rest).model_dump_json()

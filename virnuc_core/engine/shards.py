@@ -10,6 +10,7 @@ import logging
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -32,6 +33,7 @@ SEALED_AS: Final = f"shard {SCHEMA_VERSION}"
 SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end together
 MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
 LARGEST_SHARD: Final = 4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
+READ_BYTES: Final = 1 << 20
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
@@ -170,6 +172,12 @@ def commit(run: RunDir, plan: ShardPlan, shard: int, result: ShardResult) -> Pat
     return path
 
 
+def is_sealed(path: Path) -> bool:
+    """Whether a shard's file, wherever it lies, is what was committed, to the last bit. Errors: `OSError`."""
+    with path.open("rb") as file:
+        return file.read(SEAL_BYTES) == sealed(SEALED_AS, iter(partial(file.read, READ_BYTES), b""))
+
+
 def read_shard(run: RunDir, plan: ShardPlan, shard: int) -> ShardResult:
     """A committed shard, proven to the last bit; `ShardError` says what is wrong with the file."""
     return ShardResult(*_read(run, plan, shard, ("embeddings", "scores"), whole=True))
@@ -188,8 +196,7 @@ def _read(run: RunDir, plan: ShardPlan, shard: int, names: Sequence[str], whole:
     path = shard_path(run, shard)
     lo, hi = plan.range(shard)
     try:
-        body = path.read_bytes() if whole else b""
-        if whole and body[:SEAL_BYTES] != sealed(SEALED_AS, [memoryview(body)[SEAL_BYTES:]]):
+        if whole and not is_sealed(path):
             raise ShardError(f"{path} is not what was committed (checksum)", shard=shard)
         with h5py.File(path, "r") as file:
             if file.attrs["fingerprint"] != plan.fingerprint:

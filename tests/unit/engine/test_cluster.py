@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import json
 import os
 import queue
 import shutil
@@ -12,6 +14,7 @@ import textwrap
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,8 @@ import psutil
 import pytest
 
 from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec
+from virnuc_core.encoders.checkpoint import fingerprint
+from virnuc_core.engine import shards
 from virnuc_core.engine.node import Node
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import Child, Closed, LocalWorkers, Message, Ready, WorkerSpec, worker_specs
@@ -26,6 +31,7 @@ from virnuc_core.engine.shards import Computed, ShardTask
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
 from virnuc_core.pipeline import workers_for
 from virnuc_core.reads.stage import StageSummary
+from virnuc_core.reads.store import OrfStore
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import ShardDone
 
@@ -90,7 +96,7 @@ def test_a_lost_node_takes_its_device_along_and_one_that_comes_is_used(tmp_path:
 
 
 def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
-    from virnuc_core.engine.cluster import moved
+    from virnuc_core.engine.remote_node import moved
 
     heard = moved(done(ShardTask(run="", store="", reads="", shard=1, lo=0, hi=1), "x").line(), 100.0)
     assert isinstance(heard, Computed)
@@ -114,31 +120,49 @@ def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str,
         asyncio.run(begin())
 
 
-def test_a_node_sees_only_what_is_shared(tmp_path: Path, tiny_models: Path) -> None:
-    node, probe = Node("none"), tmp_path / "probe"
-    with pytest.raises(DeviceError, match=r"cannot use .*probe: No such file"):
-        node.look(str(probe), "text", str(tiny_models), "")
-    probe.write_text("another")
-    with pytest.raises(DeviceError, match="is another directory there"):
-        node.look(str(probe), "text", str(tiny_models), "")
-    probe.write_text("text")
-    with pytest.raises(DeviceError, match="holds other models there"):
-        node.look(str(probe), "text", str(tiny_models), "")
+def test_what_a_node_writes_and_reads_is_proven(tmp_path: Path) -> None:
+    node, digest = Node("none", str(tmp_path)), hashlib.sha256(b"some").hexdigest()
+    with pytest.raises(OSError, match="does not arrive there as it was sent"):
+        node.put("a/file", 0, b"soma", digest)
+    node.put("a/file", 0, b"some", digest)
+    with pytest.raises(DeviceError, match=r"cannot use .*a/file: No such file"):
+        node.piece("a/file", 0, 9)
+    node.put("a/file", 4, b"some", digest)
+    node.finish("a/file")
+    assert (node.piece("a/file", 0, 5), node.piece("a/file", 5, 5)) == (b"somes", b"ome")
+    (tmp_path / "no-folder").touch()
+    with pytest.raises(DeviceError, match="cannot use"):
+        node.put(str(tmp_path / "no-folder" / "file"), 0, b"some", digest)
+    node.drop("a")
+    assert list(node.folder.iterdir()) == []
 
 
-def test_models_are_copied_once_and_proven(tmp_path: Path, tiny_models: Path) -> None:
-    import json
-
-    from virnuc_core.encoders.checkpoint import fingerprint
-
-    prints = json.dumps(fingerprint(tiny_models), sort_keys=True)
+def test_models_are_brought_once_and_proven(tmp_path: Path, tiny_models: Path) -> None:
+    prints, local = json.dumps(fingerprint(tiny_models), sort_keys=True), tmp_path / "local"
+    assert not Node("none", str(tmp_path)).bring("models", str(local), prints)
     for _ in range(2):
-        Node("none").bring(str(tiny_models), str(tmp_path / "local"), prints)
-    (copy,) = (tmp_path / "local").iterdir()
+        assert Node("none", str(tmp_path)).bring(str(tiny_models), str(local), prints)
+    assert Node("none", str(tmp_path)).bring("models", str(local), prints)  # no need to send them
+    (copy,) = local.iterdir()
+    assert Node("none", str(tmp_path)).bring("models", str(copy), prints)
     weights = copy / "head" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\0")
     with pytest.raises(VirnucError, match="remove it and run again"):
-        Node("none").bring(str(tiny_models), str(tmp_path / "local"), prints)
+        Node("none", str(tmp_path)).bring(str(tiny_models), str(local), prints)
+
+
+def test_an_excerpt_has_the_sequences_and_names_of_a_shard(tmp_path: Path, staged: Staged) -> None:
+    from virnuc_core.engine.remote_node import excerpt
+
+    whole, lo, hi = OrfStore.open(staged[0]), 17, 60
+    (tmp_path / "orfs.h5").write_bytes(excerpt(whole, lo, hi))
+    part = OrfStore.open(tmp_path / "orfs.h5", check=False)
+    assert (part.fingerprint, part.n_uniques) == (whole.fingerprint, hi - lo)
+    assert part.protein(0, hi - lo) == whole.protein(lo, hi)
+    assert part.dna(0, hi - lo) == whole.dna(lo, hi)
+    for unique in (0, 5, hi - lo - 1):
+        row, wanted = int(part.unique_row[unique]), int(whole.unique_row[lo + unique])
+        assert part.row_ids(row, row + 1) == whole.row_ids(wanted, wanted + 1)
 
 
 # --- real ones --------------------------------------------------------------------------------------------------------
@@ -163,7 +187,6 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
     assert summary.shards_computed == summary.shards
     assert {worker["device"].partition("@")[2] for worker in summary.workers} <= {"local-0", "local-1"}
-    assert list((tmp_path / "run" / "logs").glob("worker-cpu-core-*@local-*.log"))
     assert not [path for path in tmp_path.iterdir() if "probe" in path.name]
     assert no_children()
 
@@ -185,8 +208,6 @@ def scheduler(tmp_path: Path) -> Iterator[str]:
     try:
         while not (file.exists() and file.read_text()):
             time.sleep(0.05)
-        import json
-
         yield json.loads(file.read_text())["address"]
     finally:
         process.kill()
@@ -203,8 +224,25 @@ BAD = {
         sys.meta_path.insert(0, No())
     """,
     "has virnuc 0.0.9": "import virnuc_core; virnuc_core.__version__ = '0.0.9'",
-    "cannot use .*: No such file": "",  # in a mount namespace of its own
+    "cannot use .*: No such file.*; share it with this node, or use --transfer": "",  # in a mount namespace of its own
 }
+
+
+@contextmanager
+def dask_worker(scheduler: str, name: str, folder: Path, hidden: Path | None = None, **env: str) -> Iterator[Any]:
+    """A Dask worker with its own disk in `folder`, before which nothing of what lies in `hidden` is seen."""
+    words = [sys.executable, "-m", "distributed.cli.dask_worker", scheduler, "--no-nanny", "--host", "127.0.0.1"]
+    words += ["--nthreads", "1", "--name", name, "--local-directory", str(folder)]
+    if hidden is not None:
+        if os.geteuid() or not shutil.which("unshare"):
+            pytest.skip("another file system needs root")
+        words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(hidden), *words]
+    worker = subprocess.Popen(words, env={**os.environ, **env}, stderr=subprocess.DEVNULL)
+    try:
+        yield worker
+    finally:
+        worker.kill()
+        worker.wait()
 
 
 @pytest.mark.slow
@@ -214,32 +252,50 @@ def test_a_node_that_cannot_be_used_is_named_and_nothing_is_written(
 ) -> None:
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("import sys\n" + textwrap.dedent(BAD[why]))
-    place, words = tmp_path / "place", [sys.executable, "-m", "distributed.cli.dask_worker", scheduler, "--no-nanny"]
-    place.mkdir()
-    words += [
-        "--host",
-        "127.0.0.1",
-        "--nthreads",
-        "1",
-        "--name",
-        "bad-one",
-        "--local-directory",
-        str(tmp_path / "dask"),
-    ]
-    if not BAD[why]:
-        if os.geteuid() or not shutil.which("unshare"):
-            pytest.skip("another file system needs root")
-        words = ["unshare", "-m", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"', str(place), *words]
-    own = {**os.environ, "PYTHONPATH": f"{tmp_path / 'site'}", "PYTHONNOUSERSITE": ""}
+    (place := tmp_path / "place").mkdir()
+    own = {"PYTHONPATH": f"{tmp_path / 'site'}", "PYTHONNOUSERSITE": ""}
     cluster = ClusterSpec(cluster=scheduler, node_wait_s=60)
-    worker = subprocess.Popen(words, env=own, stderr=subprocess.DEVNULL)
-    try:
-        with pytest.raises(DeviceError, match=f"node bad-one .*({why})"):
-            workers_for(tiny_models, Devices.parse("cpu"), SMALL, cluster=cluster, out=place / "run")
-    finally:
-        worker.kill()
-        worker.wait()
+    with (
+        dask_worker(scheduler, "bad-one", tmp_path / "dask", None if BAD[why] else place, **own),
+        pytest.raises(DeviceError, match=f"node bad-one .*({why})"),
+    ):
+        workers_for(tiny_models, Devices.parse("cpu"), SMALL, cluster=cluster, out=place / "run")
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strike", ["damaged", "killed"])
+def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
+    tmp_path_factory: pytest.TempPathFactory,
+    tmp_path: Path,
+    staged: Staged,
+    tiny_models: Path,
+    reference: Path,
+    scheduler: str,
+    strike: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though what is on its way from a node is damaged, or the node dies."""
+    asked, base, told = list[Path](), tmp_path_factory.getbasetemp(), {"PYTHONPROFILEIMPORTTIME": "1"}  # on stderr
+
+    def is_sealed(path: Path) -> bool:
+        asked.append(path)
+        if len(asked) == 2:
+            path.write_bytes(path.read_bytes()[:-1] + b"!") if strike == "damaged" else nodes[0].kill()
+        return len(asked) != 2 and shards.is_sealed(path)
+
+    monkeypatch.setattr("virnuc_core.engine.remote_node.is_sealed", is_sealed)
+    monkeypatch.setattr("virnuc_core.engine.remote_node.PIECE_BYTES", 10_000)
+    run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": "2", "transfer": True}
+    with ExitStack() as held:
+        nodes = [held.enter_context(dask_worker(scheduler, f"n{i}", base / f"dask{i}", base, **told)) for i in range(2)]
+        pool = workers_for(tiny_models, Devices.parse("cpu"), SMALL, cluster=ClusterSpec(**cluster), out=run)
+        with pool:
+            found = go(run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster)
+    assert result_bytes(run) == result_bytes(reference)
+    assert len(asked) > found.shards_computed == found.shards
+    assert "import time" in next((run / "logs").glob("worker-cpu-core-*@*.log")).read_text()
+    assert not list(run.rglob("*.part"))
 
 
 def test_a_scheduler_that_is_not_there_is_said(
