@@ -94,16 +94,14 @@ class BaselineSummary(RunFile):
     schema_version: int = 1
     name: BaselineName
     source: Literal["measured", "recorded"] = "measured"
-    wall_s: Seconds | None = None  # seconds for the whole input: what a run is compared with
+    wall_s: Seconds | None = None  # for the whole input, of a subset scaled: what a run is compared with
     stages: dict[str, Seconds] = Field(default_factory=dict)  # on the whole input, scaled; none of a recorded one
     subset: BaselineSubset | None = None  # what was measured; None: everything, or nothing
     measured_s: Seconds | None = None  # seconds that really passed; None when recorded
     measured_stages: dict[str, Seconds] = Field(default_factory=dict)
-    scaled_s: Seconds | None = None  # `measured_s` scaled to the whole input; None unless a subset was measured
     n_reads: Count | None = None  # of the whole input
     n_rows: Count | None = None
     measured_rows: Count | None = None
-    file_rows: Count | None = None  # rows of the files that were measured
     devices: tuple[Device, ...] = ()
     fingerprint: str = ""  # of reads, weights, algorithm, devices and subset
     files: dict[str, FileDigest] | None = None  # the result files, by name; None: none, or an older version wrote them

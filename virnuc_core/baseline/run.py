@@ -1,7 +1,6 @@
 """Run a baseline over an ORF store, on the machine's own devices, or take its time from a record."""
 
 import hashlib
-import json
 import logging
 import os
 import time
@@ -63,23 +62,18 @@ def run_baseline(
         write(run.summary, summary)
         return summary
     workers = LocalWorkers("virnuc_core.baseline.worker")
-    chosen, weights = resolve(devices)[: 1 if spec.name == "vanilla" else None], fingerprint(models)
-    body = {
-        "reads": orfs.fingerprint,
-        "weights": weights,
-        "devices": [device.model_dump() for device in chosen],
-        "spec": spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),  # which say nothing of a run
-        "seed": seed,
-    }
-    identity = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    chosen = resolve(devices)[: 1 if spec.name == "vanilla" else None]
     record = runfiles.new_record(
         RunRecord,
         chosen,
-        spec=spec.model_dump(mode="json"),
+        spec=spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),  # which say nothing of a run
         model_length=orfs.model_length,
-        fingerprints={"reads": orfs.fingerprint, **weights},
+        fingerprints={"reads": orfs.fingerprint, **fingerprint(models)},
+        seeds={"baseline": seed},
         store=os.path.relpath(orfs.path, run.root),
     )
+    made_of = record.model_dump_json(include={"spec", "fingerprints", "devices", "seeds"})
+    identity = hashlib.sha256(made_of.encode()).hexdigest()
     with run_lock(run.root):
         before = read_or_set_aside(run.summary, BaselineSummary)
         if before is not None and before.fingerprint == identity and _sound(run, before):
@@ -98,9 +92,7 @@ def run_baseline(
 
 def _sound(run: RunDir, summary: BaselineSummary) -> bool:
     """Whether a finished baseline's result files are what it left."""
-    told = summary.files or {}
-    found = {path: digest(path) for path in (run.predictions, run.consensus)}
-    wrong = [path.name for path, here in found.items() if here is None or here != told.get(path.name, here)]
+    wrong = [name for name, left in (summary.files or {}).items() if digest(run.root / name) != left]
     if wrong:
         log.warning("%s: %s not as the baseline left it; it is measured again", run.root, ", ".join(wrong))
     return not wrong
@@ -117,7 +109,6 @@ def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:
         n_reads=store.n_reads,
         n_rows=store.n_rows,
         measured_rows=0,
-        file_rows=0,
         devices=tuple(Device(id=f"recorded-{i}", kind="cuda", name=device) for i in range(count) if device),
         fingerprint="recorded",
     )
@@ -165,8 +156,8 @@ class _Measurement:
         scores = [np.load(worker.file_path(self.folder, "scores.npy", number)) for number in range(1, len(files) + 1)]
         write_covered(self.run, self.store, covered, np.concatenate([np.empty((0, 2), dtype=np.float32), *scores]))
         self.seconds[CONSENSUS] = time.monotonic() - voting
-        measured_s = time.monotonic() - began
-        scaled, scaled_s = self.seconds, None
+        wall_s = measured_s = time.monotonic() - began
+        scaled = self.seconds
         if subset:
             growth, total, devices = subset.total_tokens / subset.tokens, self.store.n_rows, len(self.devices)
             scaled = {name: value * total / len(rows) for name, value in self.seconds.items()}
@@ -174,20 +165,18 @@ class _Measurement:
                 scaled[stage] = scaled_seconds(
                     done[stage], growth, total_rows=total, devices=devices, load_each_file=each
                 )
-            scaled_s = sum(scaled.values()) + start_s
+            wall_s = sum(scaled.values()) + start_s
         return BaselineSummary(
             name=self.spec.name,
             source="measured",
-            wall_s=measured_s if scaled_s is None else scaled_s,
+            wall_s=wall_s,
             stages=scaled,
             subset=subset,
             measured_s=measured_s,
             measured_stages=self.seconds,
-            scaled_s=scaled_s,
             n_reads=self.store.n_reads,
             n_rows=self.store.n_rows,
             measured_rows=len(rows),
-            file_rows=file_rows,
             devices=tuple(self.devices),
         )
 

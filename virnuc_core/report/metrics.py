@@ -217,20 +217,17 @@ def baseline_metrics(raw: RawFolder, profile: Profile, run: model.RunMetrics | N
         return _recorded_baseline(spec, spec.recorded_reads or profile.target_reads, run)
     if summary is None:
         return None
-    record = raw.read(RunRecord, BASELINE, RECORD)
-    devices = summary.devices or (() if record is None else record.devices)
-    subset, spent, problem = summary.subset, summary.measured_s, None
-    if spent is None:
+    subset, problem = summary.subset, None
+    if summary.measured_s is None or summary.wall_s is None:
         problem = "the baseline's time was not recorded"
-    elif subset is not None:
-        spent = summary.scaled_s if 0 < subset.tokens <= subset.total_tokens else None
-        problem = None if spent else "the baseline ran on a subset, but what it stands for is not recorded"
+    elif subset is not None and not 0 < subset.tokens <= subset.total_tokens:
+        problem = "the baseline ran on a subset, but what it stands for is not recorded"
     return model.BaselineMetrics(
         name=summary.name,
-        label=label(devices),
-        models=tuple(dict.fromkeys(short_name(device) for device in devices)),
+        label=label(summary.devices),
+        models=tuple(dict.fromkeys(map(short_name, summary.devices))),
         source="measured" if subset is None else "scaled",
-        seconds=spent,
+        seconds=None if problem else summary.wall_s,
         subset=subset,
         problem=problem,
     )

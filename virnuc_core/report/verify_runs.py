@@ -204,13 +204,13 @@ def verify_baseline(found: Verification, raw: RawFolder) -> None:
     if summary is None or summary.measured_s is None:
         return
     _digests(found, RunDir(raw.root / BASELINE), summary.files)
-    whole = summary.measured_s if summary.scaled_s is None else summary.scaled_s
+    whole = summary.measured_s if summary.subset is None or summary.wall_s is None else summary.wall_s
     found.as_told(where, summary, {"wall_s": whole})
     spent, spent_measured = sum(summary.stages.values()), sum(summary.measured_stages.values())
     started_s = max(0.0, summary.measured_s - spent_measured)  # starting processes is paid once, however many the reads
     if spent and spent_measured and not spent - CLOCK_S <= whole <= spent + started_s + CLOCK_S:
         found.wrong(f"{where}: {whole:.3f} s is not what its stages add up to ({spent:.3f} s and the start)")
-    if summary.scaled_s is not None and summary.measured_rows and summary.n_rows is not None:
+    if summary.subset is not None and summary.measured_rows and summary.n_rows is not None:
         growth = summary.n_rows / summary.measured_rows
         for stage in (*STAGES[:4], *STAGES[6:]):  # those without a model grow with the rows
             if stage in summary.measured_stages and stage in summary.stages:

@@ -291,7 +291,6 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
         "subset": None,
         "measured_s": recipe.baseline_s,
         "measured_stages": {"DNABERT-S": recipe.baseline_s * 0.2, "ESM-2": recipe.baseline_s * 0.75},
-        "scaled_s": None,
         "n_reads": recipe.reads,
         "measured_rows": sum(counted[: recipe.baseline_reads or recipe.reads]),
         "devices": device_records(recipe, recipe.devices),
@@ -301,7 +300,6 @@ def build_baseline(out: Path, recipe: Recipe, rows: Rows) -> None:
         stages = {"DNABERT-S": recipe.baseline_s * 0.2, "ESM-2": recipe.baseline_s * 0.8}
         summary |= {
             "subset": {"reads": recipe.baseline_reads, "tokens": tokens, "total_tokens": total},
-            "scaled_s": recipe.baseline_s,
             "stages": stages,
             "measured_s": recipe.baseline_s * tokens / total,
             "measured_stages": {name: spent * tokens / total for name, spent in stages.items()},
