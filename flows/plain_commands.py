@@ -301,8 +301,8 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         file: virnuc-history.jsonl, beside a validation's directory
         profile: only runs of this profile
         chart: also draw the newest series of like runs, as SVG"""
+    from virnuc_core.report.build import points, read_history, regression, trend
     from virnuc_core.report.charts import history as draw
-    from virnuc_core.report.regression import check, points, read_history, trend
     from virnuc_core.report.render import cell
 
     if not file.is_file():
@@ -310,7 +310,7 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
     rows = trend(kept)
     show(next(iter(rows), ()), (map(cell, row.values()) for row in rows))
-    code = DISAGREE if kept and check(kept, kept[-1]).verdict == "fail" else 0
+    code = DISAGREE if kept and regression(kept, kept[-1]).verdict == "fail" else 0
     if chart is None:
         return code
     drawing = draw(points(kept, kept[-1])) if kept else None

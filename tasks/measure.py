@@ -36,11 +36,10 @@ from virnuc_core.measure.training import TrainFile, train_head
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.build import REGRESSION, write_report
+from virnuc_core.report.build import REGRESSION, RegressionFile, trend, write_report
 from virnuc_core.report.charts import all_charts
 from virnuc_core.report.compare import compare_runs, take_results
 from virnuc_core.report.model import Report
-from virnuc_core.report.regression import RegressionFile, trend
 from virnuc_core.report.render import Mark, fill, message, templates, told, told_rows
 from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
 from virnuc_core.runfiles import ModelFlops, read

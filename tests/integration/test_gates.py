@@ -12,8 +12,7 @@ import tasks.measure
 from flows.cli import main
 from flows.validate import scale, validate
 from virnuc_core.engine import devices
-from virnuc_core.report.build import read_report
-from virnuc_core.report.regression import read_history
+from virnuc_core.report.build import read_history, read_report
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device
 

@@ -1,51 +1,51 @@
-"""From a finished validate directory to the report's data and files. What is missing is `None` and `not run`, never a
-crash.
+"""From a finished validate directory to the report's data and files, and to what it says beside the last run like it.
+What is missing is `None` and `not run`, never a crash.
 
-Where the time goes is told by two rules: stages of over 30 % of it, and GPU stages under 80 % utilisation. ESM-2 is
-always over 30 %; while its GPU is busy that is expected, and only the rest is worth a person's time. The bottleneck is
-the largest avoidable loss of time, by class, with what removing it would save at most."""
+The history has a JSON line for each run. Like is compared with like: same profile, host, devices, precision, reads and
+weights. Worse in a metric's own direction by more than the profile allows (10 %) fails. When the newest run of the
+profile on these devices was made with other reads or weights, the earlier figures are stale and say nothing."""
 
-import tomllib
-from collections.abc import Iterator, Mapping
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Final
 
+from pydantic import ValidationError
+
 from virnuc_core import validation
 from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.lease import lease
 from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
-from virnuc_core.report import metrics
+from virnuc_core.report import metrics, model
 from virnuc_core.report.charts import charts
 from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
 from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
-from virnuc_core.report.model import Accounting, ApprovalState, Bottleneck, Report, RunMetrics
-from virnuc_core.report.regression import RegressionFile, append_history, check, earlier, entry_of, points, read_history
-from virnuc_core.report.render import REPORT_JSON, render, told
+from virnuc_core.report.render import REPORT_JSON, render, told, told_rows
 from virnuc_core.results import FATES
-from virnuc_core.rundir import EXACT, RunDir, write_text_whole
+from virnuc_core.rundir import EXACT, RunDir, storing, whole_file, write_text_whole
 from virnuc_core.runfiles import MODEL_LENGTH, RunRecord, differing, made_from, read, write
-from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, STAGES
+
+log = logging.getLogger(__name__)
 
 REGRESSION: Final = "regression.json"
 APPROVAL: Final = "approval.json"
 MADE_FROM: Final = ("reads", "esm2", "dnabert_s", "head", MODEL_LENGTH)
 SHOWN: Final = 8  # characters of a fingerprint
-TIME_SHARE: Final = 0.30
-BUSY_PERCENT: Final = 80.0
-WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
-LONG_S: Final = 600.0
-ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-STAGE_ADVICE: Final = {
-    **{stage: loss["advice"] for loss in ADVICE["losses"].values() for stage in loss["stages"]},
-    **ADVICE["stages"],
-}
 FLAGS: Final = ("short_for_model", "ambiguous", "duplicate_of")
+HISTORY: Final = "virnuc-history.jsonl"  # beside a validation's directory, unless told otherwise
+SERIES: Final = ("profile", "devices", "precision", "host")
+LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
+# whether more is better
+METRICS: Final = {"tokens_per_s": True, "gpu_utilisation": True, "packing_efficiency": True, "total_s": False}
 
 Unlike = Mapping[tuple[str | None, str | None], str]  # names of two parts → why they may not be compared
 
 
-def build_report(out: Path, profile: Profile) -> Report:
+def build_report(out: Path, profile: Profile) -> model.Report:
     """Read what a validation left in `out` and judge it by `profile`.
 
     Reads `run.json`, `comparison.json`, `baseline/`, each `devices-N/` and, where they are, `regression.json`,
@@ -62,7 +62,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     scaled = [metrics.scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
     file = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(validation.ComparisonFile, COMPARISON)
-    report = Report(
+    report = model.Report(
         profile=profile,
         provenance=_provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)),
         run=judged,
@@ -71,18 +71,14 @@ def build_report(out: Path, profile: Profile) -> Report:
         baseline=baseline,
         scaling=tuple(figure for figure in scaled if figure is not None),
         comparisons=tuple(c for c in (comparisons.comparisons if comparisons else ()) if (c.a, c.b) not in unlike),
-        criteria=(),
-        checks=(),
-        losses=losses(judged),
-        findings=findings(judged),
-        regression=None if compared is None else check(compared.history, compared.entry),
+        losses=metrics.losses(judged),
+        findings=metrics.findings(judged),
+        regression=None if compared is None else regression(compared.history, compared.entry),
         history=() if compared is None else points(compared.history, compared.entry),
         charts=charts(raw, judged, None if file is None else file[1], profile),
         overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
         accounting=_accounting(raw, judged, record),
         approval=approval_state(raw, judged),
-        warnings=(),
-        notes=(),
         evidence={},
     )
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
@@ -94,7 +90,7 @@ def build_report(out: Path, profile: Profile) -> Report:
     return report.model_copy(update=judgement | {"evidence": raw.evidence()})
 
 
-def _verdicts(report: Report, unlike: Unlike) -> dict[str, object]:
+def _verdicts(report: model.Report, unlike: Unlike) -> dict[str, object]:
     """The criteria, the checks, and each figure of scaling with its own verdict. Of scaling the criterion is on two
     devices where the profile says so, else on most of those with a band."""
     several = [run for run in report.runs if run is not report.single]
@@ -102,7 +98,7 @@ def _verdicts(report: Report, unlike: Unlike) -> dict[str, object]:
     wanted = {2} if profile.targets.scaling else set(map(int, profile.scaling_bands))
     asked = next((run for run in reversed(several) if len(run.devices) in wanted), report.many)
 
-    def refusal(a: str, *others: RunMetrics | None) -> str:
+    def refusal(a: str, *others: model.RunMetrics | None) -> str:
         return next((unlike[a, run.name] for run in others if run is not None and (a, run.name) in unlike), "")
 
     one = f"{RUN_PREFIX}1"
@@ -147,8 +143,8 @@ def _provenance(whole: validation.ValidationRecord | None, run: RunRecord | None
 
 
 def _accounting(
-    raw: RawFolder, run: RunMetrics | None, record: validation.ValidationRecord | None
-) -> Accounting | None:
+    raw: RawFolder, run: model.RunMetrics | None, record: validation.ValidationRecord | None
+) -> model.Accounting | None:
     """Count the reads of a run by fate and by remark; `None` when its reads.tsv is missing or cannot be read."""
     if run is None:
         return None
@@ -161,7 +157,7 @@ def _accounting(
     remarks = table["flags"][table["flags"] != ""].str.replace(r"duplicate_of=.*$", "duplicate_of", regex=True)
     flags = dict.fromkeys(FLAGS, 0) | remarks.str.split(",").explode().value_counts(sort=False).to_dict()
     said, counted = ({fate: n for fate, n in one.items() if n} for one in (run.fates, fates))
-    return Accounting(
+    return model.Accounting(
         reads=len(table),
         fates=fates,
         flags=flags,
@@ -170,31 +166,31 @@ def _accounting(
     )
 
 
-def approval_state(raw: RawFolder, run: RunMetrics | None) -> ApprovalState | None:
+def approval_state(raw: RawFolder, run: model.RunMetrics | None) -> model.ApprovalState | None:
     """What was answered; pending where an answer was asked for and none is there; `None` where none was asked for."""
     path = RunDir(raw.root).report / APPROVAL
     if not path.is_file():
         record = raw.read(validation.ValidationRecord, RECORD)
         asked = record is not None and record.spec.get("approval") is True
-        return ApprovalState(verdict="pending") if asked else None
+        return model.ApprovalState(verdict="pending") if asked else None
     said = raw.read(validation.ApprovalRecord, path.parent.name, APPROVAL)
     if said is None:
         return None
     file = None if run is None or run.telemetry is None else raw.telemetry(run.name, run.telemetry.file)
     older = said.when is not None and file is not None and said.when < file[1].started
-    return ApprovalState(**said.model_dump(), of_earlier_run=older)
+    return model.ApprovalState(**said.model_dump(), of_earlier_run=older)
 
 
-def read_report(path: Path) -> Report:
+def read_report(path: Path) -> model.Report:
     """Read `report.json`; `InputError` says what is wrong with it."""
     try:
-        return read(path, Report)
+        return read(path, model.Report)
     except ConfigError as error:
         why = f"not a report of this version ({str(error).removeprefix(f'{path}: ')})"
         raise InputError(why, file=path, hint="virnuc report DIR --profile NAME judges the raw files anew") from error
 
 
-def write_report(out: Path, profile: Profile, history: Path | None = None) -> Report:
+def write_report(out: Path, profile: Profile, history: Path | None = None) -> model.Report:
     """Judge a finished validate directory and write every form of the report to `out/report/`.
 
     With `history`, the run is first held against the earlier runs in that file, and added to it."""
@@ -210,7 +206,7 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> Re
     return report
 
 
-def rerender(out: Path) -> Report:
+def rerender(out: Path) -> model.Report:
     """Render `out/report/report.json` again, from nothing but that file and a reviewer's answer beside it."""
     report, raw, path = read_report(RunDir(out).report / REPORT_JSON), RawFolder(out), RunDir(out).report / APPROVAL
     if path.is_file():
@@ -226,68 +222,117 @@ def _write(out: Path, forms: dict[str, str]) -> None:
         write_text_whole(RunDir(out).report / name, content)
 
 
-def findings(run: RunMetrics | None) -> tuple[str, ...]:
-    """A sentence on each stage the two rules point at, largest share first; no time or no total gives none."""
-    if run is None:
-        return ()
-    found, measured = [], run.telemetry
-    busiest = {stage: measured.lowest_percent(encoder) for encoder, stage in GPU_STAGES.items()} if measured else {}
-    for name in STAGES:
-        share, used = run.stage_shares.get(name, 0.0), busiest.get(name)
-        idle = used is not None and used < BUSY_PERCENT
-        if share > TIME_SHARE or idle:
-            expected = name == "ESM-2" and not idle
-            advice = _further(run) if expected else ADVICE["busy"] if idle else STAGE_ADVICE[name]
-            busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
-            word = "expected" if expected else "actionable"
-            found.append((-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."))
-    return tuple(text for _, text in sorted(found))
+class RegressionFile(model.Record):
+    """`regression.json`: what was compared, so that the verdict can be computed again."""
+
+    schema_version: int = 1
+    entry: model.HistoryEntry
+    history: tuple[model.HistoryEntry, ...]
 
 
-def _further(run: RunMetrics) -> str:
-    """What helps where the encoders do their work well."""
-    return str(ADVICE["gpu" if (run.total_s or 0.0) >= LONG_S else "work"])
-
-
-def losses(run: RunMetrics | None) -> tuple[Bottleneck, ...]:
-    """Every avoidable loss of time, the largest first; never empty."""
-    if run is None or not run.total_s:
-        return (Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
-    spent = {row: seconds for row, seconds in run.stages.items() if seconds}
-    found = [*_computing(run, spent)]
-    for kind, loss in ADVICE["losses"].items():
-        own = sorted(((spent[row], row) for row in loss["stages"] if row in spent), reverse=True)
-        # what passed while the reads were staged saves nothing, whichever of the two is removed
-        hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
-        whole_s = sum(seconds for seconds, _ in own)
-        detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own if seconds > WORTH * whole_s)
-        found.append((whole_s - hidden_s, kind, detail, loss["advice"], False))
-    ranked = tuple(
-        Bottleneck(
-            kind=kind, detail=detail, advice=advice, saves_s=saves_s, share=share, expected=good or share < WORTH
-        )
-        for saves_s, kind, detail, advice, good in sorted(found, reverse=True)
-        if (share := saves_s / run.total_s) > 0
+def entry_of(report: model.Report) -> model.HistoryEntry | None:
+    """The history line of a report; `None` when there was no run, or one that was resumed or cut off."""
+    run, made = report.run, report.provenance
+    if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None:
+        return None
+    names, values = sorted(device.name for device in run.devices), {one.id: one.value for one in report.criteria}
+    return model.HistoryEntry(
+        created=made.created,
+        commit=made.git_commit or "unknown",
+        profile=report.profile.name,
+        devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}",
+        precision=run.precision or "unknown",
+        reads=made.fingerprints.get("reads", "unknown"),
+        weights="+".join(made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")),
+        n_reads=run.n_reads,
+        tokens_per_s=run.telemetry.tokens_per_s if run.telemetry else None,
+        gpu_utilisation=values.get("gpu_utilisation"),
+        packing_efficiency=values.get("packing"),
+        total_s=run.total_s,
+        criteria_met=report.met,
+        regression_percent=report.profile.regression_percent,
+        host=made.host,
     )
-    return ranked or (Bottleneck(kind="unknown", detail="no stage was measured", advice="look at the log of the run"),)
 
 
-def _computing(run: RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[float, str, str, str, bool]]:
-    """What devices at work lose, by slots without a token and by speed below the measured ceiling, else below full
-    utilisation: seconds, class, detail, the way out, and whether they do their work well."""
-    still_s = spent.get("Device idle", 0.0)
-    empty_s, slow_s, said, idle = 0.0, still_s, [f"a device stands still for {still_s:.1f} s"], False
-    measured = run.telemetry
-    for found in measured.encoders if measured else ():
-        stage, packing, share = GPU_STAGES[found.encoder], found.packing_efficiency or 1.0, 1.0
-        if measured and (used := measured.lowest_percent(found.encoder)) is not None:
-            idle, share = idle or used < BUSY_PERCENT, used / 100.0
-            said.append(f"{stage} keeps the lowest GPU {used:.1f} % busy")
-        if found.mfu_of_ceiling is not None:
-            share = found.mfu_of_ceiling / packing
-            said.append(f"{stage} runs at {100 * share:.0f} % of what its linear layers alone sustain")
-        empty_s += spent.get(stage, 0.0) * (1.0 - packing)
-        slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
-    good = not idle and still_s <= slow_s / 2
-    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else ADVICE["busy"], good
-    yield empty_s, "packing", "slots without a token", "raise token_budget or shard_tokens", False
+def read_history(path: Path) -> tuple[model.HistoryEntry, ...]:
+    """All entries, oldest first; none when there is no file. A line that cannot be read is named in a warning."""
+    return tuple(_lines(path, "passed over")[0].values())
+
+
+def _lines(path: Path, fate: str) -> tuple[dict[bytes, model.HistoryEntry], list[bytes]]:
+    """The lines of a file that are entries, and those that are none: a warning names the first, and their `fate`."""
+    found, broken, said = dict[bytes, model.HistoryEntry](), list[bytes](), ""
+    for place, line in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
+        try:
+            found |= {line: model.HistoryEntry.model_validate_json(line)} if line.strip() else {}
+        except ValidationError as error:
+            broken.append(line)
+            said = said or f"{path}:{place}: not a history entry ({error.errors()[0]['msg']})"
+    if broken:
+        log.warning("%s%s; %s", said, f" and {len(broken) - 1} more" * (len(broken) > 1), fate)
+    return found, broken
+
+
+def append_history(path: Path, entry: model.HistoryEntry) -> bool:
+    """Whether an entry was added, under a lease: one made at the same moment is not added again. Lines that are no
+    entries go to `….damaged` first, with a warning."""
+    path, aside = path.resolve(), path.with_name(f"{path.name}.damaged")
+    with lease(path.with_name(f".{path.name}.lease"), path, wait=True):
+        found, broken = _lines(path, f"kept in {aside.name}")
+        if any(old.created == entry.created and old.same(entry, LIKE) for old in found.values()):
+            return False
+        line = json.dumps(entry.model_dump(mode="json"), sort_keys=True).encode() + b"\n"
+        if broken:
+            with storing(aside), aside.open("ab") as kept:
+                kept.writelines(bad + b"\n" for bad in broken)
+                os.fsync(kept.fileno())
+        with whole_file(path) as anew:
+            anew.write_bytes(b"\n".join([*found, line]))
+    return True
+
+
+def earlier(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry) -> list[model.HistoryEntry]:
+    """The runs before `entry` of its profile, devices and precision, oldest first."""
+    found = (old for old in history if old.same(entry, SERIES) and old.created < entry.created)
+    return sorted(found, key=lambda old: old.created)
+
+
+def regression(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry) -> model.Regression:
+    """Compare `entry` with the newest earlier one that is like it."""
+    series = earlier(history, entry)
+    before = next((old for old in reversed(series) if old.same(entry, LIKE)), None)
+    stale = bool(series) and not series[-1].same(entry, LIKE)
+    if before is None:
+        none = "stale baseline: earlier runs were made with other reads or weights"
+        reason = none if stale else "no earlier run of this profile on these devices"
+        return model.Regression(verdict="not run", reason=reason, stale=stale)
+    metrics = []
+    for name, higher in METRICS.items():
+        was, now = getattr(before, name), getattr(entry, name)
+        change = (now - was) / was if was is not None and now is not None and was > 0 else None
+        verdict: model.Verdict = "not run"
+        if change is not None:
+            verdict = "fail" if 100 * (-change if higher else change) > entry.regression_percent else "pass"
+        metrics.append(model.RegressionMetric(name=name, before=was, now=now, change=change, verdict=verdict))
+    worse = [metric.name for metric in metrics if metric.verdict == "fail"]
+    judged = any(metric.verdict != "not run" for metric in metrics)
+    reason = f"over {entry.regression_percent:g} % worse in {', '.join(worse)}" if worse else ""
+    return model.Regression(
+        verdict="fail" if worse else "pass" if judged else "not run",
+        reason=reason if judged else "no metric was measured in both runs",
+        against_commit=before.commit,
+        against_created=before.created,
+        stale=stale,
+        metrics=tuple(metrics),
+    )
+
+
+def points(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry) -> tuple[model.HistoryEntry, ...]:
+    """The trend that `entry` belongs to, itself included, oldest first."""
+    return (*(old for old in earlier(history, entry) if old.same(entry, LIKE)), entry)
+
+
+def trend(history: Sequence[model.HistoryEntry]) -> list[dict[str, object]]:
+    """A row for each run, as given: oldest first, each against the one before that is like it."""
+    return told_rows("trend.view.j2", runs=[(entry, regression(history, entry)) for entry in history])

@@ -3,8 +3,7 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ VIRUSES: Final = 10239  # in NCBI's taxonomy
 BINS: Final = 50  # of the histogram of scores
 PIECE_READS: Final = 65_536
 READ: Final = ("id", "length", "open_frames", "fate", "viral_score")
+CONTIGS: Final = "id\tlength\tchunks\tscored_chunks\tviral_chunks\tscored_bases\tviral_bases\tviral_score\tlabel\n"
 SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
 
 
@@ -36,17 +36,18 @@ def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
     fates, scores = Counter(summary.fates), np.zeros(BINS, np.int64)
     stem = re.sub(r"[^\w.-]", "_", sample)
     lines, report = out / f"{stem}.kraken2.classifiedreads.txt", out / f"{stem}.kraken2.report.txt"
-    with _table(lines) as write:
+    with whole_file(lines) as table:
+        table.touch()
         for reads in read_columns(run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS):
             found = (reads.fate == "viral").to_numpy()
             taxon = pd.Series(np.where(found, str(VIRUSES), "0"), reads.index, dtype=str)
-            write(np.where(found, "C", "U"), reads.id, taxon, reads.length, taxon + ":" + reads.open_frames)
+            _add(table, np.where(found, "C", "U"), reads.id, taxon, reads.length, taxon + ":" + reads.open_frames)
             scores += np.histogram(pd.to_numeric(reads.viral_score).dropna(), BINS, (0.0, 1.0))[0]
     total, viral = fates.total(), fates["viral"]
-    with _table(report) as write:
+    with whole_file(report) as table:
         clade, own = np.array([total - viral, viral, viral]), np.array([total - viral, 0, viral])
         percent = [f"{100 * count / max(total, 1):6.2f}" for count in clade]
-        write(percent, clade, own, ["U", "R", "D"], [0, 1, VIRUSES], ["unclassified", "root", "  Viruses"])
+        _add(table, percent, clade, own, ["U", "R", "D"], [0, 1, VIRUSES], ["unclassified", "root", "  Viruses"])
     shares = {"viral_percent": viral, "scored_percent": int(scores.sum())}
     general = {"viral": viral, "reads": total} | {name: 100 * n / max(total, 1) for name, n in shares.items()}
     middles = {(place + 0.5) / BINS: count for place, count in enumerate(scores.tolist())}
@@ -62,8 +63,8 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
     """Each read of several chunks with their vote: the mean margin as in reads.tsv, weighed by the bases that the next
     chunk does not hold; they add up to the read. One with a failed row has no vote."""
     store, (scores, failed) = store_of(run, read_record(run)), read_scores(run)
-    with _table(path, "id", "length", "chunks", "scored_chunks", "viral_chunks", "scored_bases", "viral_bases",
-                "viral_score", "label") as write:  # fmt: skip
+    with whole_file(path) as table:
+        table.write_text(CONTIGS)
         for low in range(0, store.n_reads, PIECE_READS):
             reads = slice(low, min(low + PIECE_READS, store.n_reads))
             rows = slice(*np.searchsorted(store.row_read, (reads.start, reads.stop)))
@@ -85,17 +86,10 @@ def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:
             label = np.where(voted, np.where(score >= threshold, "virus", "others"), "")
             ids = np.array(store.read_ids(reads.start, reads.stop), dtype=object)[counts > 1]
             told = (sums[name] for name in ("scored", "viral", "bases", "viral_bases"))
-            write(ids, length[counts > 1], counts[counts > 1], *told, score, label)
+            _add(table, ids, length[counts > 1], counts[counts > 1], *told, score, label)
 
 
-@contextmanager
-def _table(path: Path, *header: str) -> Iterator[Callable[..., None]]:
-    """Gives what writes columns as TAB-separated lines; the file appears whole."""
-    with whole_file(path) as aside, aside.open("w", encoding="utf-8", newline="") as file:
-        file.write("\t".join(header) + "\n" * bool(header))
-
-        def write(*columns: object) -> None:
-            table = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
-            table.to_csv(file, sep="\t", header=False, index=False, quoting=3, lineterminator="\n")
-
-        yield write
+def _add(table: Path, *columns: object) -> None:
+    """Write columns at the end of a table as TAB-separated lines."""
+    lines = pd.DataFrame({str(place): np.asarray(column) for place, column in enumerate(columns)})
+    lines.to_csv(table, mode="a", sep="\t", header=False, index=False, quoting=3, lineterminator="\n")

@@ -1,11 +1,15 @@
-"""The raw files of a validation, and the metrics of one run from them.
+"""The raw files of a validation, the metrics of one run from them, and where its time goes.
 
 They are read without ever failing: what is not there is `None`, what is wrong is noted. Nothing is taken over that can
-be computed from something rawer."""
+be computed from something rawer.
+
+Where the time goes is told by two rules: stages of over 30 % of it, and GPU stages under 80 % utilisation. ESM-2 is
+always over 30 %; while its GPU is busy that is expected, and only the rest is worth a person's time. The bottleneck is
+the largest avoidable loss of time, by class, with what removing it would save at most."""
 
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,11 +21,12 @@ import pandas as pd
 from virnuc_core.errors import VirnucError
 from virnuc_core.profiles import BaselineSpec, Profile
 from virnuc_core.report import model
+from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, File, FileDigest, ModelFlops, RunCounts, RunRecord, RunSummary, digest, read
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import read_telemetry
-from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, ROWS, Encoder
+from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, OVERLAPPED, ROWS, STAGES, Encoder
 from virnuc_core.validation import BaselineSummary
 
 RUN_PREFIX: Final = "devices-"
@@ -30,9 +35,17 @@ SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
 COMPARISON: Final = "comparison.json"
 VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
-RESULT_FILES: Final = ("prediction_results.txt", "prediction_results_highestscore.csv", "reads.tsv")
 BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
 NEVER: Final = (1.0, 0.0)  # a span that holds no sample
+TIME_SHARE: Final = 0.30
+BUSY_PERCENT: Final = 80.0
+WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
+LONG_S: Final = 600.0
+ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
+STAGE_ADVICE: Final = {
+    **{stage: loss["advice"] for loss in ADVICE["losses"].values() for stage in loss["stages"]},
+    **ADVICE["stages"],
+}
 
 Content = TypeVar("Content")
 
@@ -128,7 +141,7 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics
         shards_damaged=len(summary.damaged),
         shards_on_less_memory=len(summary.reduced_budgets),
         precision=precision or None,
-        missing_files=tuple(file for file in RESULT_FILES if not (raw.root / name / file).is_file()),
+        missing_files=tuple(path.name for path in RunDir(raw.root / name).tables[:3] if not path.is_file()),
         telemetry=telemetry,
         hours_projected=hours,
         device_hours_per_million=device_hours,
@@ -274,3 +287,72 @@ def scaling_metrics(single: model.RunMetrics | None, many: model.RunMetrics | No
         esm2_scaling=esm2,
         dnabert_scaling=dnabert_s,
     )
+
+
+def findings(run: model.RunMetrics | None) -> tuple[str, ...]:
+    """A sentence on each stage the two rules point at, largest share first; no time or no total gives none."""
+    if run is None:
+        return ()
+    found, measured = [], run.telemetry
+    busiest = {stage: measured.lowest_percent(encoder) for encoder, stage in GPU_STAGES.items()} if measured else {}
+    for name in STAGES:
+        share, used = run.stage_shares.get(name, 0.0), busiest.get(name)
+        idle = used is not None and used < BUSY_PERCENT
+        if share > TIME_SHARE or idle:
+            expected = name == "ESM-2" and not idle
+            advice = _further(run) if expected else ADVICE["busy"] if idle else STAGE_ADVICE[name]
+            busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
+            word = "expected" if expected else "actionable"
+            found.append((-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."))
+    return tuple(text for _, text in sorted(found))
+
+
+def _further(run: model.RunMetrics) -> str:
+    """What helps where the encoders do their work well."""
+    return str(ADVICE["gpu" if (run.total_s or 0.0) >= LONG_S else "work"])
+
+
+def losses(run: model.RunMetrics | None) -> tuple[model.Bottleneck, ...]:
+    """Every avoidable loss of time, the largest first; never empty."""
+    if run is None or not run.total_s:
+        return (model.Bottleneck(kind="unknown", detail="no run was timed", advice="run validate"),)
+    spent = {row: seconds for row, seconds in run.stages.items() if seconds}
+    found = [*_computing(run, spent)]
+    for kind, loss in ADVICE["losses"].items():
+        own = sorted(((spent[row], row) for row in loss["stages"] if row in spent), reverse=True)
+        # what passed while the reads were staged saves nothing, whichever of the two is removed
+        hidden_s = spent.get(OVERLAPPED, 0.0) if kind in ("start-up", "staging") else 0.0
+        whole_s = sum(seconds for seconds, _ in own)
+        detail = ", ".join(f"{row} {seconds:.1f} s" for seconds, row in own if seconds > WORTH * whole_s)
+        found.append((whole_s - hidden_s, kind, detail, loss["advice"], False))
+    ranked = tuple(
+        model.Bottleneck(
+            kind=kind, detail=detail, advice=advice, saves_s=saves_s, share=share, expected=good or share < WORTH
+        )
+        for saves_s, kind, detail, advice, good in sorted(found, reverse=True)
+        if (share := saves_s / run.total_s) > 0
+    )
+    return ranked or (
+        model.Bottleneck(kind="unknown", detail="no stage was measured", advice="look at the log of the run"),
+    )
+
+
+def _computing(run: model.RunMetrics, spent: Mapping[str, float]) -> Iterator[tuple[float, str, str, str, bool]]:
+    """What devices at work lose, by slots without a token and by speed below the measured ceiling, else below full
+    utilisation: seconds, class, detail, the way out, and whether they do their work well."""
+    still_s = spent.get("Device idle", 0.0)
+    empty_s, slow_s, said, idle = 0.0, still_s, [f"a device stands still for {still_s:.1f} s"], False
+    measured = run.telemetry
+    for found in measured.encoders if measured else ():
+        stage, packing, share = GPU_STAGES[found.encoder], found.packing_efficiency or 1.0, 1.0
+        if measured and (used := measured.lowest_percent(found.encoder)) is not None:
+            idle, share = idle or used < BUSY_PERCENT, used / 100.0
+            said.append(f"{stage} keeps the lowest GPU {used:.1f} % busy")
+        if found.mfu_of_ceiling is not None:
+            share = found.mfu_of_ceiling / packing
+            said.append(f"{stage} runs at {100 * share:.0f} % of what its linear layers alone sustain")
+        empty_s += spent.get(stage, 0.0) * (1.0 - packing)
+        slow_s += spent.get(stage, 0.0) * packing * max(0.0, 1.0 - share)
+    good = not idle and still_s <= slow_s / 2
+    yield slow_s, "GPU compute", "; ".join(said), _further(run) if good else ADVICE["busy"], good
+    yield empty_s, "packing", "slots without a token", "raise token_budget or shard_tokens", False

@@ -256,8 +256,8 @@ class Report(Record):
     baseline: BaselineMetrics | None
     scaling: tuple[ScalingMetrics, ...]  # one device first
     comparisons: tuple[Comparison, ...]
-    criteria: tuple[Criterion, ...]  # the seven
-    checks: tuple[Criterion, ...]  # further targets of the profile
+    criteria: tuple[Criterion, ...] = ()  # the seven
+    checks: tuple[Criterion, ...] = ()  # further targets of the profile
     losses: tuple[Bottleneck, ...]  # avoidable ones, the largest first
     findings: tuple[str, ...]  # on stages over 30 % of the time, or GPU stages under 80 % utilisation
     regression: Regression | None
@@ -266,8 +266,8 @@ class Report(Record):
     overhead: OverheadFile | None
     accounting: Accounting | None
     approval: ApprovalState | None  # None: none was asked for
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     evidence: dict[str, FileDigest]  # the files it was made from, by name
 
     @property

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from virnuc_core.report.build import ADVICE, build_report, findings, losses
+from virnuc_core.report.build import build_report
+from virnuc_core.report.metrics import ADVICE, findings, losses
 
 from .validate_directory import Recipe, build, edit_json
 

@@ -10,11 +10,10 @@ import h5py
 import pytest
 
 from virnuc_core.profiles import Profile, Target, load_profile, profile_names
-from virnuc_core.report.build import build_report, write_report
+from virnuc_core.report.build import build_report, entry_of, write_report
 from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.criteria import CRITERIA, FIND, Finding, judge
 from virnuc_core.report.model import Criterion, Report
-from virnuc_core.report.regression import entry_of
 from virnuc_core.report.render import fill, message
 from virnuc_core.report.verify import verify_report
 from virnuc_core.runfiles import Device, write

@@ -9,16 +9,17 @@ import pytest
 
 from flows.cli import main
 from virnuc_core.profiles import Profile
-from virnuc_core.report.build import build_report, write_report
-from virnuc_core.report.charts import history as history_chart
-from virnuc_core.report.regression import (
-    HistoryEntry,
+from virnuc_core.report.build import (
     append_history,
-    check,
+    build_report,
     entry_of,
     points,
     read_history,
+    regression,
+    write_report,
 )
+from virnuc_core.report.charts import history as history_chart
+from virnuc_core.report.model import HistoryEntry
 
 from .validate_directory import edit_json
 
@@ -59,45 +60,45 @@ OLD = entry("2026-03-01")
     ],
 )
 def test_ten_percent_worse_fails_in_each_metrics_own_direction(changes: dict[str, float], verdict: str) -> None:
-    found = check([OLD], entry(**changes))
+    found = regression([OLD], entry(**changes))
     assert found.verdict == verdict
     if verdict == "fail":
         assert next(iter(changes)) in found.reason
-        assert check([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", "the limit is the profile's"
+        assert regression([OLD], entry(**changes, regression_percent=60.0)).verdict == "pass", "the profile's limit"
 
 
 @pytest.mark.parametrize("key", ["profile", "devices", "precision", "host"])
 def test_another_series_is_not_compared(key: str) -> None:
-    found = check([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
+    found = regression([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
     assert (found.verdict, found.stale) == ("not run", False)
 
 
 @pytest.mark.parametrize("key", ["reads", "weights"])
 def test_other_reads_or_weights_make_the_baseline_stale(key: str) -> None:
-    found = check([entry("2026-03-01", **{key: "other"})], entry())
+    found = regression([entry("2026-03-01", **{key: "other"})], entry())
     assert (found.verdict, found.stale) == ("not run", True)
     assert "stale" in found.reason
 
 
 def test_the_newest_like_run_counts_and_staleness_is_said() -> None:
     history = [entry("2026-01-01", total_s=10.0), OLD, entry("2026-03-01T12", weights="new")]
-    found = check(history, entry())
+    found = regression(history, entry())
     assert found.against_created == "2026-03-01"
     assert found.verdict == "pass"
     assert found.stale
 
 
 def test_a_later_run_is_not_an_earlier_one() -> None:
-    assert check([entry("2026-04-01")], entry()).verdict == "not run"
+    assert regression([entry("2026-04-01")], entry()).verdict == "not run"
 
 
 def test_a_metric_missing_on_either_side_is_not_run() -> None:
-    found = check([entry("2026-03-01", gpu_utilisation=None)], entry(tokens_per_s=None))
+    found = regression([entry("2026-03-01", gpu_utilisation=None)], entry(tokens_per_s=None))
     verdicts = {metric.name: metric.verdict for metric in found.metrics}
     assert verdicts["gpu_utilisation"] == verdicts["tokens_per_s"] == "not run"
     assert found.verdict == "pass"
     nothing = dict.fromkeys(("tokens_per_s", "gpu_utilisation", "packing_efficiency", "total_s"))
-    assert check([OLD], entry(**nothing)).verdict == "not run", "all of nothing is no pass"
+    assert regression([OLD], entry(**nothing)).verdict == "not run", "all of nothing is no pass"
 
 
 def test_history_is_lines_and_no_run_stands_twice(tmp_path: Path) -> None:
