@@ -21,14 +21,13 @@ from virnuc_core.config import (
     ClusterSpec,
     EngineSpec,
     Precision,
-    Review,
     Switch,
     TraceOptions,
     TrainSpec,
     VerdictSpec,
 )
 from virnuc_core.errors import ConfigError, VirnucError
-from virnuc_core.profiles import Profile
+from virnuc_core.profiles import Profile, Review
 from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, discard, is_ours, run_lock
 
 # of the moment, UTC, for which a run was planned: a run tried again goes on where it was

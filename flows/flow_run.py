@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
-from functools import wraps
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 from uuid import UUID
@@ -23,7 +22,7 @@ from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Cancelled, Failed
 
 from flows.ending import ended_in_time
-from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, flow_parameters
+from flows.parameters import WITHOUT, FlowSettings, OnTerminal, RunSettings, build, described, within_roots
 from tasks.predict import fate_rows, stage
 from tasks.server import UNTOLD, ServerLostError, connection, limit, without_server
 from tasks.step import NotMetError, beside, core_logs, emit, publish_table
@@ -54,9 +53,9 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
     """Turn a function of one settings model into a flow's: parameters one by one, and all that surrounds its work."""
 
     def decorate(function: Callable[[Settings], State[T]]) -> Callable[..., State[T]]:
-        @flow_parameters(model)
-        @wraps(function)
-        def body(settings: Settings) -> State[T]:
+        def body(**values: Any) -> State[T]:
+            settings = build(model, values)
+            within_roots(settings)
             if (client := SyncClientContext.get()) is not None:
                 limit(client.client)
             planned = runtime.flow_run.scheduled_start_time or datetime.now(UTC)
@@ -72,7 +71,6 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
                 finally:  # not in a task: signals reach the main thread only
                     end_all_children()
 
-        @wraps(body)
         def called(**values: Any) -> State[T]:
             for name in ("prefect.flow_runs", "prefect.engine"):  # once: a filter that is there is not added again
                 logging.getLogger(name).addFilter(_is_news)
@@ -81,7 +79,7 @@ def with_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Sta
             except VirnucError as error:  # its sentence is all that the failed state says
                 return Failed(message=str(error), data=error)
 
-        return called
+        return described(called, function, model)
 
     return decorate
 

@@ -91,29 +91,20 @@ def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return dict(sorted(fields.items(), key=lambda item: item[0] != "reads" and not item[1].is_required()))
 
 
-def _signed(called: Callable[..., Result], like: Callable[..., Result], parameters: list[inspect.Parameter]) -> None:
+def _signed(called: Callable[..., Result], like: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
     """Give `called` the name of `like` and this signature, where whoever inspects it looks."""
     functools.update_wrapper(called, like)
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined] # inspect reads it
     called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def flow_parameters(model: type[Settings]) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
-    """Turn a function of settings into one of the model's fields, described in its docstring, where Prefect looks."""
+def described(called: Callable[..., Result], like: Callable[..., Any], model: type[BaseModel]) -> Callable[..., Result]:
+    """`called` by the name of `like`, with the model's fields as parameters and in its text, where Prefect looks."""
     fields, own = fields_of(model), inspect.signature(model).parameters
-
-    def decorate(function: Callable[[Settings], Result]) -> Callable[..., Result]:
-        def called(**values: Any) -> Result:
-            settings = build(model, values)
-            within_roots(settings)
-            return function(settings)
-
-        _signed(called, function, [own[name] for name in fields])
-        lines = [f"    {name}: {field.description}" for name, field in fields.items()]
-        called.__doc__ = "\n".join([inspect.getdoc(function) or "", "", "Args:", *lines])
-        return called
-
-    return decorate
+    _signed(called, like, [own[name] for name in fields])
+    lines = [f"    {name}: {field.description}" for name, field in fields.items()]
+    called.__doc__ = "\n".join([inspect.getdoc(like) or "", "", "Args:", *lines])
+    return called
 
 
 def command(model: type[Settings], *positional: str) -> Callable[[Callable[[Settings], Result]], Callable[..., Result]]:
@@ -253,13 +244,11 @@ class RunSettings(ReadsSpec, FlowSettings):
         with super().hold(), run_lock(self.out):
             yield
 
-    def spec(self, devices: Devices, sample: str) -> ClassifySpec:
-        """A run on these devices."""
+    def spec(self, sample: str) -> ClassifySpec:
+        """The run of them."""
         given = self.model_dump(mode="json") | {"sample": sample}
-        own = {name: value for name, value in self if name in {**ClusterSpec.model_fields, **VerdictSpec.model_fields}}
-        return ClassifySpec(
-            models=self.models, devices=devices, engine=self.engine(), force=self.force, parameters=given, **own
-        )
+        own = self.model_dump(include={*ClassifySpec.model_fields})
+        return ClassifySpec(**own, engine=self.engine(), parameters=given)
 
 
 class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):

@@ -14,7 +14,7 @@ from flows.parameters import PredictSettings, RunSettings
 from tasks.predict import embed
 from tasks.server import announce, device_slots
 from tasks.step import done
-from virnuc_core.config import ClassifySpec, Devices
+from virnuc_core.config import ClassifySpec
 from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.pool import Pool
 from virnuc_core.pipeline import read_summary, workers_for
@@ -49,7 +49,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
     its own until the body ends. Errors: those of `start.check` and of the stage task."""
     start.check(settings)
     label, run = sample_of(settings.named), RunDir(settings.out)
-    spec = settings.spec(Devices.parse(settings.devices), label)
+    spec = settings.spec(label)
     announce(label, spec.devices.kind)
     with ExitStack() as held, ExitStack() as workers:
         pool = None

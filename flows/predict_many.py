@@ -16,11 +16,11 @@ from prefect.client.schemas.objects import State
 from flows import start
 from flows.flow_commands import InboxSettings
 from flows.flow_run import named, publish_prediction, stage_input, with_parameters
-from flows.parameters import ComputeSettings, PredictSettings, build
+from flows.parameters import PredictSettings, build
 from tasks.predict import embed
 from tasks.server import announce, device_slots, without_server
 from tasks.step import done, emit, key, progress_artifact, publish_table
-from virnuc_core.config import Devices, ReadingSpec, VerdictSpec
+from virnuc_core.config import Devices
 from virnuc_core.engine.devices import resolve
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
@@ -111,8 +111,7 @@ def predict_inbox(settings: InboxSettings) -> State[Counter[RowFate]]:
     """Predicts each new file of a folder once, and writes one row for each file with its fate to inbox.tsv."""
     start.check(settings)
     announce("inbox", settings.inbox.name)
-    shared = {name for part in (ComputeSettings, ReadingSpec, VerdictSpec) for name in part.model_fields}
-    common = settings.model_dump(include={"models", "interleaved", "pairs", *shared})
+    common = settings.model_dump(include={*PredictSettings.model_fields}, exclude={"out"})
     ledger = Ledger(settings.inbox, settings.out)
     known = {(row.file, row.sha256) for row in ledger.read_table() if row.fate == "failed"}
     rows = ledger.scan(settle_s=settings.settle_s)
@@ -148,7 +147,7 @@ def _predicted(
     given. Errors: those of its steps; `VirnucError` for other content."""
     settings.check_place()
     with run_lock(settings.out):
-        run, spec = RunDir(settings.out), settings.spec(Devices.parse(settings.devices), name)
+        run, spec = RunDir(settings.out), settings.spec(name)
         if among > 1 and not settings.stage_workers:
             workers = max(1, len(os.sched_getaffinity(0)) // among)
             settings = settings.model_copy(update={"stage_workers": workers})

@@ -274,8 +274,7 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     writable(settings.out, room, "the embeddings of these reads, by their first,")
     if remote:  # its nodes are looked at once they are asked for
         return Devices.parse(settings.devices)
-    names = tuple(device.id if device.kind == "cuda" else str(core) for core, device in enumerate(found))
-    return Devices(kind=found[0].kind, ids=names)
+    return Devices(kind=found[0].kind, ids=tuple(device.id for device in found))
 
 
 def readable(

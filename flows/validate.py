@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
 
-from prefect import flow
+from prefect import flow, runtime
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State
-from prefect.context import FlowRunContext
 from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.states import Completed, Failed
@@ -141,7 +141,8 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
     for new, `; nothing had to be computed` where that is so."""
     profile, label = load_profile(settings.profile), sample_of(settings.named)
-    spec = settings.spec(start.check(settings), label)
+    start.check(settings)
+    spec = settings.spec(label)
     if spec.force:
         (settings.out / TUNING).unlink(missing_ok=True)
     spec = spec.model_copy(update={"engine": tuned(settings.out, spec.engine)})
@@ -223,10 +224,7 @@ def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
 def ask(report_dir: Path, form: type[RunInput], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:
     """The answer of the reviewer for whom this flow run pauses, kept in the report's directory. A time-out answers
     `pending` by the door a person would use: a run nobody looked at is not a failed one."""
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
-        raise RuntimeError("the approval gate works inside a flow run only")
-    flow_run_id = context.flow_run.id
+    flow_run_id = UUID(runtime.flow_run.id)
 
     def answer_for_nobody(stop: threading.Event) -> None:
         if not stop.wait(timeout_s):

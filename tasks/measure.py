@@ -26,7 +26,7 @@ from tasks.step import (
     step,
 )
 from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import Answer, Devices, EngineSpec, Review, TraceSpec, TrainSpec
+from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision
 from virnuc_core.measure.evaluation import Examples, choose
@@ -34,7 +34,7 @@ from virnuc_core.measure.trace import TraceTable
 from virnuc_core.measure.trace import trace as record
 from virnuc_core.measure.training import TrainFile, train_head
 from virnuc_core.measure.tune import Candidate, Sweep, Trial
-from virnuc_core.profiles import BaselineSpec, Profile
+from virnuc_core.profiles import Answer, BaselineSpec, Profile, Review
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.report.build import REGRESSION, RegressionFile, trend, write_report
 from virnuc_core.report.charts import all_charts

@@ -15,7 +15,6 @@ from virnuc_core.errors import MOST_SHOWN, ConfigError, VirnucError, few
 Precision = Literal["auto", "fp32", "fp16", "bf16", "int8"]
 Attention = Literal["auto", "fused", "reference"]
 BaselineName = Literal["vanilla", "v1"]
-Answer = Literal["yes", "no", "not answered"]
 Share = Annotated[float, Field(ge=0, le=1)]
 Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers, or loaded anew halfway
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
@@ -217,17 +216,6 @@ class TrainSpec(Spec):
     prevalence: float = Field(0.01, gt=0, lt=1, description="share of viral reads that figures are also given for")
     similarity: float = Field(0.05, gt=0, le=1, description="share of k-mers in common from which genomes are kin")
     seed: int = Field(0, ge=0, description="of the splits and of the first weights")
-
-
-class Review(Spec):
-    """What a reviewer says of a validation."""
-
-    all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
-    target_realistic: Answer = Field("not answered", description="If not: was the target realistic?")
-    tuning_could_help: Answer = Field("not answered", description="If not: could tuning help?")
-    code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
-    esm2_still_bottleneck: Answer = Field("not answered", description="Is ESM-2 still the bottleneck?")
-    note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
 
 
 def explain(error: ValidationError, *, quoted: bool = False) -> str:

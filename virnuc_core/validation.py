@@ -8,10 +8,10 @@ from typing import Any, Final, Literal
 from pydantic import Field
 
 from virnuc_core import runfiles
-from virnuc_core.config import BaselineName, ClassifySpec, Review, Switch
+from virnuc_core.config import BaselineName, ClassifySpec, Switch
 from virnuc_core.encoders.checkpoint import fingerprint
 from virnuc_core.errors import ConfigError, RunMismatchError
-from virnuc_core.profiles import Profile
+from virnuc_core.profiles import Profile, Review
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Count, Device, File, FileDigest, RunFile, RunRecord, Seconds

@@ -1,4 +1,4 @@
-"""Sizes and thresholds of validations: one TOML file each, read to one model."""
+"""What validations ask: sizes and thresholds, one TOML file each, read to one model; and what a reviewer answers."""
 
 import tomllib
 from collections.abc import Callable
@@ -13,6 +13,7 @@ from virnuc_core.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent
 RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
+Answer = Literal["yes", "no", "not answered"]
 
 
 class Target(Spec):
@@ -79,6 +80,17 @@ class Profile(Spec):
         {}, description="devices -> expected low, high"
     )
     regression_percent: float = Field(10.0, gt=0, description="a metric worse by more than the last like run's fails")
+
+
+class Review(Spec):
+    """What a reviewer says of a validation."""
+
+    all_criteria_met: Answer = Field("not answered", description="Are all criteria met?")
+    target_realistic: Answer = Field("not answered", description="If not: was the target realistic?")
+    tuning_could_help: Answer = Field("not answered", description="If not: could tuning help?")
+    code_fix_needed: Answer = Field("not answered", description="If not: is a code fix needed?")
+    esm2_still_bottleneck: Answer = Field("not answered", description="Is ESM-2 still the bottleneck?")
+    note: str = Field("", max_length=10_000, description="Issues, adjustments, follow-up work")
 
 
 def profile_names() -> list[str]:

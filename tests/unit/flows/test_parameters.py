@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 from prefect.utilities.callables import parameter_schema
@@ -20,14 +21,29 @@ from flows.parameters import (
     PrecisionChoice,
     PredictSettings,
     build,
+    described,
     fields_of,
-    flow_parameters,
+    within_roots,
 )
 from virnuc_core.config import Attention, Devices, EngineSpec, Precision, RunSpec, Spec
 from virnuc_core.encoders.model_config import HeadShape, read_shape
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile
 from virnuc_core.reads.parse import ParseLog, parse
+
+
+def flow_parameters(model: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """What a flow does with its parameters, without Prefect and what else surrounds its work."""
+
+    def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        def called(**values: Any) -> Any:
+            settings = build(model, values)
+            within_roots(settings)
+            return function(settings)
+
+        return described(called, function, model)
+
+    return decorate
 
 
 class Base(Spec):
