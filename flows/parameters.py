@@ -204,6 +204,12 @@ class FlowSettings(ComputeSettings, ReadingSpec):
     def check_own_files(self) -> None:
         """Refuse files that this flow alone takes and that are not fit; most flows take none."""
 
+    def spec(self, sample: str = "") -> ClassifySpec:
+        """A run with these settings, of what the sample's name says."""
+        given = self.model_dump(mode="json") | {"sample": sample}
+        own = self.model_dump(include={*ClassifySpec.model_fields})
+        return ClassifySpec(**own, engine=self.engine(), parameters=given)
+
     def inputs(self) -> tuple[str, ...]:
         """Local files that are read, and must not be written over. Errors: `InputError` for those not there."""
         return ()
@@ -243,12 +249,6 @@ class RunSettings(ReadsSpec, FlowSettings):
         """Hold the output directory, checked and locked. Errors: those of `run_lock`, too."""
         with super().hold(), run_lock(self.out):
             yield
-
-    def spec(self, sample: str) -> ClassifySpec:
-        """The run of them."""
-        given = self.model_dump(mode="json") | {"sample": sample}
-        own = self.model_dump(include={*ClassifySpec.model_fields})
-        return ClassifySpec(**own, engine=self.engine(), parameters=given)
 
 
 class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):

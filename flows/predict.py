@@ -56,8 +56,7 @@ def staged_run(settings: RunSettings) -> Iterator[StagedRun]:
         if read_summary(run) is None:
             with suppress(TimeoutError):  # busy devices are waited for when there is work for them
                 held.enter_context(device_slots(resolve_here(spec), wait_s=FREE_NOW_S))
-                of = spec.models, spec.devices, spec.engine
-                pool = workers.enter_context(workers_for(*of, warm=True, cluster=spec, out=run.root))
+                pool = workers.enter_context(workers_for(spec, run.root, warm=True))
         yield StagedRun(run, stage_input(settings, label), label, spec, pool, workers)
 
 

@@ -16,12 +16,11 @@ from prefect.client.schemas.objects import State
 from flows import start
 from flows.flow_commands import InboxSettings
 from flows.flow_run import named, publish_prediction, stage_input, with_parameters
-from flows.parameters import PredictSettings, build
+from flows.parameters import FlowSettings, PredictSettings, build
 from tasks.predict import embed
 from tasks.server import announce, device_slots, without_server
 from tasks.step import done, emit, key, progress_artifact, publish_table
-from virnuc_core.config import Devices
-from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.devices import resolve_here
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import InputError, VirnucError, is_of_machine
@@ -41,14 +40,10 @@ class SamplesError(VirnucError):
 
 
 @contextmanager
-def kept_workers(settings: PredictSettings | InboxSettings, *, warm: bool) -> Iterator[Pool]:
+def kept_workers(settings: FlowSettings, *, warm: bool) -> Iterator[Pool]:
     """Workers that stay up for all runs in the body, with their devices; they load the weights once, if `warm` now."""
-    cluster = settings if isinstance(settings, PredictSettings) and settings.cluster else None
-    devices, engine = Devices.parse(settings.devices), settings.engine()
-    with (
-        device_slots(() if cluster else resolve(devices)),
-        workers_for(settings.models, devices, engine, keep=True, warm=warm, cluster=cluster, out=settings.out) as pool,
-    ):
+    spec = settings.spec()
+    with device_slots(resolve_here(spec)), workers_for(spec, settings.out, keep=True, warm=warm) as pool:
         yield pool
 
 

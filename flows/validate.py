@@ -146,8 +146,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     if spec.force:
         (settings.out / TUNING).unlink(missing_ok=True)
     spec = spec.model_copy(update={"engine": tuned(settings.out, spec.engine)})
-    given = spec.models, spec.devices, spec.engine
-    with nodes_of(spec, given, settings.out) if spec.cluster else nullcontext() as cluster:
+    with nodes_of(spec, settings.out) if spec.cluster else nullcontext() as cluster:
         return _measured(settings, spec, profile, label, Machines(spec, cluster))
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from virnuc_core import runfiles
-from virnuc_core.config import INPUTS, ClassifySpec, ClusterSpec, Devices, EngineSpec, ReadsSpec, RunSpec
+from virnuc_core.config import INPUTS, ClassifySpec, ReadsSpec, RunSpec
 from virnuc_core.encoders.checkpoint import fingerprint, shape_of
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, remarks, verdict
 from virnuc_core.engine import shards
@@ -68,8 +68,7 @@ def predict(spec: RunSpec, watch: Watch | None = None) -> RunSummary:
         held.enter_context(run_lock(run.root))
         pool = None
         if read_summary(run) is None:
-            of = spec.models, spec.devices, spec.engine
-            pool = held.enter_context(workers_for(*of, warm=True, cluster=spec, out=spec.out))
+            pool = held.enter_context(workers_for(spec, spec.out, warm=True))
         staging = stage_reads(stage_spec(spec, spec.models), run.store, force=spec.force)
         return classify(run, staging, spec, watch=watch, pool=pool)
 
@@ -106,32 +105,23 @@ def _recorded(run: RunDir) -> runfiles.RunRecord | None:
     return record
 
 
-def workers_for(
-    models: Path,
-    devices: Devices,
-    engine: EngineSpec,
-    *,
-    keep: bool = False,
-    warm: bool = False,
-    cluster: ClusterSpec | None = None,
-    out: Path = Path(),
-) -> Pool:
-    """Workers for runs that are not staged yet, `warm` or not; `keep`: for several of them. Those of a `cluster` must
-    see the folder `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
-    if cluster is not None and cluster.cluster is not None:
-        return nodes_of(cluster, (models, devices, engine), out).pool(keep=keep, warm=warm)
-    found = resolve(devices)
-    specs = worker_specs(models, found, resolve_engine(engine, found[0].kind))
+def workers_for(spec: ClassifySpec, out: Path, *, keep: bool = False, warm: bool = False) -> Pool:
+    """Workers for runs that are not staged yet, `warm` or not; `keep`: for several of them. Those of a cluster must see
+    the folder `out`, or what is to hold it. Errors: `DeviceError`, `ConfigError`."""
+    if spec.cluster is not None:
+        return nodes_of(spec, out).pool(keep=keep, warm=warm)
+    found = resolve(spec.devices)
+    specs = worker_specs(spec.models, found, resolve_engine(spec.engine, found[0].kind))
     return Pool(specs, local_workers(WORKER, specs), keep=keep, warm=warm)
 
 
-def nodes_of(spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path) -> "Cluster":
-    """The nodes of a cluster for `given` models, devices and engine. Errors: `DeviceError`, `ConfigError`."""
+def nodes_of(spec: ClassifySpec, out: Path) -> "Cluster":
+    """The nodes of the cluster of runs. Errors: `DeviceError`, `ConfigError`."""
     try:
         from virnuc_core.engine.cluster import Cluster  # few runs need it
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster {spec.cluster} needs {error.name}; install virnuc[cluster]") from error
-    return Cluster(spec, given, out)
+    return Cluster(spec, (spec.models, spec.devices, spec.engine), out)
 
 
 def model_flops(models: Path) -> ModelFlops:
@@ -158,7 +148,7 @@ def classify(
     with run_lock(run.root), ExitStack() as held:
         started_s, before = time.monotonic(), None if spec.force else read_summary(run)
         if spec.cluster and pool is None and before is None:
-            pool = held.enter_context(workers_for(spec.models, spec.devices, spec.engine, cluster=spec, out=run.root))
+            pool = held.enter_context(workers_for(spec, run.root))
         devices = before.devices if before else tuple(one.device for one in pool.specs) if pool else None
         head = shape_of(spec.models, HeadShape)
         threshold, uncertain = verdict(head, spec)

@@ -178,9 +178,8 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
             one for one in found if "spawn_main" in " ".join(one.cmdline()) and "dask" in str(one.parent().cmdline())
         ]
 
-    with workers_for(
-        tiny_models, Devices.parse("cpu"), SMALL, cluster=ClusterSpec(cluster="local:2"), out=tmp_path
-    ) as pool:
+    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, cluster="local:2")
+    with workers_for(spec, tmp_path) as pool:
         killed = dask_workers()[0]
         killed.kill()
         summary = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu"), pool=pool, cluster="local:2")
@@ -254,12 +253,13 @@ def test_a_node_that_cannot_be_used_is_named_and_nothing_is_written(
     (tmp_path / "site" / "sitecustomize.py").write_text("import sys\n" + textwrap.dedent(BAD[why]))
     (place := tmp_path / "place").mkdir()
     own = {"PYTHONPATH": f"{tmp_path / 'site'}", "PYTHONNOUSERSITE": ""}
-    cluster = ClusterSpec(cluster=scheduler, node_wait_s=60)
+    cpu = Devices.parse("cpu")
+    spec = ClassifySpec(models=tiny_models, devices=cpu, engine=SMALL, cluster=scheduler, node_wait_s=60)
     with (
         dask_worker(scheduler, "bad-one", tmp_path / "dask", None if BAD[why] else place, **own),
         pytest.raises(DeviceError, match=f"node bad-one .*({why})"),
     ):
-        workers_for(tiny_models, Devices.parse("cpu"), SMALL, cluster=cluster, out=place / "run")
+        workers_for(spec, place / "run")
     assert list(place.iterdir()) == []
 
 
@@ -289,8 +289,8 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
     run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": "2", "transfer": True}
     with ExitStack() as held:
         nodes = [held.enter_context(dask_worker(scheduler, f"n{i}", base / f"dask{i}", base, **told)) for i in range(2)]
-        pool = workers_for(tiny_models, Devices.parse("cpu"), SMALL, cluster=ClusterSpec(**cluster), out=run)
-        with pool:
+        spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, **cluster)
+        with workers_for(spec, run) as pool:
             found = go(run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster)
     assert result_bytes(run) == result_bytes(reference)
     assert len(asked) > found.shards_computed == found.shards
@@ -303,7 +303,5 @@ def test_a_scheduler_that_is_not_there_is_said(
 ) -> None:
     monkeypatch.setattr("virnuc_core.engine.dask_clusters.ANSWER_S", 0.3)
     with pytest.raises(DeviceError, match="no Dask scheduler answers there"):
-        workers_for(
-            tiny_models, Devices.parse("cpu"), SMALL, cluster=ClusterSpec(cluster="tcp://127.0.0.1:9"), out=tmp_path
-        )
+        workers_for(ClassifySpec(models=tiny_models, cluster="tcp://127.0.0.1:9"), tmp_path)
     assert ClassifySpec(models=tiny_models).cluster is None

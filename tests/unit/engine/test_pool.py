@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import LocalWorkers, end_all_children, worker_specs
 from virnuc_core.errors import ConfigError, WorkerError
@@ -38,7 +38,7 @@ def other(tmp_path: Path) -> Staged:
 
 @pytest.fixture
 def kept(tiny_models: Path) -> Iterator[Pool]:
-    with workers_for(tiny_models, DEVICES, SMALL, keep=True) as pool:
+    with workers_for(ClassifySpec(models=tiny_models, devices=DEVICES, engine=SMALL), Path(), keep=True) as pool:
         yield pool
     assert no_children()
     assert "pool" not in [thread.name for thread in threading.enumerate()]
@@ -97,7 +97,6 @@ def test_what_lies_with_one_run_fails_it_alone_and_a_dead_worker_is_replaced(
 
 def go_without_a_plan(root: Path, staged: Staged, models: Path, pool: Pool) -> None:
     """What `go` does, of a store that was replaced after the plan was made."""
-    from virnuc_core.config import ClassifySpec
     from virnuc_core.pipeline import prepare
 
     job = prepare(RunDir(root), staged[0], ClassifySpec(models=models, devices=DEVICES, engine=SMALL))
@@ -110,7 +109,8 @@ def test_a_worker_that_is_stopped_while_it_waits_is_ended_and_replaced(
     tmp_path: Path, other: Staged, tiny_models: Path
 ) -> None:
     engine = SMALL.model_copy(update={"heartbeat_s": 0.1, "silence_s": 2.0})
-    with workers_for(tiny_models, Devices.parse("cpu:1"), engine, keep=True) as pool:
+    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=engine)
+    with workers_for(spec, tmp_path, keep=True) as pool:
         first = go(tmp_path / "first", other, tiny_models, Devices.parse("cpu:1"), engine=engine, pool=pool)
         (pid,) = pids(first)
         os.kill(pid, signal.SIGSTOP)

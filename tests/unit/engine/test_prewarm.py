@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from virnuc_core.config import Devices, RunSpec
+from virnuc_core.config import ClassifySpec, Devices, RunSpec
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import InputError
 from virnuc_core.pipeline import predict, workers_for
@@ -25,7 +25,7 @@ ONE = Devices.parse("cpu:1")
 
 @pytest.fixture
 def prewarmed(tiny_models: Path) -> Iterator[Pool]:
-    with workers_for(tiny_models, ONE, SMALL, warm=True) as made:
+    with workers_for(ClassifySpec(models=tiny_models, devices=ONE, engine=SMALL), Path(), warm=True) as made:
         yield made
     assert no_children()
 
