@@ -57,7 +57,8 @@ def test_scaling_goes_node_by_node_without_a_device_here(
 
     monkeypatch.setattr("flows.validate.resolve", none_here)
     out = tmp_path / "curve"
-    given = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:2", "cluster": "local:2"}
+    given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:2"}
+    given |= {"cluster": "local:2", "transfer": True}
     scale(**given, return_state=True)
     assert len(devices(out / "devices-1")) == 1
     assert {name.partition("@")[2] for name in devices(out / "devices-2")} == {"local-0"}

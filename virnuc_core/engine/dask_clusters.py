@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable
@@ -11,7 +13,6 @@ from typing import Any, Final
 from unittest import mock
 
 import dask
-import psutil
 from distributed import Client, Security
 from distributed.utils import get_ip
 
@@ -111,7 +112,7 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
                 program = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *words]
                 with said.open("a") as log:
                     how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
-                    started.append(psutil.Popen(program, env={**os.environ, **own}, **how))
+                    started.append(subprocess.Popen(program, env={**os.environ, **own}, **how))
             for _ in range(int(START_S / LOOK_S)):
                 if file.exists() or started[0].poll() is not None:
                     break
@@ -121,9 +122,7 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
                 raise DeviceError(f"a scheduler of this machine's own does not start: {' '.join(last)}")
             yield file
         finally:
-            living = [process for process in started if process.poll() is None]
-            for one in [one for process in living for one in (*process.children(recursive=True), process)]:
-                with suppress(psutil.Error):  # a nanny's own is not ended by its death where it is stopped
-                    one.kill()
             for process in started:
+                with suppress(ProcessLookupError):  # a nanny's own is not ended by its death where it is stopped
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()

@@ -124,16 +124,15 @@ class Node:
         """Write a piece of a file. Errors: `DeviceError` of the disk; `OSError` when it is not what was sent."""
         if hashlib.sha256(piece).hexdigest() != digest:
             raise OSError(f"{name} does not arrive there as it was sent")
-        with self._using(path := self.folder / f"{name}.part"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("r+b" if at else "wb") as file:
-                file.seek(at)
-                file.write(piece)
-
-    def finish(self, name: str) -> None:
-        """All pieces of a file are there."""
         with self._using(path := self.folder / name):
-            path.with_name(f"{path.name}.part").rename(path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if at:
+                with path.open("ab") as file:
+                    file.truncate(at)
+                    file.write(piece)
+            else:  # a file that is one piece is never seen in part
+                (aside := path.with_name(f"{path.name}.part")).write_bytes(piece)
+                aside.replace(path)
 
     def piece(self, name: str, at: int, most: int) -> bytes:
         """So many bytes at most of a file."""
@@ -163,7 +162,8 @@ class Node:
                 self._children[number] = self._workers.start(self._here(message))
             elif (child := self._children.get(number)) is not None:  # else it has ended, as will be heard
                 child.log = self.folder / log if log else None
-                self._logs |= {log: self._logs.get(log, 0)} if log else {}
+                if log:
+                    self._logs.setdefault(log, 0)
                 if isinstance(message, ShardTask):
                     own = {"run": str(self.folder / message.run), "store": str(self.folder / message.store)}
                     message = message.model_copy(update=own)
@@ -198,9 +198,10 @@ class Node:
             received = self._workers.receive(0)
         now_s = time.monotonic()
         still_s = {number: now_s - child.progress_s for number, child in list(self._children.items())}
-        logged = {log: self.piece(log, at, LOG_BYTES) for log, at in self._logs.items() if (self.folder / log).exists()}
-        self._logs |= {log: self._logs[log] + len(more) for log, more in logged.items()}
-        texts = {log: more.decode(errors="replace") for log, more in logged.items() if more}
-        samples = [self._read(uuid, now_s) for uuid in self._sampled] if self._read else []
-        rest = {"still_s": still_s, "logged": texts, "samples": tuple(samples)}
-        return Told(now_s=now_s, said=tuple(said), **rest).model_dump_json()
+        logged = dict[str, str]()
+        for log, at in list(self._logs.items()):
+            if (self.folder / log).exists() and (more := self.piece(log, at, LOG_BYTES)):
+                logged[log], self._logs[log] = more.decode(errors="replace"), at + len(more)
+        samples = tuple(self._read(uuid, now_s) for uuid in self._sampled) if self._read else ()
+        told = Told(now_s=now_s, said=tuple(said), logged=logged, still_s=still_s, samples=samples)
+        return told.model_dump_json()

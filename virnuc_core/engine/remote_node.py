@@ -145,7 +145,6 @@ class RemoteNode:
         while piece := await asyncio.to_thread(data.read, PIECE_BYTES):
             async with asyncio.timeout(ANSWER_S):
                 await self.actor.put(name, data.tell() - len(piece), piece, hashlib.sha256(piece).hexdigest())
-        await self.actor.finish(name)
 
     async def _send_task(self, child: RemoteChild, task: ShardTask) -> ShardTask:
         """Send what a shard needs; the task as it is there. Errors: of store and plan."""
@@ -244,18 +243,17 @@ def excerpt(store: OrfStore, lo: int, hi: int) -> bytes:
     """A store of the uniques `lo` to `hi` alone, each with its first row and the read of that, as bytes of a file."""
     kept = {name: getattr(store, name) for name in COLUMNS}
     found = dict.fromkeys(("row_read", "row_unique", "unique_row"), np.arange(hi - lo))
-    rows = kept["unique_row"][lo:hi]
+    uniques, rows = np.arange(lo, hi), kept["unique_row"][lo:hi]
     reads = kept["row_read"][rows]
     found |= {
         name: kept[name][reads] for name in ("read_length", "read_chunks", "read_rows", "read_flags", "read_copy")
     }
     found |= {name: kept[name][rows] for name in ("row_chunk", "row_frame")}
-    ids = [store.original_ids(read, read + 1)[0].encode() for read in reads.tolist()]
-    found["read_id_offsets"] = offsets_of(np.array([len(name) for name in ids]))
-    found["read_id_bytes"] = np.frombuffer(b"".join(ids), np.uint8)
-    for kind in ("protein", "dna"):
-        at = kept[f"{kind}_offsets"][lo : hi + 1]
-        found |= {f"{kind}_offsets": at - at[0], f"{kind}_bytes": kept[f"{kind}_bytes"][at[0] : at[-1]]}
+    for kind, which in (("read_id", reads), ("protein", uniques), ("dna", uniques)):
+        starts = kept[f"{kind}_offsets"]
+        offsets = offsets_of(starts[which + 1] - starts[which])
+        places = np.repeat(starts[which] - offsets[:-1], np.diff(offsets)) + np.arange(offsets[-1])
+        found |= {f"{kind}_offsets": offsets, f"{kind}_bytes": kept[f"{kind}_bytes"][places]}
     counts = dict.fromkeys(StoreCounts.__slots__, 0) | dict.fromkeys(("n_reads", "n_rows", "n_uniques"), hi - lo)
     about = {name: getattr(store, name) for name in ("fingerprint", "model_length", "duplicate_mark")}
     with h5py.File(f"{store.path}:{lo}", "w", driver="core", backing_store=False) as file:
