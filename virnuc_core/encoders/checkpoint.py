@@ -23,7 +23,7 @@ from torch import Tensor
 from virnuc_core.config import Attention, EngineSpec, Precision, small_text
 from virnuc_core.encoders import layers
 from virnuc_core.encoders.layers import PRODUCTS, Calibration, Encoder, Inputs, Read
-from virnuc_core.encoders.model_config import DnabertShape, EncoderShape, Esm2Shape, HeadShape, S, Shape, read_shape
+from virnuc_core.encoders.model_config import KINDS, DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer
 from virnuc_core.errors import VirnucError, WeightsError, few
@@ -32,7 +32,7 @@ from virnuc_core.runfiles import sha256_of
 
 log = logging.getLogger(__name__)
 
-PARTS: Final = ("esm2", "dnabert_s", "head")
+PARTS: Final = tuple(KINDS)
 E = TypeVar("E", bound=Encoder)
 _hashing: Final = threading.Lock()  # who wants a digest that another thread computes waits for it
 WEIGHTS: Final = "model.safetensors"
@@ -78,8 +78,8 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
 
 def check_widths(models: Path, head: HeadShape) -> None:
     """See that a head's inputs are what the encoders of a models directory give. Errors: `WeightsError`."""
-    kinds: tuple[type[EncoderShape], ...] = (DnabertShape, Esm2Shape)
-    dna, protein = (read_shape(_config(models, kind.part()), kind).width for kind in kinds)
+    dna = read_shape(_config(models, "dnabert_s"), DnabertShape).width
+    protein = read_shape(_config(models, "esm2"), Esm2Shape).width
     if (head.dna_width, head.protein_width) != (dna, protein):
         raise WeightsError(
             f"{models / 'head'}: made for embeddings of {head.dna_width} (DNA) + {head.protein_width} (protein), "

@@ -7,11 +7,10 @@ import argparse
 import functools
 import json
 import math
-import os
 import pickle
 import re
 import resource
-import shutil
+import tempfile
 import warnings
 import zipfile
 import zlib
@@ -251,16 +250,14 @@ def write_part(
     if target.exists():
         raise WeightsError(f"{target}: exists already; remove it or choose another directory")
     stored = read(next(iter(shape.tensors()))).dtype if dtype is None else DTYPES[dtype]
-    partial = out / f".{shape.model}.{os.getpid()}.partial"
-    partial.mkdir(parents=True)
-    try:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=out) as folder:
+        partial = Path(folder, shape.model)
         write_tensors(partial / WEIGHTS, shape.tensors(), stored, read)
         model_config.write_shape(shape.model_copy(update={"origin": origin}), partial / "config.json")
         if tokenizer is not None:
             (partial / "tokenizer.json").write_bytes(tokenizer)
         partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def init_random(

@@ -189,6 +189,7 @@ def remarks(head: HeadShape, lengths: NDArray[np.integer]) -> tuple[str, ...]:
     return (f"{trained}; {here}: do not rely on their scores",)
 
 
+KINDS: Final[dict[str, type[Shape]]] = {kind.part(): kind for kind in (Esm2Shape, DnabertShape, HeadShape)}
 RANDOM_ORIGIN: Final = "random"  # the origin of weights that mean nothing begins with this word
 S = TypeVar("S", bound=Shape)
 
@@ -225,9 +226,3 @@ def read_shape(path: Path, kind: type[S]) -> S:
         raw = {ours: raw[theirs] for theirs, ours in known if theirs in raw and ours in kind.model_fields}
     with reading(path, "JSON", WeightsError):
         return kind.model_validate(raw)
-
-
-def origins(models: Path) -> str:
-    """Where each encoder of a models directory comes from: `esm2: …; dnabert_s: random, seed 0`."""
-    shapes = (read_shape(models / kind.part() / "config.json", kind) for kind in (Esm2Shape, DnabertShape))
-    return "; ".join(f"{shape.model}: {shape.origin}" for shape in shapes)

@@ -22,7 +22,7 @@ from virnuc_core.config import EngineSpec
 from virnuc_core.encoders import checkpoint, model_config
 from virnuc_core.encoders.checkpoint import open_folder, open_part, part_digest, shape_of, tensor_files
 from virnuc_core.encoders.layers import PRODUCTS, Dense, Encoder, dense
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape, read_shape
+from virnuc_core.encoders.model_config import KINDS, DnabertShape, Esm2Shape, HeadShape, read_shape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch, Tokenizer
 from virnuc_core.errors import ConfigError, DeviceError, InputError, WeightsError
@@ -81,24 +81,21 @@ def torch_device(name: str) -> torch.device:
 
 
 def verify(models: Path, device: torch.device) -> tuple[Check, ...]:
-    """Every check of a models directory, in order. A part that cannot be opened is a `fail`, not an exception."""
-    checks = [_part(models, kind) for kind in (Esm2Shape, DnabertShape, HeadShape)]
+    """Every check of a models directory, in order: all tensors of each part are there, have their shape and hold finite
+    numbers; digests; the original's numbers. A part that cannot be opened is a `fail`, not an exception."""
+    checks: list[Check] = []
+    for part, kind in KINDS.items():
+        try:
+            shape, read = open_part(models, kind)
+            count = checkpoint.check_finite(models / part, shape, read)
+            checks.append(Check(part, "ok", f"{count:,} numbers, {shape.origin or 'of unknown origin'}"))
+        except WeightsError as error:
+            checks.append(Check(part, "fail", str(error)))
     if any(check.verdict == "fail" for check in checks):
         return (*checks, Check("anchors", "not run", "a part is not sound"))
     digests = checkpoint.fingerprint(models, anew=True)
     checks += [Check(f"{part} sha256", "ok", digest) for part, digest in digests.items()]
     return (*checks, *_anchors(models, device))
-
-
-def _part(models: Path, kind: type[Shape]) -> Check:
-    """All tensors of a part are there, have their shape and hold finite numbers."""
-    name = kind.part()
-    try:
-        shape, read = open_part(models, kind)
-        count = checkpoint.check_finite(models / name, shape, read)
-    except WeightsError as error:
-        return Check(name, "fail", str(error))
-    return Check(name, "ok", f"{count:,} numbers, {shape.origin or 'of unknown origin'}")
 
 
 def _anchors(models: Path, device: torch.device) -> list[Check]:

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -82,16 +82,15 @@ class Embedding:
         specs, self._began_s = worker_specs(job.spec.models, job.devices, job.engine, job.trace), time.monotonic()
         ids, left, tasks = [device.id for device in job.devices], set(job.todo), job.tasks(job.todo)
         done = store.n_uniques - sum(task.hi - task.lo for task in tasks)
-        with (
-            journal(job.run.journal, self._origin_s, self._started, ids) as keep,
-            Sampler(ids, interval_s=self._watch.sample_s, note=keep, reader=pool.reader if pool else None) as sampler,
-            InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)
-            if tasks and heard
-            else nullcontext() as live,
-            nullcontext(pool)
-            if pool is not None and (pool.specs == specs or job.spec.cluster)
-            else Pool(specs, local_workers(job.worker, specs)) as used,
-        ):
+        with ExitStack() as held:
+            keep, live = held.enter_context(journal(job.run.journal, self._origin_s, self._started, ids)), None
+            watching = Sampler(ids, interval_s=self._watch.sample_s, note=keep, reader=pool.reader if pool else None)
+            sampler = held.enter_context(watching)
+            if tasks and heard:
+                shown = InferenceProgressReporter(store.n_uniques, sampler, heard, already_done=done)
+                live = held.enter_context(shown)
+            if pool is None or not (pool.specs == specs or job.spec.cluster):
+                pool = held.enter_context(Pool(specs, local_workers(job.worker, specs)))
 
             def note(noted: ShardDone | str) -> None:
                 still_held(job.run.root, look=False)
@@ -102,7 +101,7 @@ class Embedding:
                         live.update(noted)
 
             try:
-                found = used.compute(tasks, job.run.root.resolve() / "logs", note)
+                found = pool.compute(tasks, job.run.root.resolve() / "logs", note)
             except StorageError as error:
                 room = size(job.shard_bytes(left))
                 raise StorageError(f"{error}; the shards still to come take about {room}") from error

@@ -43,12 +43,6 @@ def result_settings(engine: EngineSpec) -> dict[str, Any]:
     return {"compile": False, "dedup": True} | {name: getattr(engine, name) for name in RESULT_FIELDS}
 
 
-def job_fingerprint(prints: dict[str, str], engine: EngineSpec, kind: str) -> str:
-    """Digest of reads and weights (their `prints`), result settings and kind of device: all that decides a result."""
-    body = {"prints": prints, "settings": result_settings(engine), "kind": kind}
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
 class ShardPlan(Spec):
     """`shards/plan.json`: which uniques each shard holds. Shard i is `bounds[i]` … `bounds[i + 1]`."""
 
@@ -113,10 +107,12 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
 def plan_run(
     protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str
 ) -> tuple[EngineSpec, ShardPlan]:
-    """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`."""
+    """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`. Its fingerprint is
+    of all that decides a result: reads and weights (their `prints`), result settings and kind of device."""
     asked = engine.shard_tokens
     while True:
-        fingerprint = job_fingerprint(prints, engine, kind)
+        body = json.dumps({"prints": prints, "settings": result_settings(engine), "kind": kind}, sort_keys=True)
+        fingerprint = hashlib.sha256(body.encode()).hexdigest()
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
         if len(plan) <= MOST_SHARDS or engine.shard_tokens >= LARGEST_SHARD:
             break
@@ -254,16 +250,13 @@ def write_virtual_embeddings(run: RunDir) -> Path:
     NaN marks what failed. HDF5 shows infinity for rows of a shard's file that is gone or cannot be opened."""
     plan = read_plan(run)
     with whole_hdf5(run.embeddings, libver="latest") as file:
-        if len(plan) == 0:
-            file.create_dataset("embeddings", shape=(0, 0), dtype=np.float32)
-            file.create_dataset("scores", shape=(0, 2), dtype=np.float32)
-            return run.embeddings
-        with h5py.File(shard_path(run, 0), "r") as first:
-            width = first["embeddings"].shape[1]
+        width = 0  # where no read has an open frame
+        if len(plan):
+            with h5py.File(shard_path(run, 0), "r") as first:
+                width = first["embeddings"].shape[1]
         for name, columns in (("embeddings", width), ("scores", 2)):
             layout = h5py.VirtualLayout((plan.bounds[-1], columns), np.float32)
             layout.dcpl.set_obj_track_times(False)  # the same shards, the same bytes
-            layout.dcpl.set_alloc_time(h5py.h5d.ALLOC_TIME_LATE)
             for shard in range(len(plan)):
                 lo, hi = plan.range(shard)
                 path = f"{run.shards.name}/{shard_path(run, shard).name}"

@@ -20,9 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import check_finite, load_all, open_part
+from virnuc_core.encoders.checkpoint import check_finite, load_all, open_part, shape_of
 from virnuc_core.encoders.layers import Encoder
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape, Shape
+from virnuc_core.encoders.model_config import KINDS, DnabertShape, HeadShape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
@@ -277,30 +277,28 @@ def judge_not_finite(result: ShardResult, task: ShardTask, models: Path) -> None
     """Let up to `task.most_lost` rows of a shard pass that hold NaN or infinity; those of `task.skip` are known to.
 
     Errors: `NotFiniteError` names the model that gives more of them, `WeightsError` its tensor that is not finite."""
-    width, most = open_part(models, DnabertShape)[0].width, task.most_lost
+    most, (dna, protein) = task.most_lost, np.split(result.embeddings, [shape_of(models, DnabertShape).width], axis=1)
     left = np.ones(len(result.scores), bool)  # [rows] without a cause so far
     left[np.array(task.skip, np.int64) - task.lo] = False
-    kinds: tuple[type[Shape], ...] = (DnabertShape, Esm2Shape, HeadShape)
-    halves = result.embeddings[:, :width], result.embeddings[:, width:]
-    for values, kind in zip((*halves, result.scores), kinds, strict=True):
+    for part, values in {"dnabert_s": dna, "esm2": protein, "head": result.scores}.items():
         lost = np.flatnonzero(left & ~np.isfinite(values).all(axis=1))
         left[lost] = False
         most -= len(lost)
         if len(lost):
-            _examine(models, kind)
+            _examine(models, part)
         if most < 0:
             store, _ = opened(Path(task.store), task.reads, models)
             names = few(store.row_ids(row, row + 1)[0] for row in store.unique_row[lost + task.lo].tolist())
             raise NotFiniteError(
-                f"{models / kind.part()}: of {len(left)} rows of a shard it gives NaN or infinity for {len(lost)} "
+                f"{models / part}: of {len(left)} rows of a shard it gives NaN or infinity for {len(lost)} "
                 f"({names}), though its weights are finite; use another --precision, or other weights"
             )
 
 
 @cache
-def _examine(models: Path, kind: type[Shape]) -> None:
+def _examine(models: Path, part: str) -> None:
     """See, once, that the weights of a model are finite. Errors: `WeightsError`."""
-    check_finite(models / kind.part(), *open_part(models, kind))
+    check_finite(models / part, *open_part(models, KINDS[part]))
 
 
 def work(parent: Parent, spec: WorkerSpec) -> None:

@@ -26,9 +26,9 @@ from torch import Tensor, nn
 
 import virnuc_core
 from virnuc_core.config import TrainSpec
-from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, part_digest
+from virnuc_core.encoders.checkpoint import PARTS, WEIGHTS, part_digest, shape_of
 from virnuc_core.encoders.convert import random_tensor, write_part, write_tensors
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadCard, HeadShape, origins, read_shape, write_shape
+from virnuc_core.encoders.model_config import KINDS, RANDOM_ORIGIN, HeadCard, HeadShape, read_shape, write_shape
 from virnuc_core.engine import shards
 from virnuc_core.errors import VirnucError
 from virnuc_core.measure import evaluation
@@ -178,7 +178,7 @@ def train_head(
         virnuc_version=virnuc_core.__version__,
         settings=spec.model_dump(mode="json", include=set(TrainSpec.model_fields)),
         model_length=store.model_length,
-        encoders=origins(encoders),
+        encoders="; ".join(f"{part}: {shape_of(encoders, KINDS[part]).origin}" for part in PARTS[:2]),
         digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
         realised={rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,
