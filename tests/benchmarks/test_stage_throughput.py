@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from virnuc_core.encoders.checkpoint import load_encoder, load_head
+from virnuc_core.encoders.checkpoint import load_encoder, open_part
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine.embedding import Job
 from virnuc_core.engine.shards import ShardResult, commit
 from virnuc_core.reads.stage import StageSpec, stage
@@ -69,7 +71,7 @@ class TestStageThroughput:
     ) -> None:
         """Scores of the head, and the result files."""
         made = job(scale)
-        head, uniques = load_head(made.spec.models, DEVICE), made.store.n_uniques
+        head, uniques = Head(*open_part(made.spec.models, HeadShape), DEVICE), made.store.n_uniques
         rows = torch.zeros(uniques, head.shape.width, device=DEVICE)
 
         def predict() -> None:

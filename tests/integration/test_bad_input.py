@@ -150,7 +150,7 @@ BAD_MODELS: dict[str, tuple[Spoil, str]] = {
     "missing": (shutil.rmtree, "no such directory"),
     "no part": (lambda m: shutil.rmtree(m / "esm2"), "no esm2/ in it"),
     "no other part": (lambda m: shutil.rmtree(m / "dnabert_s"), "no dnabert_s/ in it"),
-    "no config": (lambda m: (m / "head" / "config.json").unlink(), "head/config.json: no such file"),
+    "no config": (lambda m: (m / "head" / "config.json").unlink(), "head/config.json: cannot be read"),
     "no weights": (lambda m: (m / "esm2" / "model.safetensors").unlink(), "esm2/model.safetensors: no such file"),
     "no tokenizer": (lambda m: (m / "dnabert_s" / "tokenizer.json").unlink(), "tokenizer.json: no such file"),
     "cut weights": (

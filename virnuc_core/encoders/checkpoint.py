@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from virnuc_core.config import Attention, EngineSpec, Precision, small_text
+from virnuc_core.config import Attention, EngineSpec, Precision, reading, small_text
 from virnuc_core.encoders import layers
 from virnuc_core.encoders.layers import PRODUCTS, Calibration, Encoder, Inputs, Read
 from virnuc_core.encoders.model_config import KINDS, DnabertShape, Esm2Shape, HeadShape, S, Shape, read_shape
@@ -44,7 +44,7 @@ INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
     """Sizes of the part of a models directory that `kind` is the shape of, and what reads its weights.
     Raises `WeightsError` when they are missing or do not fit each other, the tokenizer or the other parts."""
-    shape = read_shape(_config(models, kind.part()), kind)
+    shape = read_shape(_folder(models, kind.part()) / "config.json", kind)
     if isinstance(shape, HeadShape):
         check_widths(models, shape)
     opened = open_folder(models / shape.model, kind)
@@ -78,8 +78,8 @@ def open_folder(folder: Path, kind: type[S]) -> tuple[S, Read]:
 
 def check_widths(models: Path, head: HeadShape) -> None:
     """See that a head's inputs are what the encoders of a models directory give. Errors: `WeightsError`."""
-    dna = read_shape(_config(models, "dnabert_s"), DnabertShape).width
-    protein = read_shape(_config(models, "esm2"), Esm2Shape).width
+    dna = read_shape(_folder(models, "dnabert_s") / "config.json", DnabertShape).width
+    protein = read_shape(_folder(models, "esm2") / "config.json", Esm2Shape).width
     if (head.dna_width, head.protein_width) != (dna, protein):
         raise WeightsError(
             f"{models / 'head'}: made for embeddings of {head.dna_width} (DNA) + {head.protein_width} (protein), "
@@ -104,17 +104,14 @@ def check_models(models: Path, new_length: int | None = None) -> HeadShape:
     return shape_of(models, HeadShape)
 
 
-def _config(models: Path, part: str) -> Path:
+def _folder(models: Path, part: str) -> Path:
     if not models.is_dir():
         raise WeightsError(f"models directory {models}: no such directory; make one with virnuc models")
     if not (models / part).is_dir():
         train = "; virnuc models use-head puts one back, virnuc train --model-length makes one" * (part == "head")
         needed = ", ".join(f"{one}/" for one in PARTS)
         raise WeightsError(f"models directory {models}: no {part}/ in it; it needs {needed}{train}")
-    path = models / part / "config.json"
-    if not path.is_file():
-        raise WeightsError(f"{path}: no such file; each part of a models directory has its config.json")
-    return path
+    return models / part
 
 
 def _weights(folder: Path) -> list[Path]:
@@ -127,16 +124,13 @@ def fingerprint(models: Path, precision: Precision = "auto", *, anew: bool = Fal
     """SHA-256 of each part's files, by the part's name, and of the calibration for int8; equal ones mean equal scores.
     `anew`: computed also for large files of which it is remembered.
     Errors: `WeightsError` also for int8 without a calibration, or with that of other weights."""
-    tokenizer = models / "dnabert_s" / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise WeightsError(f"{tokenizer}: no such file; a models directory needs the tokenizer of its DNABERT-S")
-    folders = {part: _config(models, part).parent for part in PARTS}
-    found = {part: part_digest(at, *[tokenizer] * (part == "dnabert_s"), anew=anew) for part, at in folders.items()}
+    further = {"dnabert_s": [models / "dnabert_s" / "tokenizer.json"]}
+    found = {part: part_digest(_folder(models, part), *further.get(part, []), anew=anew) for part in PARTS}
     if precision == "int8":
         if calibration(models)[1] != found["esm2"]:
             problem = "was made for other weights of ESM-2; make it anew with virnuc models quantize"
-            raise WeightsError(f"{folders['esm2'] / CALIBRATION}: {problem}")
-        found["int8"] = sha256_of(folders["esm2"] / CALIBRATION)
+            raise WeightsError(f"{models / 'esm2' / CALIBRATION}: {problem}")
+        found["int8"] = sha256_of(models / "esm2" / CALIBRATION)
     return found
 
 
@@ -148,7 +142,7 @@ def calibration(models: Path) -> tuple[Calibration, str]:
     try:
         with safe_open(path, "pt") as file:
             seen = {name: Inputs(*file.get_tensor(name).float()) for name in file.keys()}  # noqa: SIM118 - no mapping
-            count = read_shape(_config(models, "esm2"), kind).layers
+            count = read_shape(models / "esm2" / "config.json", kind).layers
             products = [{name: seen[f"layers.{i}.{name}"] for name in PRODUCTS} for i in range(count)]
             return products, (file.metadata() or {})["weights"]
     except (OSError, KeyError, TypeError, SafetensorError) as error:
@@ -159,7 +153,8 @@ def part_digest(folder: Path, *further: Path, anew: bool = False) -> str:
     """The digest of one part, wherever its folder lies: of its config, its weights and `further` files."""
     body = ""
     for file in (folder / "config.json", *_weights(folder), *further):
-        at = file.stat()
+        with reading(file, "file", WeightsError):
+            at = file.stat()
         state = at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns
         with _hashing:
             body += f"{file.name} {_digest(file.resolve(), state, anew)}\n"
@@ -195,11 +190,6 @@ def load_encoder(
     return network(shape, read, device, precision=ready, attention=backend, calibration=seen)
 
 
-def load_head(models: Path, device: torch.device) -> Head:
-    """The classifier of a models directory; `WeightsError` when its inputs are not what the encoders give."""
-    return Head(*open_part(models, HeadShape), device)
-
-
 def load_all(
     models: Path, device: torch.device, engine: EngineSpec, warm: Callable[[Encoder], object] = lambda _: None
 ) -> tuple[Esm2, DnabertS, Head]:
@@ -218,7 +208,7 @@ def load_all(
 
     with ThreadPoolExecutor(2) as threads:
         esm2, dnabert_s = threads.submit(load, Esm2), threads.submit(load, DnabertS)
-    loaded = esm2.result(), dnabert_s.result(), load_head(models, device)
+    loaded = esm2.result(), dnabert_s.result(), Head(*open_part(models, HeadShape), device)
     for encoder in late:
         warm(encoder)
     return loaded

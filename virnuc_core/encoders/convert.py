@@ -169,21 +169,16 @@ def read_pickled(path: Path, most: int | None = None) -> dict[str, Tensor]:
         with path.open("rb") as file:
             zipped = file.read(4) == b"PK\x03\x04"
         if zipped:
-            _check_archive(path)
+            with zipfile.ZipFile(path) as archive:
+                if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                    raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
+                if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
+                    raise ValueError("saved on a big-endian machine")
         return _tensors(path, mmap=zipped and most is None)  # a large one is mapped into memory, not copied
     except OSError as error:
         raise WeightsError(f"{path}: cannot be read ({error.strerror or error})") from error
     except Exception as error:  # torch raises whatever a broken file leads to; all of them mean the same
         raise WeightsError(f"{path}: refused, no tensors that can be read safely: {first_line(error)}") from error
-
-
-def _check_archive(path: Path) -> None:
-    """`ValueError` for an archive of `torch.save` that could not be what it says."""
-    with zipfile.ZipFile(path) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            raise ValueError("compressed, which no checkpoint is: what it swells to cannot be told")
-        if any(archive.read(name) != b"little" for name in archive.namelist() if name.endswith("/byteorder")):
-            raise ValueError("saved on a big-endian machine")
 
 
 @contextmanager

@@ -23,7 +23,9 @@ from virnuc_core.baseline import run as baseline_run
 from virnuc_core.baseline.run import fetch, run_baseline
 from virnuc_core.baseline.worker import embed_rows, load
 from virnuc_core.config import Devices, EngineSpec
-from virnuc_core.encoders.checkpoint import fingerprint, load_head
+from virnuc_core.encoders.checkpoint import fingerprint, open_part
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine.process import end_all_children
 from virnuc_core.errors import ConfigError, InputError, WeightsError, WorkerError
 from virnuc_core.profiles import BaselineSpec
@@ -72,7 +74,7 @@ def test_vanilla_is_the_method_row_by_row(
     dna, protein = fetch(store.dna, unique), fetch(store.protein, unique)
     rows = {"dnabert_s": dna, "esm2": protein}
     each = [embed_rows(load(models, op, CPU, torch.float32), s, [[i] for i in range(len(s))]) for op, s in rows.items()]
-    scores = load_head(models, CPU).scores(torch.cat(each, dim=1)).numpy()
+    scores = Head(*open_part(models, HeadShape), CPU).scores(torch.cat(each, dim=1)).numpy()
     written = predictions(vanilla[0])
     assert list(written) == list(dict.fromkeys(store.row_ids(0, store.n_rows, original=True)))
     ours = np.array([written[name] for name in store.row_ids(0, store.n_rows, original=True)])

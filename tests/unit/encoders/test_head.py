@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from virnuc_core.encoders.checkpoint import load_head, open_part
+from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.model_config import HeadShape, read_shape, write_shape
+from virnuc_core.encoders.models import Head
 from virnuc_core.errors import WeightsError
 
 from .test_head_card import CARD
@@ -31,18 +32,18 @@ def test_scores_equal_torch_modules_in_eval(models: Path, rows: int) -> None:
     features = torch.randn(rows, 128, generator=torch.Generator().manual_seed(rows))
     with torch.no_grad():
         expected = twin.eval()(features).softmax(1)
-    got = load_head(models, CPU).scores(features)
+    got = Head(*open_part(models, HeadShape), CPU).scores(features)
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(got.sum(1), torch.ones(rows), atol=1e-6, rtol=0)
 
 
 def test_no_rows_give_no_scores(models: Path) -> None:
-    assert load_head(models, CPU).scores(torch.empty(0, 128)).shape == (0, 2)
+    assert Head(*open_part(models, HeadShape), CPU).scores(torch.empty(0, 128)).shape == (0, 2)
 
 
 def test_its_widths_and_length_come_from_the_config(models: Path) -> None:
-    head = load_head(models, CPU)
+    head = Head(*open_part(models, HeadShape), CPU)
     assert (head.shape.model_length, head.shape.dna_width, head.shape.protein_width) == (500, 64, 64)
 
 

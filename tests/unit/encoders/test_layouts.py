@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from virnuc_core.encoders.checkpoint import load_encoder, load_head, open_part
+from virnuc_core.encoders.checkpoint import load_encoder, open_part
 from virnuc_core.encoders.convert import convert_encoder, convert_head, guess_esm2_shape, open_public
-from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
-from virnuc_core.encoders.models import DnabertS, Esm2
+from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
+from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, PackedBatch
 from virnuc_core.errors import ConfigError, WeightsError
 
@@ -407,4 +407,7 @@ def test_a_head_as_safetensors(models: Path, tmp_path: Path) -> None:
     for part in ("esm2", "dnabert_s"):
         (tmp_path / part).symlink_to(models / part)
     features = torch.randn(3, 128)
-    assert torch.equal(load_head(tmp_path, CPU).scores(features), load_head(models, CPU).scores(features))
+    assert torch.equal(
+        Head(*open_part(tmp_path, HeadShape), CPU).scores(features),
+        Head(*open_part(models, HeadShape), CPU).scores(features),
+    )

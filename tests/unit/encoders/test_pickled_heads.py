@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from virnuc_core.encoders import convert
-from virnuc_core.encoders.checkpoint import load_head
+from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import HEAD_MAX_BYTES, convert_head, read_pickled
+from virnuc_core.encoders.model_config import HeadShape
+from virnuc_core.encoders.models import Head
 from virnuc_core.errors import WeightsError
 
 CPU = torch.device("cpu")
@@ -70,7 +72,7 @@ def test_a_whole_pickled_module_gives_the_originals_scores(
     features = torch.randn(40, 128)
     with torch.no_grad():
         expected = trained(features).softmax(1)
-    head = load_head(tmp_path, CPU)
+    head = Head(*open_part(tmp_path, HeadShape), CPU)
     torch.testing.assert_close(head.scores(features), expected, atol=1e-6, rtol=0)
     assert head.shape.model_length == 500
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from virnuc_core.encoders.checkpoint import load_encoder, load_head
+from virnuc_core.encoders.checkpoint import load_encoder, open_part
 from virnuc_core.encoders.layers import Encoder
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer, Tokenizer
 
@@ -80,7 +81,7 @@ def test_rows_past_the_last_are_zero(pair: tuple[Encoder, Tokenizer, list[bytes]
 
 
 def test_scores_of_a_row_are_the_same_bits_in_any_company(models: Path) -> None:
-    head: Head = load_head(models, CPU)
+    head: Head = Head(*open_part(models, HeadShape), CPU)
     features = torch.randn(700, head.shape.width, generator=torch.Generator().manual_seed(2))
     whole = head.scores(features)
     for row in (0, 1, 255, 256, 699):

@@ -69,7 +69,8 @@ def test_encoders_warm_up_at_once_or_if_they_do_not_fit_one_after_the_other(
 ) -> None:
     Heavy.used, Heavy.most, Heavy.together, Heavy.warmed = 0.0, 0.0, threading.Barrier(2), 0
     monkeypatch.setattr(checkpoint, "load_encoder", lambda *_: Heavy(needs))
-    monkeypatch.setattr(checkpoint, "load_head", lambda *_: None)
+    monkeypatch.setattr(checkpoint, "open_part", lambda *_: ())
+    monkeypatch.setattr(checkpoint, "Head", lambda *_: None)
     given: Any = (Path(), torch.device("cpu"), EngineSpec(), Heavy.warm)
     if fits:
         checkpoint.load_all(*given)

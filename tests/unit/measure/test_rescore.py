@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 
 from virnuc_core import runfiles
 from virnuc_core.config import VerdictSpec
-from virnuc_core.encoders.checkpoint import check_models, fingerprint, load_head
+from virnuc_core.encoders.checkpoint import check_models, fingerprint, open_part
 from virnuc_core.encoders.convert import init_random, random_tensor, write_part
 from virnuc_core.encoders.model_config import Estimate, HeadCard, HeadShape, read_shape, write_shape
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ConfigError, ShardError, WeightsError
 from virnuc_core.measure.head import rescore
@@ -60,7 +61,7 @@ def run(tmp_path: Path, models: Path) -> RunDir:
     plan = shards.ShardPlan(bounds=(*range(0, store.n_uniques, 53), store.n_uniques), fingerprint="made")
     shards.write_plan(run, plan)
     rng = np.random.default_rng(0)
-    head = load_head(models, torch.device("cpu"))
+    head = Head(*open_part(models, HeadShape), torch.device("cpu"))
     embeddings = rng.normal(size=(store.n_uniques, head.shape.width)).astype(np.float32)
     embeddings[7] = np.nan
     scores = head.scores(torch.from_numpy(embeddings)).numpy()
@@ -92,7 +93,7 @@ def test_another_head_gives_its_own_scores(tmp_path: Path, run: RunDir) -> None:
     assert content(out) != before
     store, plan = OrfStore.open(run.store), shards.read_plan(run)
     embeddings = np.concatenate([shards.read_shard(run, plan, shard).embeddings for shard in range(len(plan))])
-    scores = load_head(other, torch.device("cpu")).scores(torch.from_numpy(embeddings)).numpy()
+    scores = Head(*open_part(other, HeadShape), torch.device("cpu")).scores(torch.from_numpy(embeddings)).numpy()
     lines = [line.split("\t") for line in (out.root / FILES[0]).read_text().splitlines()[1:]]
     unique = store.row_unique[:]
     kept = unique[~np.isnan(scores[unique, 0])]

@@ -16,9 +16,10 @@ from threadpoolctl import threadpool_limits
 from torch import nn
 
 from virnuc_core.config import TrainSpec
-from virnuc_core.encoders.checkpoint import check_models, load_head
+from virnuc_core.encoders.checkpoint import check_models, open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DNABERT_SIZES, ESM2_SIZES, Estimate, HeadShape, read_shape
+from virnuc_core.encoders.models import Head
 from virnuc_core.engine import shards
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.measure import training
@@ -152,7 +153,7 @@ def test_what_is_written_is_what_was_judged(world: World, tmp_path: Path, models
     rows = world.choose().rows
     test = rows[rows["side"] == 2]
     features = inputs_of(world.run, world.store, test, WIDTH)[0].vectors
-    scores = load_head(tmp_path / "models", torch.device("cpu")).scores(features)[:, 1].numpy()
+    scores = Head(*open_part(tmp_path / "models", HeadShape), torch.device("cpu")).scores(features)[:, 1].numpy()
     called, virus = scores >= 0.5, test["label"].to_numpy() == 1
     frames: Any = next(one for one in found.figures if (one.method, one.level, one.natural) == (HEAD, "frame", True))
     assert frames.metrics["recall"].value == pytest.approx((called & virus).sum() / virus.sum())
@@ -282,7 +283,7 @@ def test_genomes_are_cut_to_lengths_and_scored(world: World, tmp_path: Path) -> 
 def test_a_stand_in_needs_no_head_and_no_result_of_it_stays(tmp_path: Path, models: Path) -> None:
     for _ in range(2):  # again over its own
         folder = stand_in(models, tmp_path, check_models(models, 300))
-    assert load_head(folder, torch.device("cpu")).shape.model_length == 300
+    assert Head(*open_part(folder, HeadShape), torch.device("cpu")).shape.model_length == 300
     assert (folder / "esm2").resolve() == (models / "esm2").resolve()
     run = RunDir(tmp_path)
     write(run.summary, RunSummary(files={}))
