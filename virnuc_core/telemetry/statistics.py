@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import numpy as np
 import pandas as pd
@@ -45,6 +45,12 @@ def known(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
+def _figures(kind: type[RunFile], table: pd.DataFrame) -> dict[str, float | None]:
+    """The fields of a record that name, beside their type, a column of the table and what is made of it."""
+    asked = {name: field.metadata for name, field in kind.model_fields.items() if field.metadata}
+    return {name: known(getattr(table[column], how)()) for name, (column, how) in asked.items()}
+
+
 class QueueShares(RunFile):
     """Share of batches in each queue state."""
 
@@ -58,11 +64,11 @@ class BatchCounts(RunFile):
 
     batches: int
     rows: int  # sequences, each once: ESM-2, which embeds them last, counts; of one encoder, what it embedded
-    tokens: int  # real ones
-    slots: int  # launched, tails included
+    tokens: Annotated[int, "tokens", "sum"]  # real ones
+    slots: Annotated[int, "slots", "sum"]  # launched, tails included
     packing_efficiency: float | None  # tokens / slots, 0 to 1
-    avg_wait_ms: float | None
-    max_wait_ms: float | None
+    avg_wait_ms: Annotated[float | None, "wait_ms", "mean"]
+    max_wait_ms: Annotated[float | None, "wait_ms", "max"]
 
 
 class BatchMetrics(BatchCounts):
@@ -100,15 +106,11 @@ def embedding_span(batches: pd.DataFrame) -> Span | None:
 
 
 def _counts(batches: pd.DataFrame, counting: Encoder) -> BatchCounts:
-    tokens, slots = int(batches.tokens.sum()), int(batches.slots.sum())
     return BatchCounts(
+        **_figures(BatchCounts, batches),
         batches=len(batches),
         rows=int(batches.rows[batches.encoder == counting].sum()),
-        tokens=tokens,
-        slots=slots,
-        packing_efficiency=tokens / slots if slots else None,
-        avg_wait_ms=known(batches.wait_ms.mean()),
-        max_wait_ms=known(batches.wait_ms.max()),
+        packing_efficiency=batches.tokens.sum() / batches.slots.sum() if batches.slots.any() else None,
     )
 
 
@@ -183,11 +185,13 @@ class DeviceBusy(RunFile):
     device: str
     shards: int
     tokens: int = 0  # of both encoders; none in files of older versions
-    dnabert_s: float
-    esm2_s: float
-    head_s: float
-    commit_s: float
-    allocated_peak_bytes: float | None  # most that torch had allocated on it; None on a CPU
+    dnabert_s: Annotated[float, "dnabert_s", "sum"]
+    esm2_s: Annotated[float, "esm2_s", "sum"]
+    head_s: Annotated[float, "head_s", "sum"]
+    commit_s: Annotated[float, "commit_s", "sum"]
+    allocated_peak_bytes: Annotated[
+        float | None, "allocated_bytes", "max"
+    ]  # most that torch had allocated on it; None on a CPU
     busy_s: float  # of compute
 
 
@@ -198,8 +202,7 @@ def device_busy(shards: pd.DataFrame) -> tuple[DeviceBusy, ...]:
             device=str(device),
             shards=len(own),
             tokens=int(own.protein_tokens.sum() + own.dna_tokens.sum()),
-            **{name: own[name].sum() for name in ("dnabert_s", "esm2_s", "head_s", "commit_s")},
-            allocated_peak_bytes=known(own.allocated_bytes.max()),
+            **_figures(DeviceBusy, own),
             busy_s=own.dnabert_s.sum() + own.esm2_s.sum() + own.head_s.sum(),
         )
         for device, own in shards.groupby("device", observed=True)
@@ -221,24 +224,24 @@ class DeviceUsage(RunFile):
     """One device within a span. `None` where no sample tells."""
 
     device: str
-    gpu_util_avg: float | None  # percent
-    gpu_util_min: float | None
-    gpu_util_max: float | None
-    mem_used_avg: float | None  # bytes
-    mem_used_peak: float | None
-    power_avg_w: float | None
-    power_peak_w: float | None
-    temperature_max_c: float | None
+    gpu_util_avg: Annotated[float | None, "utilisation", "mean"]  # percent
+    gpu_util_min: Annotated[float | None, "utilisation", "min"]
+    gpu_util_max: Annotated[float | None, "utilisation", "max"]
+    mem_used_avg: Annotated[float | None, "memory_used_bytes", "mean"]
+    mem_used_peak: Annotated[float | None, "memory_used_bytes", "max"]
+    power_avg_w: Annotated[float | None, "power_w", "mean"]
+    power_peak_w: Annotated[float | None, "power_w", "max"]
+    temperature_max_c: Annotated[float | None, "temperature_c", "max"]
     energy_kwh: float | None  # by the trapezoid rule; None with fewer than two power readings
-    sample_count: int  # samples that tell the utilisation
+    sample_count: Annotated[int, "utilisation", "count"]  # samples that tell the utilisation
 
 
 class HostUsage(RunFile):
     """The host over a run."""
 
-    cpu_percent_avg: float | None
-    cpu_percent_max: float | None
-    rss_peak_bytes: float | None
+    cpu_percent_avg: Annotated[float | None, "cpu_percent", "mean"]
+    cpu_percent_max: Annotated[float | None, "cpu_percent", "max"]
+    rss_peak_bytes: Annotated[float | None, "rss_bytes", "max"]
     disk_read_bytes: float | None  # from the first sample to the last
     disk_written_bytes: float | None
     sample_count: int
@@ -247,29 +250,15 @@ class HostUsage(RunFile):
 def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -> DeviceUsage:
     """What the samples within `span`, or all of them, say of one device."""
     own = samples[(samples.device == device) & samples.time_s.between(*(span or (-np.inf, np.inf)))]
-    used, memory, power = own.utilisation, own.memory_used_bytes, own.power_w
-    metered = own[power.notna()]
-    return DeviceUsage(
-        device=device,
-        gpu_util_avg=known(used.mean()),
-        gpu_util_min=known(used.min()),
-        gpu_util_max=known(used.max()),
-        mem_used_avg=known(memory.mean()),
-        mem_used_peak=known(memory.max()),
-        power_avg_w=known(power.mean()),
-        power_peak_w=known(power.max()),
-        temperature_max_c=known(own.temperature_c.max()),
-        energy_kwh=np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH if len(metered) > 1 else None,
-        sample_count=int(used.count()),
-    )
+    metered = own[own.power_w.notna()]
+    energy_kwh = np.trapezoid(metered.power_w, metered.time_s) / JOULES_PER_KWH if len(metered) > 1 else None
+    return DeviceUsage(**_figures(DeviceUsage, own), device=device, energy_kwh=energy_kwh)
 
 
 def host_usage(samples: pd.DataFrame) -> HostUsage:
     """What all host samples say."""
     return HostUsage(
-        cpu_percent_avg=known(samples.cpu_percent.mean()),
-        cpu_percent_max=known(samples.cpu_percent.max()),
-        rss_peak_bytes=known(samples.rss_bytes.max()),
+        **_figures(HostUsage, samples),
         disk_read_bytes=known(samples.disk_read_bytes.dropna().diff().clip(lower=0).sum(min_count=1)),
         disk_written_bytes=known(samples.disk_write_bytes.dropna().diff().clip(lower=0).sum(min_count=1)),
         sample_count=len(samples),
