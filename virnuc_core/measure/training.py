@@ -172,6 +172,9 @@ def train_head(
     told_of = next(one for one in figures if one.asked == best and one.level == "read" and not one.natural)
     card = _card(store, inputs.rows, spec, reads[best], told_of)
     _write_head(network, shape, card, run.root)
+    rows, counted = examples.rows, examples.rows.groupby(["side", "label"])["cluster"].nunique()
+    genomes = examples.genomes.assign(label=[CLASSES[label] for label in examples.genomes["label"]])
+    genomes["frames"] = rows["genome"].value_counts().reindex(genomes.index, fill_value=0)
     why = cuts if isinstance(cuts, str) else "no fragment of this length of a class has an open frame"
     found = TrainFile(
         created=now(),
@@ -182,7 +185,9 @@ def train_head(
         digests={part: part_digest((run.root if part == HEAD else encoders) / part) for part in PARTS},
         realised={rate: wrong(reads[TEST], at, spec.prevalence) for rate, at in card.thresholds.items()},
         card=card,
-        **_dealt(examples),
+        clusters=counted.unstack().set_axis(SIDES).set_axis(CLASSES, axis="columns").to_dict("index"),
+        shared_sequences=int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
+        genomes=genomes.set_index("genome").to_dict("index"),
         left_out=examples.left_out | ({"frames without a finite embedding": lost} if lost else {}),
         **told,
         figures=tuple(figures),
@@ -225,19 +230,6 @@ def _write_head(network: nn.Module, shape: HeadShape, card: HeadCard, out: Path)
     write_tensors(out / HEAD / WEIGHTS, shape.tensors(), torch.float32, lambda name: state[name])
     made = {"origin": f"trained by virnuc {virnuc_core.__version__}", "card": card}
     write_shape(shape.model_copy(update=made), out / HEAD / "config.json")
-
-
-def _dealt(examples: Examples) -> dict[str, Any]:
-    """What train.json says of genomes and sides."""
-    rows, frames = examples.rows, examples.rows["genome"].value_counts()
-    genomes = examples.genomes.assign(label=[CLASSES[label] for label in examples.genomes["label"]])
-    genomes["frames"] = frames.reindex(genomes.index, fill_value=0)
-    found = rows.groupby(["side", "label"])["cluster"].nunique().to_numpy().reshape(len(SIDES), -1).tolist()
-    return {
-        "clusters": {side: dict(zip(CLASSES, of, strict=True)) for side, of in zip(SIDES, found, strict=True)},
-        "shared_sequences": int((rows.groupby("sequence")["side"].nunique() > 1).sum()),
-        "genomes": genomes.set_index("genome").to_dict("index"),
-    }
 
 
 def _cut_inputs(cuts: RunDir | str, examples: Examples, width: int) -> Iterator[tuple[str, Inputs]]:
