@@ -15,7 +15,7 @@ from typing import Any, Final, Self
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
 from virnuc_core.telemetry.statistics import known
 from virnuc_core.telemetry.tables import OVERLAPPED, STAGES, DeviceSample, HostSample, ShardDone, StageTime
@@ -82,8 +82,8 @@ def host_reader() -> Callable[[float], HostSample]:
             time_s=time_s,
             cpu_percent=psutil.cpu_percent(interval=None),
             rss_bytes=rss_bytes,
-            disk_read_bytes=None if disk is None else disk.read_bytes,
-            disk_write_bytes=None if disk is None else disk.write_bytes,
+            disk_read_bytes=getattr(disk, "read_bytes", None),  # there may be no disk
+            disk_write_bytes=getattr(disk, "write_bytes", None),
         )
 
     return read
@@ -164,7 +164,6 @@ class InferenceProgressReporter:
         self._totals = defaultdict[str, Counter[str]](Counter)  # by device: rows, tokens and slots of this run
         self._began_s = self._started_s = self._last_plain_s = self._last_callback_s = now()
         self._bars: Progress | None = None
-        self._tasks: dict[TaskID, tuple[str, ...]] = {}  # bar → its devices; none: all
         self._cell: Any = None  # of a notebook, that shows the bars
 
     def __enter__(self) -> Self:
@@ -178,8 +177,8 @@ class InferenceProgressReporter:
             name = TextColumn("[bold blue]{task.description}")
             self._bars = Progress(name, *bar, *columns, console=self._console, expand=True)
             for device in devices if len(devices) > 1 else ():
-                self._tasks[self._bars.add_task(device[:12], total=None, **self.progress(device))] = (device,)
-            self._tasks[self._bars.add_task(TITLE, total=self._total, **self.progress())] = ()
+                self._bars.add_task(device[:12], total=None, devices=(device,), **self.progress(device))
+            self._bars.add_task(TITLE, total=self._total, devices=(), **self.progress())
             if self._console.is_jupyter:  # without widgets, which rich would ask for
                 self._cell = importlib.import_module("IPython.display").display(self._bars, display_id=True)
             else:
@@ -222,7 +221,7 @@ class InferenceProgressReporter:
         """What is shown of `devices`, or of all: rows done so far, and the rest in words."""
         names, elapsed = devices or self._monitor.devices, self._now() - self._began_s
         rows, tokens, slots = (sum(self._totals[name][what] for name in names) for what in ("rows", "tokens", "slots"))
-        newest = [sample.utilisation for name in names if (sample := self._monitor.latest.get(name)) is not None]
+        newest = (self._monitor.latest[name].utilisation for name in names if name in self._monitor.latest)
         told = [used for used in newest if used is not None]
         return {
             "completed": rows if devices else self._done,
@@ -236,8 +235,8 @@ class InferenceProgressReporter:
     def _show(self) -> None:
         """Bring the bars up to date, or say a line."""
         if self._bars is not None:
-            for task, devices in self._tasks.items():
-                self._bars.update(task, **self.progress(*devices))
+            for task in self._bars.tasks:
+                self._bars.update(task.id, **self.progress(*task.fields["devices"]))
             if self._cell is not None:
                 self._cell.update(self._bars)
             return
