@@ -13,15 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.errors import InputError
+from virnuc_core.runfiles import FileDigest
 
 Format = Literal["fasta", "fastq"]
 OnError = Literal["stop", "skip"]
 
 LEGAL: Final = b"ACGTUNRYSWKMBDHVX-.acgtunryswkmbdhvx"  # nucleotides, IUPAC codes, X for masked bases, gaps
-LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
 _LONGEST_SHOWN: Final = 200
-NEWLINE, _RETURN = 10, 13
-_HEADER_FASTA, _HEADER_FASTQ, _PLUS = b">@+"
+_NEWLINE, _RETURN, _HEADER_FASTA, _HEADER_FASTQ, _PLUS = b"\n\r>@+"
 BLANKS: Final = b"\t\n\v\f\r\x1c\x1d\x1e\x1f "  # what str.split() takes for such
 _SPLITS: Final = np.isin(np.arange(33), list(BLANKS))
 
@@ -149,7 +148,7 @@ class ParseLog:
     reads_by_file: Counter[str] = field(default_factory=Counter)
     skipped_by_file: Counter[str] = field(default_factory=Counter)  # broken records, reads left out among them
     first_broken: dict[str, InputError] = field(default_factory=dict)  # of each file
-    contents: dict[str, tuple[int, str]] = field(default_factory=dict)  # size and SHA-256 of what was read to its end
+    contents: dict[str, FileDigest] = field(default_factory=dict)  # of what was read to its end
     not_primary: Counter[str] = field(default_factory=Counter)  # alignments left out, for their reads are there
     cut_s: float = 0.0  # unpacking, cutting, and reading line by line
     parse_s: float = 0.0  # reading pieces, of all workers
@@ -211,7 +210,7 @@ class _Lines:
     def __init__(self, data: bytes) -> None:
         letters = np.frombuffer(data, np.uint8)
         low = np.flatnonzero(letters <= 32)
-        is_newline = letters[low] == NEWLINE
+        is_newline = letters[low] == _NEWLINE
         newlines = low[is_newline]
         nexts = newlines + 1  # where the following line starts
         starts, ends = np.append(0, nexts)[:-1], newlines

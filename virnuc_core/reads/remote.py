@@ -113,9 +113,8 @@ def _download(url: str, target: Path) -> None:
             raise ConnectionError("what came before is not the beginning of what is there now")
         span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range", ""))
         goes_on = answer.status_code == httpx.codes.PARTIAL_CONTENT and span is not None and span[1] == str(have)
-        tag = answer.headers.get(
-            "ETag", ""
-        )  # a weak one (W/"…") does not stand for the very bytes: no part goes on by it
+        tag = answer.headers.get("ETag", "")
+        # a weak one (W/"…") does not stand for the very bytes: no part goes on by it
         validator = tag if tag.startswith('"') else answer.headers.get("Last-Modified", "")
         write_text_whole(notes, _Remembered(url=shown, validator=validator, sha256=None).model_dump_json())
         with storing(part), part.open("ab" if goes_on else "wb") as out:
@@ -151,7 +150,7 @@ def _open(url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None =
     """The answer to a request, redirects followed. Errors: `OSError` and those of httpx, where another try may help;
     `InputError` for a refusal, and for where nobody should be sent."""
     shown, asked = hidden(url), {"User-Agent": "virnuc", "Accept-Encoding": "identity", **headers}
-    logging.getLogger("httpx").addFilter(_is_warning)  # it tells whole addresses to whoever asks for its log
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else it tells whole addresses to whoever asks for its log
     with httpx.Client(timeout=_TIMEOUT_S) as client:
         # httpx has no way to name it; a proxy that the environment names may stand at a private address
         vars(vars(client._transport)["_pool"])["_network_backend"] = _Public()
@@ -178,10 +177,6 @@ def _open(url: str, headers: Mapping[str, str], sent: Mapping[str, str] | None =
                     raise ConnectionError(problem)
                 raise InputError(problem, file=shown, hint="check it")
             yield answer
-
-
-def _is_warning(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.WARNING
 
 
 class _Public(httpcore.SyncBackend):

@@ -1,7 +1,5 @@
 """Samples: which reads are whose, by a sheet or by the names of files; and the table of what became of them."""
 
-from __future__ import annotations
-
 import csv
 import logging
 import re

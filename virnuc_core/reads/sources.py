@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Final, Self, cast
 
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.rundir import whole_file
+from virnuc_core.runfiles import FileDigest
 
 try:  # ISA-L is about three times as fast; both check the sums of every member
     from isal import isal_zlib as gzip_zlib
@@ -204,11 +205,11 @@ class Source:
             size -= len(piece)
         return b"".join(pieces)
 
-    def content(self) -> tuple[int, str]:
-        """Size and SHA-256 of all that the stream held, packed as it was; what was not read yet is read now."""
+    def content(self) -> FileDigest:
+        """Of all that the stream held, packed as it was; what was not read yet is read now."""
         while self._next_piece():
             pass
-        return self._size, self._sha256.hexdigest()
+        return FileDigest(size=self._size, sha256=self._sha256.hexdigest())
 
     def _records(self, fastq: Iterator[tuple[str, int]]) -> Generator[bytes]:
         try:
@@ -274,9 +275,8 @@ def alignments_at(name: str) -> str:
 
 
 def _unreadable(name: str, error: OSError) -> InputError:
-    return InputError(
-        f"cannot be read: {error.strerror or error}", file=name, hint="check the path and its permissions"
-    )
+    problem, hint = f"cannot be read: {error.strerror or error}", "check the path and its permissions"
+    return InputError(problem, file=name, hint=hint)
 
 
 def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:

@@ -217,12 +217,11 @@ def _summary(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, seconds:
 def _accept(spec: StageSpec, inputs: Inputs, out: Path, found: str, expected: RunRecord | None) -> None:
     """Refuse reads, by the fingerprint `found`, of another run than the one beside `out`."""
     if expected is not None and expected.fingerprints.get("reads", "") != found:
-        before = {"model length": expected.model_length, "on_error": expected.spec.get("on_error")}
-        now: dict[str, object] = {"model length": spec.model_length, "on_error": spec.on_error}
-        before["read group"], now["read group"] = expected.spec.get("read_group"), spec.read_group
+        told: dict[str, tuple[object, ...]] = {"model length": (expected.model_length, spec.model_length)}
+        told |= {name: (expected.spec.get(name), getattr(spec, name)) for name in ("on_error", "read_group")}
         if expected.spec:
-            before["pairs"], now["pairs"] = ("yes" if some else "no" for some in (expected.pairs, inputs.pairs))
-        others = [f"{name} {was} → {now[name]}" for name, was in before.items() if was not in (None, now[name])]
+            told["pairs"] = tuple("yes" if some else "no" for some in (expected.pairs, inputs.pairs))
+        others = [f"{name} {was} → {now}" for name, (was, now) in told.items() if was not in (None, now)]
         said = "; ".join([*other_files(expected.inputs, inputs.files), *others]) or "the same files in another order"
         raise RunMismatchError(
             f"{out.parent} holds a run of other reads, or of reads cut otherwise ({said}); "
@@ -275,10 +274,9 @@ def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile,
         for number, name in enumerate(files):
             own = flags[second == number] if len(files) == 2 else flags
             empty, again = (int(np.count_nonzero(own & bit)) for bit in (EMPTY, DUPLICATE_ID))
-            content = dict(zip(("size", "sha256"), log.contents[name], strict=True)) if Path(name).is_file() else None
             met = {"empty": empty, "skipped": log.skipped_by_file[name], "duplicate_ids": again}
-            met["not_primary"] = log.not_primary[name]
-            met["orphans"] = len(own) - mates if files[0] in paired else 0
+            met |= {"not_primary": log.not_primary[name], "orphans": len(own) - mates if files[0] in paired else 0}
+            content = log.contents[name] if Path(name).is_file() else None
             counted.append(InputFile(file=name, reads=len(own), content=content, **met))
     return tuple(counted)
 

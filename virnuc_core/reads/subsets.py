@@ -28,30 +28,21 @@ from virnuc_core.runfiles import InputFile
 _BINS: Final = 50  # of a histogram, at most
 
 
-class LengthBin(NamedTuple):
-    """Reads of `shortest` to `longest` bases: how many there were, how many were drawn."""
-
-    shortest: int
-    longest: int
-    before: int
-    after: int
-
-
 class SampleSummary(NamedTuple):
     """What was drawn, and how far its lengths are from those of the whole."""
 
     reads_before: int
     reads_after: int
-    bins: tuple[LengthBin, ...]
+    bins: pd.DataFrame  # reads of `shortest` to `longest` bases: how many there were `before`, and are `after`
     distance: float  # largest difference of the two cumulative length distributions (Kolmogorov–Smirnov), 0 to 1
 
     def lines(self) -> list[str]:
         """Both histograms and their distance, for people."""
         rows = [f"{'length':>15} {'before':>12} {'share':>8} {'after':>12} {'share':>8}"]
-        for part in self.bins:
-            span = str(part.shortest) if part.shortest == part.longest else f"{part.shortest}-{part.longest}"
-            before, after = part.before / max(self.reads_before, 1), part.after / max(self.reads_after, 1)
-            rows.append(f"{span:>15} {part.before:>12,} {before:>8.2%} {part.after:>12,} {after:>8.2%}")
+        for shortest, longest, before, after in self.bins.to_numpy().tolist():
+            span = str(shortest) if shortest == longest else f"{shortest}-{longest}"
+            shares = before / max(self.reads_before, 1), after / max(self.reads_after, 1)
+            rows.append(f"{span:>15} {before:>12,} {shares[0]:>8.2%} {after:>12,} {shares[1]:>8.2%}")
         return [*rows, f"{self.reads_after:,} of {self.reads_before:,} reads; distance of lengths {self.distance:.4f}"]
 
 
@@ -80,8 +71,8 @@ def sample(source: str, n: int, out: Path, seed: int = 0) -> SampleSummary:
     distance = np.abs(next(shares) - next(shares)).max(initial=0.0)
     at = np.flatnonzero(np.diff((before.cumsum() - before) * _BINS // max(1, len(lengths)), prepend=-1))
     columns = kinds[at], np.maximum.reduceat(kinds, at), *(np.add.reduceat(one, at) for one in (before, after))
-    bins = map(LengthBin, *(column.tolist() for column in columns))
-    return SampleSummary(len(lengths), len(drawn), tuple(bins), float(distance))
+    bins = pd.DataFrame(dict(zip(("shortest", "longest", "before", "after"), columns, strict=True)))
+    return SampleSummary(len(lengths), len(drawn), bins, float(distance))
 
 
 def choose_reads(total: int, wanted: int | None, seed: int) -> NDArray[np.int64]:
@@ -155,7 +146,7 @@ def write_reads(
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
         for one in staged:
-            if one.content and (one.content.size, one.content.sha256) != log.contents[one.file]:
+            if one.content not in (None, log.contents[one.file]):
                 raise InputError("no longer what was staged", file=one.file, hint="run predict again")
         for path in run.reads_of(verdicts):
             if path.name not in out:
