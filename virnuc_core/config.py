@@ -192,7 +192,6 @@ class ClassifySpec(VerdictSpec, ClusterSpec):
 class RunSpec(ReadsSpec, ClassifySpec):
     """One predict run: reads in, result files out."""
 
-    stage_workers: int = Field(1, ge=0, le=256, description="processes that stage reads; others import the main script")
     out: Path = Field(description="run directory")
 
 

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -33,7 +34,14 @@ def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_by
             piece = next(later)
             yield piece
 
-    for held in _lists(_records(pieces(), first, log.broken), block_bytes):
+    size = 0
+
+    def block(record: _Record) -> int:
+        nonlocal size
+        size += len(record.bases) + len(record.id) + 32
+        return size // block_bytes
+
+    for _, held in groupby(_records(pieces(), first, log.broken), block):
         *columns, at = zip(*held, strict=True)
         ids, bases, text = map(Strings.of, columns)
         ids = ids.printable().named(log.reads + log.left_out)
@@ -44,20 +52,6 @@ def read_irregular(first: Piece, later: Iterator[Piece], log: ParseLog, block_by
             yield batch
     if piece.damage is not None:
         log.broken(piece.damage)
-
-
-def _lists(records: Iterator[_Record], block_bytes: int) -> Iterator[list[_Record]]:
-    """Records for a batch each."""
-    held: list[_Record] = []
-    size = 0
-    for record in records:
-        held.append(record)
-        size += len(record.bases) + len(record.id) + 32
-        if size >= block_bytes:
-            yield held
-            held, size = [], 0
-    if held:
-        yield held
 
 
 class _Lines:

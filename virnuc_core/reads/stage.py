@@ -284,14 +284,12 @@ def _by_file(inputs: Inputs, log: ParseLog, store: OrfStore) -> tuple[InputFile,
 @contextmanager
 def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
     """The log of a reading; the records that it skips are listed beside `out` in the end."""
+    listed = out.with_name(SKIPPED_LIST)
     if spec.on_error == "stop":
         yield ParseLog(read_group=spec.read_group)
-        out.with_name(SKIPPED_LIST).unlink(missing_ok=True)  # of an earlier store
+        listed.unlink(missing_ok=True)  # of an earlier store
         return
-    with (
-        whole_file(out.with_name(SKIPPED_LIST)) as aside,
-        aside.open("w", encoding="utf-8", errors="backslashreplace") as listing,
-    ):
+    with whole_file(listed) as aside, aside.open("w", encoding="utf-8", errors="backslashreplace") as listing:
 
         def note(error: InputError) -> None:
             fields = (error.file, error.line, error.read_id, error)

@@ -133,14 +133,12 @@ class OrfStore:
             if check and not is_intact(path):
                 raise InputError("not what was staged (checksum)", file=path, hint="stage the reads again")
             with h5py.File(path, "r", locking=False) as file:
-                if file.attrs.get("format") != FORMAT or file.attrs.get("schema_version") != SCHEMA_VERSION:
+                told = dict(file.attrs)
+                if (told.get("format"), told.get("schema_version")) != (FORMAT, SCHEMA_VERSION):
                     raise InputError("no ORF store of this version", file=path, hint="stage the reads again")
-                store.fingerprint = str(file.attrs["fingerprint"])
-                store.model_length = int(file.attrs["model_length"])
-                store.paired = "paired" in file.attrs
-                store.duplicate_mark = str(file.attrs["duplicate_mark"])
-                counts = StoreCounts(**{name: int(file.attrs[name]) for name in StoreCounts.__slots__})
-                store.counts = counts
+                store.fingerprint, store.duplicate_mark = str(told["fingerprint"]), str(told["duplicate_mark"])
+                store.model_length, store.paired = int(told["model_length"]), "paired" in told
+                store.counts = counts = StoreCounts(**{name: int(told[name]) for name in StoreCounts.__slots__})
                 store.n_reads, store.n_rows, store.n_uniques = counts.n_reads, counts.n_rows, counts.n_uniques
                 whole = np.memmap(path, np.uint8, "r")
                 for name, column in ((name, file[name]) for name in COLUMNS):
