@@ -39,6 +39,7 @@ from virnuc_core.telemetry import live
 Settings = TypeVar("Settings", bound=FlowSettings)
 T = TypeVar("T")
 WATCH_S: Final = 2.0
+QUEUES: Final = ("APILogWorker", "EventsWorker")  # of Prefect; they count what is still to be told at the end
 _cancelled: ContextVar[list[UUID] | None] = ContextVar("of the run by hand: what somebody cancelled", default=None)
 logger = logging.getLogger(__name__)
 
@@ -148,7 +149,7 @@ def run_flow(
 
     def is_shown(record: logging.LogRecord) -> bool:
         core = record.name.startswith("virnuc_core") and record.levelno >= shown
-        return core or record.levelno == logging.WARNING
+        return core or (record.levelno == logging.WARNING and record.name not in QUEUES)
 
     for handler in logging.getLogger().handlers:
         if isinstance(handler, PrefectConsoleHandler):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import importlib
+import logging
 import random
 import subprocess
 import sys
@@ -12,16 +13,18 @@ import time
 from contextvars import Context
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 from prefect.client.schemas.objects import State
+from prefect.logging.handlers import PrefectConsoleHandler
 from prefect.states import Completed
 
 from flows import ending, start
 from flows.flow_commands import ProfileSettings, ScaleSettings, TrainSettings, TuneSettings, ValidateSettings
-from flows.flow_run import run_name, with_parameters
-from flows.parameters import PredictSettings, RunSettings
+from flows.flow_run import run_flow, run_name, with_parameters
+from flows.parameters import OnTerminal, PredictSettings, RunSettings
 from tasks.server import connection
 from tasks.step import can_help, first_attempt, progress_artifact
 from virnuc_core.errors import (
@@ -207,6 +210,23 @@ with {}:
     finally:
         threading.Event().wait()
 """
+
+
+def test_what_prefect_counts_of_its_queues_is_not_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> State[None]:
+        for name in ("EventsWorker", "another"):
+            logging.getLogger(name).warning("of %s", name)
+        return Completed()
+
+    handler = PrefectConsoleHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        run_flow(cast(Any, SimpleNamespace(fn=work)), {}, OnTerminal(), None)
+    finally:
+        logging.getLogger().removeHandler(handler)
+    shown = capsys.readouterr().err
+    assert "of another" in shown
+    assert "EventsWorker" not in shown
 
 
 @pytest.mark.slow
