@@ -146,12 +146,6 @@ def target_text(target: Target | None, unit: str, decimals: int = 0) -> str:
     return f"{target.op}{digits}{unit}"
 
 
-def all_warnings(report: Report) -> tuple[str, ...]:
-    """The report's warnings, and one on an answer that is older than the figures it stands beside."""
-    too_old = "The approval was given before these figures were measured: it speaks of an earlier run."
-    return (*report.warnings, *([too_old] if report.approval and report.approval.of_earlier_run else []))
-
-
 def skipped(report: Report) -> dict[int, str]:
     """Numbers of devices of which there is no figure: those that were not here for a band, and runs without a time."""
     here = max((len(run.devices) for run in report.runs), default=0)
@@ -189,7 +183,7 @@ def templates() -> Environment:
         "json": lambda value: json.dumps(value, indent=1, allow_nan=False),
         "base64": lambda text: base64.b64encode(text.encode()).decode(),
     }
-    texts = (shown, target_text, all_warnings, skipped, figures, Mark)
+    texts = (shown, target_text, skipped, figures, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
     found.globals["baseline_titles"] = BASELINE_TITLES

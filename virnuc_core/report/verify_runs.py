@@ -5,8 +5,7 @@ Rows are held a piece at a time, however many there are."""
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import takewhile, zip_longest
 from pathlib import Path
@@ -19,7 +18,7 @@ from pydantic import BaseModel
 
 from virnuc_core.config import THRESHOLD
 from virnuc_core.engine.shards import read_plan, read_scores
-from virnuc_core.errors import InputError, StorageError
+from virnuc_core.errors import InputError
 from virnuc_core.reads.parse import BLOCK_BYTES
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import COLUMNS, OrfStore
@@ -93,15 +92,6 @@ class Verification:
         self.figures += 1
         self.differences.append(what)
 
-    @contextmanager
-    def scratch(self, otherwise: str) -> Iterator[Path]:
-        """A folder for what is made again; a remark when it cannot hold that, which proves nothing."""
-        try:
-            with TemporaryDirectory(prefix="virnuc-verify-") as folder:
-                yield Path(folder)
-        except StorageError as error:
-            self.remarks.append(f"{otherwise}: {error}")
-
 
 def _brief(value: object) -> str:
     text = json.dumps(value, default=str)
@@ -122,14 +112,15 @@ def verify_results(found: Verification, raw: RawFolder, name: str) -> None:
     counted = {"shards": len(plan), "n_uniques": plan.bounds[-1], "rows_set_aside": int(failed.sum())}
     found.as_told(where, summary, counted)
     threshold = THRESHOLD if summary.threshold is None else summary.threshold
-    with found.scratch(f"{name}: its result files were not made again") as folder:
-        made = write_results(RunDir(folder), store, scores, failed, threshold=threshold, uncertain=summary.uncertain)
-        for path in (path for path in run.tables if (folder / path.name).exists()):
-            if not path.is_file():
+    with TemporaryDirectory(prefix="virnuc-verify-") as folder:
+        again = RunDir(Path(folder))
+        made = write_results(again, store, scores, failed, threshold=threshold, uncertain=summary.uncertain)
+        for path, fresh in zip(run.tables, again.tables, strict=True):
+            if fresh.is_file() and not path.is_file():
                 found.wrong(f"{name}/{path.name}: missing")
-                continue
-            with path.open("rb") as said, (folder / path.name).open("rb") as true:
-                found.same_lines(f"{name}/{path.name}", said, true, "its shards")
+            elif fresh.is_file():
+                with path.open("rb") as said, fresh.open("rb") as true:
+                    found.same_lines(f"{name}/{path.name}", said, true, "its shards")
         told = ("fates", "rows_virus", "chunks_virus", "chunks_scored")
         found.as_told(where, summary, {key: getattr(made, key) for key in told})
 
@@ -236,12 +227,12 @@ def verify_store(found: Verification, raw: RawFolder) -> None:
     for where, said in {**told, f"{RECORD}: staging": staging, f"{BASELINE}/{SUMMARY}": baseline}.items():
         if said is not None:
             found.as_told(where, said, counted)
-    _make_again(found, store, record)
     predictions = RunDir(raw.root / BASELINE).predictions
     if baseline is not None and baseline.subset is not None and predictions.is_file():
         drawn = baseline_tokens(store, predictions, baseline.subset.reads, baseline.subset.seed)
         tokens = {"tokens": drawn, "total_tokens": counted["row_tokens"]}
         found.as_told(f"{BASELINE}/{SUMMARY}: subset", baseline.subset, tokens)
+    _make_again(found, store, record)
 
 
 def _make_again(found: Verification, store: OrfStore, record: ValidationRecord | None) -> None:
@@ -266,8 +257,8 @@ def _make_again(found: Verification, store: OrfStore, record: ValidationRecord |
         on_error="skip" if record.spec.get("on_error") == "skip" else "stop",
         stage_workers=len(os.sched_getaffinity(0)),
     )
-    with found.scratch("orfs.h5 was not made again from its reads") as folder:
-        again = OrfStore.open(stage(spec, folder / "orfs.h5").store, check=False)
+    with TemporaryDirectory(prefix="virnuc-verify-") as folder:
+        again = OrfStore.open(stage(spec, Path(folder, "orfs.h5")).store, check=False)
         found.same("orfs.h5: fingerprint of its reads", store.fingerprint, again.fingerprint)
         if store.fingerprint == again.fingerprint:
             other = [name for name in COLUMNS if not _equal(getattr(store, name), getattr(again, name))]

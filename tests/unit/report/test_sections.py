@@ -314,7 +314,7 @@ def test_an_answer_older_than_the_figures_says_so(copied: tuple[Path, Profile]) 
     out, _ = copied
     write_json(out / "report" / "approval.json", {**ANSWER, "when": "2026-02-01T00:00:00+00:00"})
     assert rerender(out).approval is not None
-    assert "it speaks of an earlier run" in (out / "report" / "report.txt").read_text(encoding="utf-8")
+    assert "the answer is older than these figures" in (out / "report" / "report.txt").read_text(encoding="utf-8")
     assert verify_report(out).ok
 
 
