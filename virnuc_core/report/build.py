@@ -22,7 +22,7 @@ from virnuc_core.profiles import Profile
 from virnuc_core.reads.subsets import read_table
 from virnuc_core.report import metrics, model
 from virnuc_core.report.charts import charts
-from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, baseline_note, judge
+from virnuc_core.report.criteria import CHECKS, CRITERIA, SAME_BYTES, SCALING, judge
 from virnuc_core.report.metrics import BASELINE, COMPARISON, RECORD, RUN_PREFIX, RawFolder, run_names
 from virnuc_core.report.render import REPORT_JSON, render, told, told_rows
 from virnuc_core.results import FATES
@@ -83,7 +83,7 @@ def build_report(out: Path, profile: Profile) -> model.Report:
     )
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     judgement = _verdicts(report, unlike)
-    known = {"tuning": tuning.rounds, "baseline_note": baseline_note, "exact": EXACT, "problems": raw.remarks()}
+    known = {"tuning": tuning.rounds, "exact": EXACT, "problems": raw.remarks()}
     for what in ("warnings", "notes"):
         parts = told(f"{what}.j2", report, not_compared=dict.fromkeys(unlike.values()), **known)
         judgement[what] = tuple(line for part in parts for line in part.prose)

@@ -13,6 +13,7 @@ from typing import Final, Literal
 from virnuc_core.profiles import Profile, Target
 from virnuc_core.report import model
 from virnuc_core.report.metrics import BASELINE, BASELINE_TITLES, RUN_PREFIX, short_name
+from virnuc_core.report.render import message
 from virnuc_core.rundir import EXACT
 
 CORRECTNESS: Final = "correctness"
@@ -82,17 +83,9 @@ def speedup(report: model.Report, run: Run) -> Finding:
     problem = run.untimed or (f"the baseline ran on {baseline.label}, the run on {run.label}" if other else "")
     problem = problem or ("the baseline's time was not recorded" if value is None else "")
     samples = run.n_reads if baseline.subset is None else baseline.subset.reads
-    return Finding(value, samples, absent=baseline.problem or "", problem=problem, note=baseline_note(baseline))
-
-
-def baseline_note(baseline: model.BaselineMetrics) -> str:
-    """How the baseline's time is known, when it was not measured over all the reads."""
-    if baseline.source == "recorded":
-        return f"the baseline's time was not measured here but recorded, on {baseline.label}"
-    if (of := baseline.subset) is not None:
-        part = f"{of.tokens:,} of {of.total_tokens:,}"
-        return f"baseline measured on {of.reads:,} reads and scaled by tokens ({part})"
-    return ""
+    return Finding(
+        value, samples, absent=baseline.problem or "", problem=problem, note=message("baseline_known", baseline)
+    )
 
 
 def consensus(report: model.Report, run: Run) -> Finding:
