@@ -20,7 +20,7 @@ from flows.parameters import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, InputError, WeightsError
-from virnuc_core.profiles import Target, load_profile, profile_names
+from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.simulate import SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, run_lock, write_text_whole
@@ -341,8 +341,7 @@ def profiles(name: str | None = None, /) -> None:
         name: show the thresholds of this profile, or of this .toml file"""
     if name is not None:
         profile = load_profile(name)
-        asked = [(name, target) for name, target in profile.targets if isinstance(target, Target)]
-        rows = [(name.replace("_", " "), f"{target.op} {target.value:g}") for name, target in asked]
+        rows = [(name.replace("_", " "), f"{target.op} {target.value:g}") for name, target in profile.targets.items()]
         show(("criterion", "threshold"), rows, f"{profile.name}: {profile.title}")
         return
     known = [

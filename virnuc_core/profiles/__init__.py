@@ -12,6 +12,11 @@ from virnuc_core.config import BaselineName, EngineSpec, Spec, reading, small_te
 from virnuc_core.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent
+CRITERIA_TOML: Final = tomllib.loads(FOLDER.with_name("criteria.toml").read_text(encoding="utf-8"))
+_NAMES: Final = [
+    row.get("target", name) for kind in ("criteria", "checks") for name, row in CRITERIA_TOML[kind].items()
+]
+Asked = Annotated[str, Field(pattern=f"^({'|'.join(_NAMES)})$")]  # a criterion that targets may be set for
 RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 Answer = Literal["yes", "no", "not answered"]
 
@@ -40,24 +45,6 @@ class BaselineSpec(Spec):
     results: Path | None = Field(None, description="result files of an earlier run of it, taken in place of a run")
 
 
-class ProfileTargets(Spec):
-    """Thresholds of the seven criteria and of the further checks. Unset means: this profile does not ask."""
-
-    one_device_seconds: Target | None = None
-    two_device_seconds: Target | None = None
-    scaling: Target | None = None
-    speedup: Target | None = None
-    consensus_agreement: Target | None = None
-    gpu_utilisation: Target | None = None
-    packing_efficiency: Target | None = None
-    starved_share: Target | None = None
-    checkpoint_overhead: Target | None = None
-    device_time_spread: Target | None = None
-    centred_worst: Target | None = None
-    centred_mean: Target | None = None
-    verdicts_held: Target | None = None
-
-
 class Profile(Spec):
     """Sizes and thresholds of a validation, read from `profiles/*.toml` or a user's own file."""
 
@@ -75,7 +62,7 @@ class Profile(Spec):
     projection_reads: int = Field(6_000_000, ge=1)
     baseline: BaselineSpec = BaselineSpec()
     engine: EngineSpec = EngineSpec()
-    targets: ProfileTargets = ProfileTargets()
+    targets: dict[Asked, Target] = Field({}, description="thresholds; a criterion without one is not asked")
     scaling_bands: dict[Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3}$")], tuple[float, float]] = Field(
         {}, description="devices -> expected low, high"
     )

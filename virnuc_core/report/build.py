@@ -95,7 +95,7 @@ def _verdicts(report: model.Report, unlike: Unlike) -> dict[str, object]:
     devices where the profile says so, else on most of those with a band."""
     several = [run for run in report.runs if run is not report.single]
     profile = report.profile
-    wanted = {2} if profile.targets.scaling else set(map(int, profile.scaling_bands))
+    wanted = {2} if "scaling" in profile.targets else set(map(int, profile.scaling_bands))
     asked = next((run for run in reversed(several) if len(run.devices) in wanted), report.many)
 
     def refusal(a: str, *others: model.RunMetrics | None) -> str:
@@ -104,7 +104,7 @@ def _verdicts(report: model.Report, unlike: Unlike) -> dict[str, object]:
     one = f"{RUN_PREFIX}1"
     refused = {"scaling": refusal(one, asked), "same_bytes": refusal(one, *report.runs)}
     refused |= {"speedup": refusal(BASELINE, report.run), "consensus": refusal(BASELINE, *report.runs)}
-    further = [row for row in CHECKS if getattr(profile.targets, row.target) is not None]
+    further = [row for row in CHECKS if row.target in profile.targets]
     criteria, checks = (
         tuple(judge(row, report, refused.get(row.id, ""), asked if row is SCALING else None) for row in rows)
         for rows in (CRITERIA, (*further, *([SAME_BYTES] if report.many else [])))

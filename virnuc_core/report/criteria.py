@@ -3,14 +3,12 @@
 A criterion passes or fails on a measured number only. A number that was not measured, or measured on too little or on
 other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`."""
 
-import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Final, Literal
 
-from virnuc_core.profiles import Profile, Target
+from virnuc_core.profiles import CRITERIA_TOML, Profile, Target
 from virnuc_core.report import model
 from virnuc_core.report.metrics import BASELINE, BASELINE_TITLES, RUN_PREFIX, short_name
 from virnuc_core.report.render import message
@@ -201,10 +199,8 @@ class Row(model.Record):
 
 
 def _rows(kind: str) -> tuple[Row, ...]:
-    told = tomllib.loads(Path(__file__).with_name("criteria.toml").read_text(encoding="utf-8"))
-    return tuple(
-        Row.model_validate(told["usual"] | {"id": name, "target": name} | row) for name, row in told[kind].items()
-    )
+    usual, rows = CRITERIA_TOML["usual"], CRITERIA_TOML[kind]
+    return tuple(Row.model_validate(usual | {"id": name, "target": name} | row) for name, row in rows.items())
 
 
 CRITERIA, CHECKS, (SAME_BYTES,) = map(_rows, ("criteria", "checks", "always"))
@@ -262,7 +258,7 @@ def _target(row: Row, profile: Profile, run: Run) -> tuple[Target | None, str]:
     """What is asked of a row, and where. For scaling it depends on the number of devices: a band for any number."""
     if row is SAME_BYTES:
         return Target(op=">=", value=1.0), "every profile asks"
-    asked: Target | None = getattr(profile.targets, row.target)
+    asked = profile.targets.get(row.target)
     devices = 2 if run is None else len(run.devices)
     if row.id != SCALING.id or (devices == 2 and asked is not None):
         return asked, row.target

@@ -27,7 +27,7 @@ def test_each_is_named_as_its_file(name: str) -> None:
 
 
 def line(profile: Profile, field: str) -> tuple[str, float] | None:
-    target = getattr(profile.targets, field)
+    target = profile.targets.get(field)
     return None if target is None else (target.op, target.value)
 
 
@@ -62,8 +62,7 @@ def test_phase6_bands() -> None:
 
 
 def test_the_smoke_profile_asks_for_agreement_only() -> None:
-    asked = load_profile("ci-smoke").targets.model_dump(exclude_none=True)
-    assert list(asked) == ["consensus_agreement"]
+    assert list(load_profile("ci-smoke").targets) == ["consensus_agreement"]
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
