@@ -15,17 +15,7 @@ from pydantic import Field
 
 from flows.parameters import Flag, FlowSettings, RunSettings, command
 from flows.start import prepare_prefect, say, starts, writable
-from virnuc_core.config import (
-    SWITCHES,
-    Attention,
-    ClusterSpec,
-    EngineSpec,
-    Precision,
-    Switch,
-    TraceOptions,
-    TrainSpec,
-    VerdictSpec,
-)
+from virnuc_core.config import SWITCHES, Attention, ClusterSpec, Precision, Switch, TraceOptions, TrainSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.profiles import Profile, Review
 from virnuc_core.rundir import ALL_FILES, MARK, RUNS_WITHIN, discard, is_ours, run_lock
@@ -227,15 +217,16 @@ class OverheadSettings(FlowSettings):
     shards: int = Field(16, ge=1, description="shards of each run, for each device")
     force: bool = Field(False, description="measure again what was measured before")
 
-    def stock(self) -> EngineSpec:
-        """The validation's settings. Errors: `ConfigError` for a directory without one."""
+    @property
+    def profile(self) -> Profile:
+        """The validation's. Errors: `ConfigError` for a directory without one."""
         from virnuc_core.measure.bench import validated  # it brings torch along
 
-        return validated(self.out).engine
+        return validated(self.out)
 
     def check_place(self) -> None:
-        """Refuse what is no validation. Errors: those of `stock`."""
-        self.stock()
+        """Refuse what is no validation. Errors: those of `profile`."""
+        _ = self.profile
 
 
 overhead = starts("overhead", OverheadSettings, "out")

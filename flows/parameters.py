@@ -181,11 +181,12 @@ class ComputeSettings(Spec):
 
     def stock(self) -> EngineSpec:
         """The profile's settings, or the engine's own. Errors: those of `load_profile`."""
-        if (profile := getattr(self, "profile", None)) is None:
-            return EngineSpec()
-        from virnuc_core.profiles import load_profile  # few runs need it
+        profile = getattr(self, "profile", None)
+        if isinstance(profile, str):
+            from virnuc_core.profiles import load_profile  # few runs need it
 
-        return load_profile(profile).engine
+            profile = load_profile(profile)
+        return EngineSpec() if profile is None else profile.engine
 
     def engine(self) -> EngineSpec:
         """Those with what the file of settings says, and what was set here. Errors: those of `read_settings`."""

@@ -3,21 +3,12 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from prefect import flow
 from prefect.client.schemas.objects import State
 
 from flows import start
-from flows.flow_commands import (
-    KNOBS,
-    SWEPT,
-    OverheadSettings,
-    ProfileSettings,
-    TrainSettings,
-    TuneSettings,
-    ValidateSettings,
-)
+from flows.flow_commands import SWEPT, OverheadSettings, ProfileSettings, TrainSettings, TuneSettings
 from flows.flow_run import named, stage_input, with_parameters
 from flows.predict import StagedRun, staged_run
 from tasks.measure import overhead as timed
@@ -25,12 +16,12 @@ from tasks.measure import run_trial, split, trace
 from tasks.measure import train as fit
 from tasks.predict import embed, stage, stage_rows
 from tasks.server import announce
-from tasks.step import Markdown, cell, done, markdown_table, on_host, publish_markdown, publish_table
-from virnuc_core.config import Devices, EngineSpec, TraceOptions, TraceSpec
+from tasks.step import Markdown, cell, done, on_host, publish_markdown, publish_table
+from virnuc_core.config import TraceOptions, TraceSpec
 from virnuc_core.encoders.checkpoint import check_models
 from virnuc_core.encoders.models_directory import install_head
 from virnuc_core.engine.devices import resolve, resolve_engine
-from virnuc_core.measure.bench import Bench, validated
+from virnuc_core.measure.bench import Bench
 from virnuc_core.measure.evaluation import Examples
 from virnuc_core.measure.trace import TraceTable
 from virnuc_core.measure.training import NO_GENOMES, TrainFile, remove_results, stand_in, write_cuts
@@ -39,16 +30,10 @@ from virnuc_core.profiles import load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSpec
 from virnuc_core.report.build import write_report
-from virnuc_core.report.metrics import run_names
-from virnuc_core.report.model import Report
 from virnuc_core.report.render import message, templates, told_rows
-from virnuc_core.rundir import RUN_FILES, RunDir, discard, run_lock, write_text_whole
-from virnuc_core.runfiles import RunRecord, now, versions, write
-from virnuc_core.validation import TUNING, OverheadFile, TuningFile, TuningRound, read_usable
-
-MEBIBYTE: Final = 1 << 20
-TUNED_TOKENS: Final = 4_000_000  # a minute or so on a GPU
-TUNED_REPEATS: Final = 2
+from virnuc_core.rundir import RunDir, discard, run_lock, write_text_whole
+from virnuc_core.runfiles import now, versions
+from virnuc_core.validation import OverheadFile
 
 
 @flow(name="tune", flow_run_name=named("reads", "profile", "devices"))
@@ -98,43 +83,6 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
     return chosen
 
 
-def tuned(out: Path, engine: EngineSpec) -> EngineSpec:
-    """The settings that rounds of tuning left a validation with, else `engine`. Its runs with others are removed."""
-    rounds = (read_usable(out / TUNING, TuningFile) or TuningFile()).rounds
-    found = next((one.engine for one in reversed(rounds) if one.engine), None)
-    if found is None:
-        return engine
-    for name in run_names(out):
-        record = read_usable(RunDir(out / name).record, RunRecord)
-        if record is not None and record.spec.get("engine") != found:
-            discard(out / name, *RUN_FILES)
-    return EngineSpec.model_validate(found)
-
-
-def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None:
-    """What came of sweeping the settings that may lessen the largest loss, on a part of the reads; `tuning.json` keeps
-    it. None where nothing of speed was missed, an earlier round found nothing, or it was the last round."""
-    out, devices = settings.out, Devices.parse(settings.devices)
-    before = (read_usable(out / TUNING, TuningFile) or TuningFile()).rounds
-    missed = tuple(c.title for c in judged.failed if c.id not in ("consensus", "same_bytes"))
-    if not missed or len(before) >= settings.tune_rounds or (before and before[-1].engine is None):
-        return None
-    base = resolve_engine(tuned(out, settings.engine()), resolve(devices)[0].kind)
-    loss = next((one for one in judged.losses if one.kind in KNOBS), None)
-    beyond = [f"no setting mends {one.kind} ({one.advice})" for one in judged.losses if one.kind not in KNOBS]
-    chosen = None
-    if loss is not None:
-        bench, knobs = Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s), KNOBS[loss.kind]
-        sweep = Sweep(out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
-        chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.named))
-        beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
-    better = None if chosen is None or chosen.candidate.number == 0 else chosen.candidate.engine
-    found = None if better is None else better.model_dump(mode="json")
-    this = TuningRound(missed=missed, said="; ".join(beyond), engine=found)
-    write(out / TUNING, TuningFile(rounds=(*before, this)))
-    return this
-
-
 @flow(name="profile", flow_run_name=named("reads", "devices"))
 @with_parameters(ProfileSettings)
 def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
@@ -151,14 +99,12 @@ def profile(settings: ProfileSettings) -> State[tuple[TraceTable, ...]]:
         operations = told_rows("operations.view.j2", tables=found, limit=settings.operations)
         publish_table(on_host(f"operations-{label}-{devices}"), operations, f"Operations that took most time: {label}")
         publish_table(on_host(f"marks-{label}-{devices}"), marks, f"Recorded stages of {label}: {spec.folder}")
-        shown = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
-        tables = {name: markdown_table(rows) for name, rows in shown.items()}
+        tables = {"stages": stage_rows(summary), "marks": marks, "operations": operations}
         text = templates().get_template("profile.md.j2").render(traces=found, **tables)
         path = Path(spec.folder, "profile.md")
         write_text_whole(path, text)
         publish_markdown(on_host(f"profile-{label}-{devices}"), text, message("traced", found), path)
-    kept = sum(table.trace_bytes for table in found if table.trace is not None)
-    return done(found, f"{message('traced', found)}, {kept / MEBIBYTE:.1f} MiB of traces in {spec.folder}")
+    return done(found, message("profiled", found, spec.folder))
 
 
 @flow(name="train", flow_run_name=named("reads", "devices"))
@@ -201,7 +147,7 @@ def overhead(settings: OverheadSettings) -> State[OverheadFile]:
     """Times what commits, the sampler and loading the models anew cost, over the first shards of a validation.
 
     Its report is then made again. What was measured before, of the same all, is measured again by `force` only."""
-    out, judged_by = settings.out, validated(settings.out)
+    out, judged_by = settings.out, settings.profile
     devices = start.check(settings)
     announce(out.name, judged_by.name, devices.kind)
     bench = Bench(RunDir(out).store, settings.models, devices, judged_by.sample_s)

@@ -21,30 +21,31 @@ from prefect.input import RunInput
 from prefect.states import Completed, Failed
 
 from flows import start
-from flows.flow_commands import MeasureSettings, ScaleSettings, ValidateSettings
+from flows.flow_commands import KNOBS, MeasureSettings, ScaleSettings, ValidateSettings
 from flows.flow_run import named, stage_input, with_parameters
-from flows.tools import tune_round, tuned
+from flows.tools import sweep_all
 from tasks import measure as steps
 from tasks.predict import embed
 from tasks.server import UNTOLD, announce, connection
 from tasks.step import NotMetError, TimeLimitError, beside, done, on_host, publish_markdown
-from virnuc_core.config import ClassifySpec, Devices
-from virnuc_core.engine.devices import resolve
+from virnuc_core.config import ClassifySpec, Devices, EngineSpec
+from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.errors import DeviceError
 from virnuc_core.measure.bench import Bench
+from virnuc_core.measure.tune import Sweep, candidates
 from virnuc_core.pipeline import nodes_of, read_summary
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.reads.sources import sample_of
 from virnuc_core.reads.stage import StageSummary
 from virnuc_core.report.build import APPROVAL, rerender, write_report
-from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, SUMMARY
+from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, SUMMARY, run_names
 from virnuc_core.report.model import Report
 from virnuc_core.report.render import fill, message
 from virnuc_core.rundir import RUN_FILES, SHARDS, RunDir, discard
-from virnuc_core.runfiles import Device, write
-from virnuc_core.validation import TUNING, ApprovalRecord, record_validation
+from virnuc_core.runfiles import Device, RunRecord, write
+from virnuc_core.validation import TUNING, ApprovalRecord, TuningFile, TuningRound, read_usable, record_validation
 
 if TYPE_CHECKING:
     from virnuc_core.engine.cluster import Cluster
@@ -53,6 +54,8 @@ ALONE: Final = "baseline, fp32 sample, ceilings and the cost of commits"  # whic
 NOT_HERE: Final = f"this machine has no device as the nodes have: {ALONE} were not run"
 GRACE_S: Final = 600  # the server keeps the pause open longer than we wait, so that our answer is still taken
 POLL_S: Final = 5
+TUNED_TOKENS: Final = 4_000_000  # a minute or so on a GPU
+TUNED_REPEATS: Final = 2
 logger = logging.getLogger(__name__)
 
 
@@ -121,6 +124,43 @@ def scale(settings: ScaleSettings) -> State[Judged]:
     """Measures time against number of devices; results must be equal bit for bit on all of them."""
     judged, computed = measure(settings)
     return ended(settings, judged, message("scaling", judged) + computed)
+
+
+def tuned(out: Path, engine: EngineSpec) -> EngineSpec:
+    """The settings that rounds of tuning left a validation with, else `engine`. Its runs with others are removed."""
+    rounds = (read_usable(out / TUNING, TuningFile) or TuningFile()).rounds
+    found = next((one.engine for one in reversed(rounds) if one.engine), None)
+    if found is None:
+        return engine
+    for name in run_names(out):
+        record = read_usable(RunDir(out / name).record, RunRecord)
+        if record is not None and record.spec.get("engine") != found:
+            discard(out / name, *RUN_FILES)
+    return EngineSpec.model_validate(found)
+
+
+def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None:
+    """What came of sweeping the settings that may lessen the largest loss, on a part of the reads; `tuning.json` keeps
+    it. None where nothing of speed was missed, an earlier round found nothing, or it was the last round."""
+    out, devices = settings.out, Devices.parse(settings.devices)
+    before = (read_usable(out / TUNING, TuningFile) or TuningFile()).rounds
+    missed = tuple(c.title for c in judged.failed if c.id not in ("consensus", "same_bytes"))
+    if not missed or len(before) >= settings.tune_rounds or (before and before[-1].engine is None):
+        return None
+    base = resolve_engine(tuned(out, settings.engine()), resolve(devices)[0].kind)
+    loss = next((one for one in judged.losses if one.kind in KNOBS), None)
+    beyond = [f"no setting mends {one.kind} ({one.advice})" for one in judged.losses if one.kind not in KNOBS]
+    chosen = None
+    if loss is not None:
+        bench, knobs = Bench(RunDir(out).store, settings.models, devices, judged.profile.sample_s), KNOBS[loss.kind]
+        sweep = Sweep(out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
+        chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.named))
+        beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
+    better = None if chosen is None or chosen.candidate.number == 0 else chosen.candidate.engine
+    found = None if better is None else better.model_dump(mode="json")
+    this = TuningRound(missed=missed, said="; ".join(beyond), engine=found)
+    write(out / TUNING, TuningFile(rounds=(*before, this)))
+    return this
 
 
 def ended(

@@ -18,7 +18,6 @@ from tasks.step import (
     emit,
     first_attempt,
     key,
-    markdown_table,
     on_host,
     progress_artifact,
     publish_markdown,
@@ -65,9 +64,7 @@ def trace(
 def split(run: RunDir, spec: TrainSpec, *, label: str) -> State[Examples]:
     """The rows to learn from and to be judged by. Errors: `InputError` where truth and reads do not fit each other."""
     found = choose(OrfStore.open(run.store), spec)
-    left = "".join(f"; left out: {count:,} {what}" for what, count in found.left_out.items())
-    clusters = f"{len(found.genomes)} genomes in {found.genomes['cluster'].nunique()} clusters"
-    return done(found, f"{len(found.rows):,} frames of {clusters}{left}")
+    return done(found, message("split", found))
 
 
 @step("train", "train {label}")
@@ -109,8 +106,7 @@ def ceiling(out: Path, *, models: Path, devices: Devices, engine: EngineSpec) ->
     found = resolve(devices)
     with device_slots(found):
         flops = measure_ceilings(models, found, resolve_engine(engine, found[0].kind), out / "logs")
-    rates = ", ".join(f"{rate:,.0f}" for rate in flops.esm2_ceiling_tokens_s.values())
-    return done(flops, f"linear layers of ESM-2 alone: {rates} tokens/s" if rates else "no GPU, no ceiling")
+    return done(flops, message("ceiling", flops.esm2_ceiling_tokens_s))
 
 
 @step("measure", "{name}")
@@ -120,8 +116,7 @@ def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> 
         found = sweep.trial(candidate, repeat)
     if isinstance(found, str):
         return done(found, f"cannot run: {found}")
-    same = "" if not found.score_difference else f", scores differ by up to {found.score_difference:.2g}"
-    return done(found, f"{found.tokens_per_s:,.0f} tokens/s in {found.span_s:.1f} s{same}", reused=found.reused)
+    return done(found, message("trial", found), reused=found.reused)
 
 
 @step("baseline", "baseline {spec.name} on {devices}")
@@ -214,11 +209,8 @@ class Approval(Review, RunInput):
 def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form, and renders
     what it asks as Markdown, in which a number at the start would become a list of its own."""
-    wanted, rows = ("Verdict", "Criterion", "Measured", "Required"), rows_of(told_rows("criteria.view.j2", judged))
-    table, worst = markdown_table([{name: row[name] for name in wanted} for row in rows]), judged.losses[0]
-    advice = f"Bottleneck: {worst.kind}. {worst.advice} More: the run's artifacts."
+    above = fill("approval.md.j2", judged, rows=rows_of(told_rows("criteria.view.j2", judged)))
     asked: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
         asked[name] = Answer, Field("not answered", description=f"{question} {message(name, judged)}".strip())
-    form = create_model("Approval", __base__=Approval, **asked)
-    return form.with_initial_data(description=f"{table}\n{advice}\n")
+    return create_model("Approval", __base__=Approval, **asked).with_initial_data(description=above)

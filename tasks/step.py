@@ -215,14 +215,6 @@ def publish_table(name: str, rows: Rows, description: str) -> None:
             artifacts.create_table_artifact(bounded_rows(rows), key=key(name), description=cell(description))
 
 
-def markdown_table(rows: Rows) -> str:
-    """Rows as a Markdown table; empty text for no rows."""
-    if not rows:
-        return ""
-    lines = [list(rows[0]), ["---"] * len(rows[0]), *([cell(value) for value in row.values()] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
 def publish_markdown(name: str, text: str, description: str, full_text: Path | str) -> None:
     """Record a text under `name`, cut at a line's end below `MAX_BYTES` with a word on where the whole stands."""
     if not inside_a_run():

@@ -192,7 +192,7 @@ def test_a_missed_speed_is_tuned_and_judged_again(
     profile = write_profile(tmp_path / "strict.toml", engine, 0.001)
     given: dict[str, Any] = {"reads": [str(few_reads)], "out": out, "models": models, "devices": "cpu:1"}
     given |= {"profile": profile, "fail_on_criteria": False}
-    monkeypatch.setattr("flows.tools.KNOBS", {"packing": {"token_budget": (2048,)}})
+    monkeypatch.setattr("flows.validate.KNOBS", {"packing": {"token_budget": (2048,)}})
     monkeypatch.setattr("flows.tools.recommend", first_other)
     state = validate(**given, tune_rounds=1, return_state=True)
     assert state.is_completed(), state.message
@@ -203,7 +203,7 @@ def test_a_missed_speed_is_tuned_and_judged_again(
     assert any("Tuning round 1, Time on one device missed: against packing, token_budget" in one for one in notes)
     assert verify_report(out).ok
 
-    monkeypatch.setattr("flows.tools.KNOBS", {})
+    monkeypatch.setattr("flows.validate.KNOBS", {})
     again = validate(**given, tune_rounds=2, return_state=True)
     assert "nothing had to be computed" in (again.message or "")
     rounds = read(out / "tuning.json", TuningFile).rounds
