@@ -18,17 +18,20 @@ class Plan:
     command: str = "predict"
     server: str = "any"  # any, none, embedded, own (a server of this round's own)
     nodes: int = 0  # of a cluster on this machine
+    transfer: bool = False  # its files go through Dask
 
     @property
     def work(self) -> Work:
         """What an undisturbed round does."""
-        return Work(self.command, "inbox" if self.command == "predict-inbox" else "a", nodes=self.nodes)
+        reads = "inbox" if self.command == "predict-inbox" else "a"
+        return Work(self.command, reads, nodes=self.nodes, transfer=self.transfer)
 
     @property
     def name(self) -> str:
         """As the table shows it."""
         where = f" ({self.server} server)" if self.server != "any" else ""
-        return f"{self.command}: {self.how} {self.whom}{where}{' of a cluster' * bool(self.nodes)}"
+        where += " of a cluster" * bool(self.nodes) + " by transfer" * self.transfer
+        return f"{self.command}: {self.how} {self.whom}{where}"
 
 
 def plans() -> tuple[Plan, ...]:
@@ -76,7 +79,8 @@ def plans() -> tuple[Plan, ...]:
     found += [Plan("odd", "files", "predict-inbox")]
     of_cluster = [("kill", whom) for whom in ("dask worker", "nanny", "tree", "worker", "scheduler", "main", "all")]
     of_cluster += [("stop", whom) for whom in ("dask worker", "tree", "main")] + [("terminate", "main")]
-    found += [Plan(how, whom, server="none", nodes=3) for how, whom in of_cluster]
+    for how, whom in of_cluster:
+        found += [Plan(how, whom, server="none", nodes=3, transfer=transfer) for transfer in (False, True)]
     random.Random(0).shuffle(found)
     return tuple(found)
 

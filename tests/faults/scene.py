@@ -59,6 +59,7 @@ class Work:
     reads: str = "a"
     threshold: int = 0  # which of the scene's two
     nodes: int = 0  # of a cluster on this machine; its results are those of one machine
+    transfer: bool = field(default=False, compare=False)  # its files go through Dask
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,8 @@ class Scene:
 
     def words(self, work: Work, out: Path, devices: str, *more: str) -> list[str]:
         """The command line; `out` is the directory it writes."""
-        where = ["--devices", "cpu", "--cluster", f"local:{work.nodes}"] if work.nodes else ["--devices", devices]
+        nodes = ["--devices", "cpu", "--cluster", f"local:{work.nodes}", *["--transfer"] * work.transfer]
+        where = nodes if work.nodes else ["--devices", devices]
         words = [*VIRNUC, work.command, "--models", str(self.folder / "models"), *where, "-o", str(out)]
         words += [f"--{name}={value}" for name, value in SIZES.items()]
         words += ["--settings", str(self.folder / "settings.toml")]

@@ -120,19 +120,17 @@ class Node:
         self._local_models = str(place)
         return True
 
-    def put(self, name: str, at: int, piece: bytes, digest: str) -> None:
-        """Write a piece of a file. Errors: `DeviceError` of the disk; `OSError` when it is not what was sent."""
+    def put(self, name: str, piece: bytes, digest: str, *, first: bool, last: bool) -> None:
+        """Write a piece of a file, which appears with the last one. Errors: `DeviceError` of the disk; `OSError` when
+        the piece is not what was sent."""
         if hashlib.sha256(piece).hexdigest() != digest:
             raise OSError(f"{name} does not arrive there as it was sent")
         with self._using(path := self.folder / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            if at:
-                with path.open("ab") as file:
-                    file.truncate(at)
-                    file.write(piece)
-            else:  # a file that is one piece is never seen in part
-                (aside := path.with_name(f"{path.name}.part")).write_bytes(piece)
-                aside.replace(path)
+            with (aside := path.with_name(f"{path.name}.part")).open("wb" if first else "ab") as file:
+                file.write(piece)
+            if last:
+                aside.rename(path)
 
     def piece(self, name: str, at: int, most: int) -> bytes:
         """So many bytes at most of a file."""

@@ -142,9 +142,12 @@ class RemoteNode:
 
     async def send(self, name: str, data: BinaryIO) -> None:
         """Write a file there, whole. Errors: `DeviceError` of its disk; `OSError` where a piece arrives otherwise."""
-        while piece := await asyncio.to_thread(data.read, PIECE_BYTES):
+        piece = bytes(PIECE_BYTES)
+        while len(piece) == PIECE_BYTES:
+            first, piece = data.tell() == 0, await asyncio.to_thread(data.read, PIECE_BYTES)
+            part = {"first": first, "last": len(piece) < PIECE_BYTES}
             async with asyncio.timeout(ANSWER_S):
-                await self.actor.put(name, data.tell() - len(piece), piece, hashlib.sha256(piece).hexdigest())
+                await self.actor.put(name, piece, hashlib.sha256(piece).hexdigest(), **part)
 
     async def _send_task(self, child: RemoteChild, task: ShardTask) -> ShardTask:
         """Send what a shard needs; the task as it is there. Errors: of store and plan."""

@@ -123,15 +123,15 @@ def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str,
 def test_what_a_node_writes_and_reads_is_proven(tmp_path: Path) -> None:
     node, digest = Node("none", str(tmp_path)), hashlib.sha256(b"some").hexdigest()
     with pytest.raises(OSError, match="does not arrive there as it was sent"):
-        node.put("a/file", 0, b"soma", digest)
-    with pytest.raises(DeviceError, match=r"cannot use .*a/file: No such file"):
-        node.piece("a/file", 0, 9)
-    for at in (0, 4, 4):
-        node.put("a/file", at, b"some", digest)
+        node.put("a/file", b"soma", digest, first=True, last=True)
+    for first, last in ((True, False), (True, False), (False, True)):
+        with pytest.raises(DeviceError, match=r"cannot use .*a/file: No such file"):
+            node.piece("a/file", 0, 9)
+        node.put("a/file", b"some", digest, first=first, last=last)
     assert (node.piece("a/file", 0, 5), node.piece("a/file", 5, 5)) == (b"somes", b"ome")
     (tmp_path / "no-folder").touch()
     with pytest.raises(DeviceError, match="cannot use"):
-        node.put(str(tmp_path / "no-folder" / "file"), 0, b"some", digest)
+        node.put(str(tmp_path / "no-folder" / "file"), b"some", digest, first=True, last=True)
     node.drop("a")
     assert list(node.folder.iterdir()) == []
 
