@@ -26,7 +26,7 @@ from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
 from virnuc_core.lease import still_held
-from virnuc_core.reads.sources import Inputs, hidden, is_remote, local_files
+from virnuc_core.reads.sources import hidden, is_remote, local_files
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.results import write_results
@@ -341,12 +341,9 @@ def _write_results(
     results = write_results(run, job.store, scores, failed, threshold=spec.threshold, uncertain=job.uncertain)
     shards.write_virtual_embeddings(run)
     if spec.written:
-        from virnuc_core.reads.fast_parser import ParseLog
         from virnuc_core.reads.subsets import write_reads  # few runs need it
 
-        inputs = Inputs(staging.files, (), staging.pairs)
-        log_of_reading = ParseLog(staging.on_error, read_group=staging.read_group)
-        write_reads(run, job.store, inputs, spec.written, log_of_reading, staging.by_file)
+        write_reads(run, job.store, staging, spec.written)
     judged_s = began_s + results.predict_s
     clock.add("Model Prediction", results.predict_s, (began_s, judged_s))
     clock.add("Consensus Scoring", results.consensus_s, (judged_s, judged_s + results.consensus_s))

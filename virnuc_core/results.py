@@ -24,12 +24,10 @@ from numpy.typing import NDArray
 from virnuc_core.config import THRESHOLD
 from virnuc_core.errors import ShardError, VirnucError
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, MATE, SHORT_FOR_MODEL
+from virnuc_core.reads.translate import AMBIGUOUS, DUPLICATE_ID, FRAMES, MATE, SHORT_FOR_MODEL, Mask, Places
 from virnuc_core.rundir import RunDir, whole_file
 
 Scores = NDArray[np.float32]
-Mask = NDArray[np.bool_]
-Places = NDArray[np.int64]
 Band = tuple[float, float]
 
 FATES: Final = ("viral", "others", "no_open_frame", "empty", "failed")

@@ -5,7 +5,7 @@ equal stretches of the reads in order of length; some 20 bytes a read are held i
 """
 
 import csv
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
@@ -20,10 +20,10 @@ from virnuc_core.reads.fast_parser import ParseLog
 from virnuc_core.reads.pairs import pair_batches
 from virnuc_core.reads.parse import parse
 from virnuc_core.reads.sources import STDIN, Inputs, can_be_read_twice, find_inputs, reads_file
+from virnuc_core.reads.stage import StageSummary
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.translate import MATE
 from virnuc_core.rundir import MATES, RunDir
-from virnuc_core.runfiles import InputFile
 
 _BINS: Final = 50  # of a histogram, at most
 
@@ -110,22 +110,16 @@ def readable_twice(reads: Sequence[str]) -> None:
             raise InputError(what, hint="put the reads into a file to have some of them written out")
 
 
-def write_reads(
-    run: RunDir,
-    store: OrfStore,
-    inputs: Inputs,
-    verdicts: Sequence[str] = ("viral",),
-    log: ParseLog | None = None,
-    staged: Iterable[InputFile] = (),
-) -> int:
+def write_reads(run: RunDir, store: OrfStore, staging: StageSummary, verdicts: Sequence[str] = ("viral",)) -> int:
     """Write the reads that `reads.tsv` calls viral, or all others, or each to files of its own, as they stand in the
     input; their number. FASTQ reads go to `viral.fastq.gz`, FASTA reads to `viral.fasta.gz`, which is empty where none
     is viral; the same input gives the same bytes. Of pairs `pairs.tsv` tells: mates go to `viral_R1` and `viral_R2`, in
-    step, reads without a mate to `viral_orphans`. `inputs` are those of the store, and a new `log` says how;
-    `staged`: what they were. Errors: `InputError` when the input is not what was staged, or came through a pipe."""
-    readable_twice(inputs.files)
+    step, reads without a mate to `viral_orphans`. Errors: `InputError` when the input is not what was staged, or came
+    through a pipe."""
+    readable_twice(staging.files)
     kinds, goes_to = _kinds(run, store, verdicts)
-    read, log = 0, log or ParseLog()
+    read, inputs = 0, Inputs(staging.files, (), staging.pairs)
+    log = ParseLog(staging.on_error, read_group=staging.read_group)
     with ExitStack() as stack:
         out: dict[str, BinaryIO] = {}
         begun = False  # a wanted read of which parts are still to come
@@ -145,7 +139,7 @@ def write_reads(
             read = last if part is None or part.last else read
         if read != store.n_reads:
             raise InputError(f"{read} reads are in the input, {store.n_reads} were staged", hint="run predict again")
-        for one in staged:
+        for one in staging.by_file:
             if one.content not in (None, log.contents[one.file]):
                 raise InputError("no longer what was staged", file=one.file, hint="run predict again")
         for path in run.reads_of(verdicts):

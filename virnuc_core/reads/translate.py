@@ -24,6 +24,10 @@ from virnuc_core.reads.fast_parser import Part, ReadBatch, Strings, offsets_of
 from virnuc_core.reads.fingerprint import Leaves, digests, leaves_of
 from virnuc_core.reads.workers import Workers
 
+Places = NDArray[np.int64]
+Mask = NDArray[np.bool_]
+Columns = dict[str, NDArray[Any]]  # of a segment
+
 EMPTY: Final = 1  # bits of read_flags: no bases
 SHORT_FOR_MODEL: Final = 2  # less than half of the model's length, but not empty
 AMBIGUOUS: Final = 4  # holds a letter other than A, C, G, T
@@ -64,13 +68,13 @@ _ODD: Final = bytes(byte not in b"ACGTacgt" for byte in range(256))
 class Chunks:
     """Chunks in order of read and position, as columns; a read without bases has none."""
 
-    read: NDArray[np.int64]  # [n] index of the read
+    read: Places  # [n] index of the read
     number: NDArray[np.int32]  # [n] from 0 within the read
-    start: NDArray[np.int64]  # [n] first base within the read
-    end: NDArray[np.int64]  # [n] one past the last base
+    start: Places  # [n] first base within the read
+    end: Places  # [n] one past the last base
 
 
-def chunk(lengths: NDArray[np.int64], size: int) -> Chunks:
+def chunk(lengths: Places, size: int) -> Chunks:
     """Cut reads of the given lengths into chunks of at most `size` bases.
 
     Neighbours overlap so that all but the last chunk are full; the last ends with the read and may be shorter, never
@@ -81,7 +85,7 @@ def chunk(lengths: NDArray[np.int64], size: int) -> Chunks:
     return _chunks(read, number, lengths[read], size)
 
 
-def _chunks(read: NDArray[np.int64], number: NDArray[np.int64], length: NDArray[np.int64], size: int) -> Chunks:
+def _chunks(read: Places, number: Places, length: Places, size: int) -> Chunks:
     """The chunks of these numbers, of reads of these lengths: all are of one shape."""
     count = -(-length // size)
     lower, extra = np.divmod(count * size - length, count)
@@ -93,7 +97,7 @@ def _chunks(read: NDArray[np.int64], number: NDArray[np.int64], length: NDArray[
 class Orfs:
     """Open frames in order of chunk and frame, as columns."""
 
-    chunk: NDArray[np.int64]  # [n] index of the chunk
+    chunk: Places  # [n] index of the chunk
     frame: NDArray[np.uint8]  # [n] 0..5, see FRAMES
     proteins: NDArray[np.uint8]  # end to end
     protein_lengths: NDArray[np.int32]  # [n] ≥ 1
@@ -113,7 +117,7 @@ def _tables() -> tuple[bytes, bytes, bytes]:
     return bytes(codes), forward.tobytes().ljust(256, b"\0"), reverse.tobytes().ljust(256, b"\0")
 
 
-def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Orfs:
+def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
     """Open frames of the chunks `bases[start:end]`, which both ascend: those whose protein has no stop and is not
     empty."""
     if not len(starts):
@@ -124,7 +128,7 @@ def translate(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64]) 
     return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, columns))
 
 
-def _groups(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+def _groups(starts: Places, ends: Places) -> Iterator[tuple[int, int]]:
     """Ranges of chunks that span a bounded number of bases, and bounded when each is padded to the longest."""
     a = 0
     while a < len(starts):
@@ -135,7 +139,7 @@ def _groups(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> Iterator[tupl
         a = b
 
 
-def _translate_group(bases: bytes, starts: NDArray[np.int64], ends: NDArray[np.int64], first_chunk: int) -> Orfs:
+def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: int) -> Orfs:
     low, high = int(starts[0]), int(ends[-1])
     lengths = ends - starts
     width = -(-int(lengths.max()) // 3)  # codons of the longest chunk, rounded up
@@ -230,19 +234,12 @@ def process(batch: ReadBatch, model_length: int, folder: Path) -> tuple["Segment
     return segment, leaves, {"chunk_s": chunked - started, "translate_s": time.perf_counter() - chunked}
 
 
-def _reads(
-    ids: Strings,
-    lines: NDArray[np.int64],
-    lengths: NDArray[np.int64],
-    model_length: int,
-    rows: NDArray[np.int64],
-    ambiguous: NDArray[np.bool_],
-) -> dict[str, NDArray[Any]]:
+def _reads(ids: Strings, lines: Places, lengths: Places, size: int, rows: Places, ambiguous: Mask) -> Columns:
     """A segment's columns of reads; `rows` [reads] counts their open frames."""
-    short = (lengths > 0) & (2 * lengths < model_length)
+    short = (lengths > 0) & (2 * lengths < size)
     return {
         "read_length": lengths,
-        "read_chunks": -(-lengths // model_length),
+        "read_chunks": -(-lengths // size),
         "read_rows": rows,
         "read_flags": (lengths == 0) * EMPTY + short * SHORT_FOR_MODEL + ambiguous * AMBIGUOUS,
         "read_line": lines,
@@ -252,7 +249,7 @@ def _reads(
     }
 
 
-def _rows(orfs: Orfs, chunks: Chunks, ambiguous: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
+def _rows(orfs: Orfs, chunks: Chunks, ambiguous: Mask) -> Columns:
     """A segment's columns of rows; `ambiguous` [reads] may be true for more than those with odd letters.
 
     Rows with equal digests are taken as equal: of their DNA, which of A, C, G, T alone says what the protein is;
@@ -309,19 +306,17 @@ def _keep_part(batch: ReadBatch, part: Part, folder: Path) -> tuple[LongPart, Le
     return kept, leaves_of(batch), {"translate_s": time.perf_counter() - started}
 
 
-def long_segments(
-    last: LongPart, ambiguous: bool, model_length: int, folder: Path, workers: Workers
-) -> Iterator[Segment]:
+def long_segments(last: LongPart, ambiguous: bool, size: int, folder: Path, workers: Workers) -> Iterator[Segment]:
     """A long read's part of a store: segments of rows, each of a stretch of its chunks, and one of the read itself."""
     length, rows = last.part.before + last.bases, 0
-    count, step = -(-length // model_length), max(1, _WINDOW_BASES // model_length)
-    work = partial(_window, last.path, length=length, size=model_length, ambiguous=ambiguous, folder=folder)
+    count, step = -(-length // size), max(1, _WINDOW_BASES // size)
+    work = partial(_window, last.path, length=length, size=size, ambiguous=ambiguous, folder=folder)
     for segment in workers.map(work, (range(low, min(low + step, count)) for low in range(0, count, step))):
         rows += segment.counts["n_rows"]
         yield segment
     Path(last.path).unlink()
     line, lengths, n_rows, odd = (np.array([value]) for value in (last.part.line, length, rows, ambiguous))
-    yield _write(folder, _reads(last.id, line, lengths, model_length, n_rows, odd), 0)
+    yield _write(folder, _reads(last.id, line, lengths, size, n_rows, odd), 0)
 
 
 def _window(path: str, numbers: range, *, length: int, size: int, ambiguous: bool, folder: Path) -> Segment:

@@ -20,8 +20,8 @@ import pytest
 from flows.start import readable
 from virnuc_core.errors import InputError
 from virnuc_core.reads import subsets
-from virnuc_core.reads.fast_parser import ParseLog, Strings
-from virnuc_core.reads.sources import Inputs, Source
+from virnuc_core.reads.fast_parser import Strings
+from virnuc_core.reads.sources import Source
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, StoreWriter
 from virnuc_core.reads.subsets import sample, write_reads
@@ -107,14 +107,14 @@ def test_a_sample_and_the_viral_reads_of_long_records(
     for size in BLOCKS:
         shrink(monkeypatch, block_bytes=size)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
-        assert write_reads(run, OrfStore.open(run.store), Inputs((path,), ()), log=ParseLog("skip")) == 3
+        assert write_reads(run, OrfStore.open(run.store), summary) == 3
         assert gzip.decompress((run.root / "viral.fasta.gz").read_bytes()).decode() == texts[1] + texts[3] + texts[5]
         sample(good, 3, tmp_path / "drawn.fa")
         given[size] = (tmp_path / "drawn.fa").read_text()
     assert len(set(given.values())) == 1
     assert given[64].count(">") == 3
     with pytest.raises(InputError, match="not those that were staged"):
-        write_reads(run, OrfStore.open(run.store), Inputs((good, path), ()), log=ParseLog("skip"))
+        write_reads(run, OrfStore.open(run.store), summary.model_copy(update={"files": (good, path)}))
 
 
 def test_more_bases_than_a_column_of_32_bits_holds(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_of_what_is_dropped_nothing_is_left(
         store = OrfStore.open(summary.store)
         check_equals_twin(store, kept)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))
-        assert write_reads(run, store, Inputs(spec.reads, ()), log=ParseLog("skip")) == 3
+        assert write_reads(run, store, summary) == 3
         viral = gzip.decompress((run.root / f"viral.{text.__name__}.gz").read_bytes()).decode()
         assert viral == "".join(text([read]) for read in kept[1::2])
     assert len(listed) == 1

@@ -21,8 +21,6 @@ from tests.columns import documented
 from virnuc_core import results
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError
 from virnuc_core.reads import pairs
-from virnuc_core.reads.fast_parser import ParseLog
-from virnuc_core.reads.sources import Inputs
 from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import write_reads
@@ -337,8 +335,7 @@ def test_viral_pairs_are_written_in_step_and_orphans_apart(write: WriteReads, tm
     files = write(texts[0], "a.fq"), write(texts[1], "b.fq")
     summary, store = staged(run.store, mates_1=files[:1], mates_2=files[1:], on_error="skip")
     judge(run, store, 3)
-    inputs = Inputs(summary.files, (), summary.pairs)
-    written = write_reads(run, store, inputs, log=ParseLog("skip"))
+    written = write_reads(run, store, summary)
     viral = [row for row in table(run.root / "pairs.tsv") if row["fate"] == "viral"]
     found = {
         kind: gzip.decompress((run.root / f"viral_{kind}.fastq.gz").read_bytes()).decode()
