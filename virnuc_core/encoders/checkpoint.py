@@ -172,7 +172,6 @@ def _digest(path: Path, state: tuple[int, ...], anew: bool) -> str:
     found = sha256_of(path)
     with suppress(OSError, VirnucError):
         if path.stat().st_size >= LARGE_BYTES and kept.is_absolute():
-            kept.parent.mkdir(parents=True, exist_ok=True)
             write_text_whole(kept, found)
     return found
 
@@ -250,16 +249,15 @@ def fit(source: Path, tensors: Mapping[str, Tensor], shape: Shape, drop_extra: b
     Rotary frequencies, which newer ports do not save, are computed from the head size then. An encoder's task head, and
     with `drop_extra` all that is not wanted, is left out with a remark. Errors: `WeightsError` names what is missing,
     unexpected or misshapen; no weights are read for that."""
-    wanted, given = shape.tensors(), dict(tensors)
-    if isinstance(shape, Esm2Shape) and not any(name.split(".")[-1] == "inv_freq" for name in given):
-        given["inv_freq"] = layers.inv_freq(shape.head_dim)
-    theirs_of: dict[str, str] = {}  # the first of several
-    for theirs in given:
-        theirs_of.setdefault(theirs if theirs in wanted else our_name(theirs), theirs)
-    in_three = {name for name in wanted if ".qkv." in name and name not in theirs_of}
+    wanted, given = shape.tensors(), dict[str, tuple[str, Tensor]]()  # by our names: theirs, the first of several
+    for theirs, tensor in tensors.items():
+        given.setdefault(theirs if theirs in wanted else our_name(theirs), (theirs, tensor))
+    if isinstance(shape, Esm2Shape):
+        given.setdefault("inv_freq", ("inv_freq", layers.inv_freq(shape.head_dim)))
+    in_three = {name for name in wanted if ".qkv." in name and name not in given}
     parts = {name: [name.replace(".qkv.", f".{c}.") for c in "qkv"] if name in in_three else [name] for name in wanted}
-    missing = [name for name, needed in parts.items() if not theirs_of.keys() >= set(needed)]
-    unexpected = {theirs_of[name] for name in theirs_of.keys() - {"", *chain.from_iterable(parts.values())}}
+    missing = [name for name, needed in parts.items() if not given.keys() >= set(needed)]
+    unexpected = {given[name][0] for name in given.keys() - {"", *chain.from_iterable(parts.values())}}
     dropped = {name for name in unexpected if drop_extra or _TASK_HEAD.fullmatch(name)}
     lists = (("no", missing), ("unexpected", unexpected - dropped))
     if said := [f"{what} tensor{'s' * (len(found) > 1)} {few(sorted(found))}" for what, found in lists if found]:
@@ -269,15 +267,15 @@ def fit(source: Path, tensors: Mapping[str, Tensor], shape: Shape, drop_extra: b
         log.warning("%s: left out %s, which such a model does not have", source, few(sorted(dropped)))
     for name, needed in parts.items():
         size = wanted[name] if len(needed) == 1 else (wanted[name][0] // len(needed), *wanted[name][1:])
-        for theirs in (theirs_of[part] for part in needed):
-            tensor, what = given[theirs], f"{source}: tensor {theirs}"
+        for theirs, tensor in (given[part] for part in needed):
             if tensor.shape != size:
-                raise WeightsError(f"{what} is {list(tensor.shape)}, config.json makes it {list(size)}")
+                problem = f"is {list(tensor.shape)}, config.json makes it {list(size)}"
+                raise WeightsError(f"{source}: tensor {theirs} {problem}")
             if not tensor.is_floating_point():
-                raise WeightsError(f"{what} holds {tensor.dtype}, wanted floating-point numbers")
+                raise WeightsError(f"{source}: tensor {theirs} holds {tensor.dtype}, wanted floating-point numbers")
 
     def read(name: str) -> Tensor:
-        found = [given[theirs_of[part]] for part in parts[name]]
+        found = [given[part][1] for part in parts[name]]
         return found[0] if len(found) == 1 else torch.cat(found)
 
     return read

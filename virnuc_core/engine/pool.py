@@ -337,27 +337,22 @@ def search(whole: ShardTask) -> Generator[ShardTask, bool, None]:
     ended workers again. They end when the shard cannot be cleared. A worker may also be killed from outside, and no
     innocent row may be accused: a row is found when it has ended `PROOFS` workers all alone."""
     guilty, in_vain = list[int](), 0
-    while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
-        found = yield from _cause(whole, guilty)
-        guilty, in_vain = [*guilty, *found], 0 if found else in_vain + 1
-        yield whole.model_copy(update={"skip": tuple(sorted(guilty))})
-
-
-def _cause(whole: ShardTask, guilty: list[int]) -> Generator[ShardTask, bool, list[int]]:
-    """Probes of ever smaller parts; then the row that is the cause, if there is one."""
 
     def probe(lo: int, hi: int) -> ShardTask:
         skip = tuple(row for row in guilty if lo <= row < hi)
         return whole.model_copy(update={"lo": lo, "hi": hi, "skip": skip, "probe": True})
 
-    lo, hi, alone = whole.lo, whole.hi, 0
-    while alone < PROOFS:
-        middle = max(lo + 1, (lo + hi) // 2)
-        if not (yield probe(lo, middle)):
-            hi = middle  # it is in here; what is outside is looked at when the shard runs again
-        elif middle < hi and not (yield probe(middle, hi)):
-            lo = middle
-        else:
-            return []
-        alone += hi - lo == 1
-    return [lo]
+    while in_vain < MAX_SEARCHES and len(guilty) <= MAX_GUILTY:
+        lo, hi, alone, in_vain = whole.lo, whole.hi, 0, in_vain + 1
+        while alone < PROOFS:
+            middle = max(lo + 1, (lo + hi) // 2)
+            if not (yield probe(lo, middle)):
+                hi = middle  # it is in here; what is outside is looked at when the shard runs again
+            elif middle < hi and not (yield probe(middle, hi)):
+                lo = middle
+            else:
+                break
+            alone += hi - lo == 1
+        if alone == PROOFS:
+            guilty, in_vain = sorted([*guilty, lo]), 0
+        yield whole.model_copy(update={"skip": tuple(guilty)})
