@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from virnuc_core.encoders.kernels import jit
 from virnuc_core.encoders.tokenize import Rows
 
 WHOLE: Final = 256  # longest row whose keys are held at once
@@ -22,7 +21,7 @@ QUERIES: Final = 64  # queries a program treats together
 WIDE_QUERIES: Final = 32  # the same in float32: larger blocks do not fit the registers
 
 
-@jit
+@triton.jit
 def _halves(
     base: tl.tensor,  # first number of the queries or keys of one head, at the row's first token
     at: tl.tensor,  # positions [tokens]
@@ -50,7 +49,7 @@ def _halves(
     return low, high
 
 
-@jit
+@triton.jit
 def _scores(
     q_low: tl.tensor,  # [queries, half]
     q_high: tl.tensor,
@@ -71,7 +70,7 @@ def _scores(
     return tl.where((at_k < length)[None, :], scores, -float("inf"))
 
 
-@jit
+@triton.jit
 def _values(
     base: tl.tensor, at: tl.tensor, length: tl.tensor, stride: tl.constexpr, head_dim: tl.constexpr
 ) -> tl.tensor:
@@ -80,7 +79,7 @@ def _values(
     return tl.load(place, mask=(at < length)[:, None], other=0.0)
 
 
-@jit
+@triton.jit
 def _clear_tail(
     out: tl.tensor,  # first number of the head, at slot 0
     end: tl.tensor,
@@ -96,7 +95,7 @@ def _clear_tail(
         tl.store(place, tl.zeros([block, head_dim], out.dtype.element_ty), mask=(slot < slots)[:, None])
 
 
-@jit
+@triton.jit
 def _whole_row(
     base: tl.tensor,
     out: tl.tensor,
@@ -144,7 +143,7 @@ def _whole_row(
         tl.store(place, (mixed / total[:, None]).to(v_near.dtype), mask=live[:, None])
 
 
-@jit
+@triton.jit
 def _whole_rows(
     qkv: tl.tensor,  # [slots, 3 * width]
     out: tl.tensor,  # [slots, width]
@@ -184,7 +183,7 @@ def _whole_rows(
         _clear_tail(head_out, start + length, slots, width, head_dim, queries)
 
 
-@jit
+@triton.jit
 def _long_rows(
     qkv: tl.tensor,
     out: tl.tensor,

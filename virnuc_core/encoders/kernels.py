@@ -5,8 +5,7 @@ or of a matrix) by itself, in blocks whose size does not depend on its neighbour
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 import triton
@@ -20,17 +19,12 @@ INT8_SHARING: Final = 2  # programs of such a product that share a multiprocesso
 Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and of an int8 weight the scales of its rows
 
 
-def jit(function: Callable[..., Any]) -> Any:
-    """`triton.jit`, which has no types of its own."""
-    return triton.jit(function)
-
-
-@jit
+@triton.jit
 def exact_gelu(x: tl.tensor) -> tl.tensor:
     return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
 
 
-@jit
+@triton.jit
 def quick_gelu(x: tl.tensor) -> tl.tensor:
     """Exact GELU without a branch, which keeps rows in registers: the logarithm of the normal distribution's tail by a
     polynomial, within 6e-7 and, where GELU is small, 4e-6 of itself: float32's own erf is no nearer there."""
@@ -40,14 +34,14 @@ def quick_gelu(x: tl.tensor) -> tl.tensor:
     return tl.maximum(x, 0.0) - a * tl.exp2(h)
 
 
-@jit
+@triton.jit
 def whole(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     """`x * scale`, at most 127 on both sides of 0, in int8, halves to even: beside 1.5 * 2 ** 23 there is no room for
     parts of 1 in a float32."""
     return (x * scale + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
 
 
-@jit
+@triton.jit
 def _norm(
     x: tl.tensor,  # [rows, width]
     shift: tl.tensor,  # float32 [width], seen by the norm only
@@ -84,7 +78,7 @@ def norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | N
     return out
 
 
-@jit
+@triton.jit
 def _int8(
     x: tl.tensor,  # [rows, width]
     weight: tl.tensor,  # of a norm
@@ -145,7 +139,7 @@ def int8_rows(
     return out, scale
 
 
-@jit
+@triton.jit
 def _span_means(
     x: tl.tensor,  # [tokens, width]
     starts: tl.tensor,
@@ -181,7 +175,7 @@ def span_means(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@jit
+@triton.jit
 def _product(
     x: tl.tensor,  # descriptor of [m, k], blocks [rows, depth]
     weight: tl.tensor,  # descriptor of [n, k], blocks [columns, depth]; of a gated unit [2 n, k], [2 * columns, depth]
