@@ -3,8 +3,7 @@
 Shards are handed out one by one: a slow device takes fewer. A worker that dies is restarted and what it held is handed
 out again; one that is silent for too long is ended first. A shard at which workers die repeatedly is searched for the
 row that does it (`search`), which is set aside, as a few rows are that are not finite. A device that runs out of
-memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices stop the run.
-A pool may serve several runs, one after the other or at once, by workers that load the weights once."""
+memory gets the shard again with half the token budget. Errors of reads, weights, settings and devices stop the run."""
 
 import logging
 import threading
@@ -72,9 +71,8 @@ class Pool(AbstractContextManager["Pool"]):
     """Workers, one a device, for the jobs that threads give it; they are gone when the `with` block ends.
 
     Several jobs may be computed at once, the shards of the first before those of the next. Workers stay up between jobs
-    if the pool is to `keep` them; else they are gone as soon as there is nothing left to compute. In a `warm` pool all
-    load the weights while there is no job yet. A thread of the pool's own starts them, for they die with whoever did.
-    """
+    if the pool is to `keep` them; else they are gone as soon as nothing is left to compute. In a `warm` pool all load
+    the weights while there is no job yet. A thread of the pool's own starts them, for they die with whoever did."""
 
     def __init__(
         self, specs: Sequence[WorkerSpec], workers: process.LocalWorkers, *, keep: bool = False, warm: bool = False
@@ -245,8 +243,7 @@ class Pool(AbstractContextManager["Pool"]):
     def _died(self, slot: WorkerSlot, worker: process.Child) -> None:
         """Take back what a dead worker held, to be handed out again; another will be started in its place."""
         status, failed, held, ready = worker.end(0.5), worker.failed, [*slot.held], slot.record is not None
-        slot.worker = None
-        slot.held.clear()
+        slot.worker, slot.held = None, deque()
         if self._workers.cancelled:
             raise errors.WorkerError(process.INTERRUPTED)
         if worker.lost:  # with its node; should that come back, so does the device
@@ -317,8 +314,7 @@ class Pool(AbstractContextManager["Pool"]):
             worker.send(process.Closed())
         process.end_children(living)
         for slot in self._slots:
-            slot.worker, slot.unready_deaths = None, 0
-            slot.held.clear()
+            slot.worker, slot.held, slot.unready_deaths = None, deque(), 0
 
 
 def _doubled(divisor: int, what: str) -> int:

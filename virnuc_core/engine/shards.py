@@ -9,10 +9,9 @@ import json
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, NamedTuple
 
 import h5py
 import numpy as np
@@ -79,8 +78,7 @@ class Computed(Message):
     done: ShardDone | None  # None for a probe
 
 
-@dataclass(frozen=True, slots=True)
-class ShardResult:
+class ShardResult(NamedTuple):
     """What a shard's computation gave."""
 
     embeddings: NDArray[np.float32]  # [n, dna_width + protein_width], DNA first
