@@ -202,8 +202,7 @@ def write_report(out: Path, profile: Profile, history: Path | None = None) -> mo
             last = tuple(earlier(read_history(history), entry)[-100:])
             write(out / REGRESSION, RegressionFile(entry=entry, history=last))
         report = build_report(out, profile)
-    _write(out, render(report))
-    return report
+    return _written(out, report)
 
 
 def rerender(out: Path) -> model.Report:
@@ -213,13 +212,13 @@ def rerender(out: Path) -> model.Report:
         answer, name = approval_state(raw, report.run), path.relative_to(out).as_posix()
         files = sorted((report.evidence | {name: raw.evidence()[name]}).items())
         report = report.model_copy(update={"approval": answer, "evidence": dict(files)})
-    _write(out, render(report))
-    return report
+    return _written(out, report)
 
 
-def _write(out: Path, forms: dict[str, str]) -> None:
-    for name, content in forms.items():
+def _written(out: Path, report: model.Report) -> model.Report:
+    for name, content in render(report).items():
         write_text_whole(RunDir(out).report / name, content)
+    return report
 
 
 class RegressionFile(model.Record):
