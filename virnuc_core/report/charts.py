@@ -48,10 +48,8 @@ def charts(raw: RawFolder, run: RunMetrics | None, measured: Telemetry | None, p
         devices, host = measured.samples.groupby("device", observed=True), measured.host
         used = {str(name): (own.time_s, own.utilisation) for name, own in devices}
         used |= {"CPU": (host.time_s, host.cpu_percent)} if len(host) else {}
-        found["gantt"], found["utilisation"] = (
-            _gantt(measured),
-            tuple(_thin(name, x - measured.origin_s, y) for name, (x, y) in used.items()),
-        )
+        found["utilisation"] = tuple(_thin(name, x - measured.origin_s, y) for name, (x, y) in used.items())
+        found["gantt"] = _gantt(measured)
     if measured is not None and (span := embedding_span(measured.batches)) is not None:
         length_s = min(profile.window_s, max((span[1] - span[0]) / 20, 0.05))
         cut = windows(measured.batches, length_s, measured.origin_s)
