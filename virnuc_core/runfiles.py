@@ -265,6 +265,7 @@ class RunCounts(RunFile):
     wall_s: Seconds | None = None  # all attempts, without staging
     staging_s: Seconds | None = None
     total_s: Seconds | None = None
+    stages: dict[str, Seconds | None] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
     n_reads: Count | None = None
     n_chunks: Count | None = None
     n_rows: Count | None = None
@@ -274,6 +275,8 @@ class RunCounts(RunFile):
     resumed: Annotated[bool, BeforeValidator(bool)] = False  # whatever stands there: only a plain no is a no
     shards_computed: Count | None = None
     shards_reused: Count | None = None
+    damaged: tuple[str, ...] = ()  # shards that were found unreadable, and computed again
+    reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
     restarts: Count | None = None
     rows_set_aside: Count | None = None  # uniques that ended every worker, or were not finite
     log_errors: Count | None = None  # lines of the workers' logs that tell of errors
@@ -292,7 +295,6 @@ class RunSummary(RunCounts):
     """`summary.json`, written last: with it a run is complete, unless it says that it was ended at a time limit."""
 
     schema_version: int = 1
-    stages: dict[str, Seconds | None] = {}  # the nine and the other parts of `telemetry.tables.ROWS`; None: fused
     protein_tokens: Count | None = None  # of the uniques, specials included
     threshold: Share | None = None  # viral score from which a read is called viral
     uncertain: tuple[Share, Share] | None = None  # scores of which no verdict was wanted
@@ -304,7 +306,5 @@ class RunSummary(RunCounts):
     workers: tuple[dict[str, Any], ...] = ()
     shards: Count | None = None
     deaths: tuple[str, ...] | None = None
-    damaged: tuple[str, ...] = ()
-    reduced_budgets: dict[str, Count] = {}  # shard → what its token budgets were divided by, for want of memory
     flops: ModelFlops | None = None
     files: dict[str, FileDigest] | None = None  # the result files, by name; None: an older version wrote them

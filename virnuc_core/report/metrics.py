@@ -26,7 +26,7 @@ from virnuc_core.runfiles import Device, File, FileDigest, ModelFlops, RunCounts
 from virnuc_core.telemetry import statistics
 from virnuc_core.telemetry.log import Telemetry
 from virnuc_core.telemetry.reader import read_telemetry
-from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, OVERLAPPED, ROWS, STAGES, Encoder
+from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, OVERLAPPED, STAGES, Encoder
 from virnuc_core.validation import BaselineSummary
 
 RUN_PREFIX: Final = "devices-"
@@ -137,9 +137,6 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics
         devices=devices,
         label=label(devices),
         times_s=tuple(one.total_s for one in (counts, *again) if one.total_s and one.sequences_per_hour),
-        stages={row: summary.stages[row] for row in ROWS if row in summary.stages},
-        shards_damaged=len(summary.damaged),
-        shards_on_less_memory=len(summary.reduced_budgets),
         precision=precision or None,
         missing_files=tuple(path.name for path in RunDir(raw.root / name).tables[:3] if not path.is_file()),
         telemetry=telemetry,

@@ -63,9 +63,6 @@ class RunMetrics(RunCounts):
     devices: tuple[Device, ...]
     label: str  # "2x RTX 4090"
     times_s: tuple[float, ...]  # total of this run and of each that repeats it, where it is whole
-    stages: dict[str, float | None]  # seconds of the nine and the other parts; None: fused; absent: not measured
-    shards_damaged: int  # found unreadable and computed again
-    shards_on_less_memory: int  # computed with a part of the token budget
     precision: str | None
     missing_files: tuple[str, ...]
     telemetry: TelemetryMetrics | None
