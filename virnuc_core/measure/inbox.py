@@ -188,11 +188,10 @@ class Ledger:
         return lease(self.out / "claims" / sha256, self._fate_file(sha256))
 
     def read_table(self) -> list[Row]:
-        """The rows written last; none when there is no table, another version wrote it or it cannot be read."""
+        """The rows written last; none when there is no table, or it cannot be read."""
         try:
             table = pd.read_csv(self.table, sep="\t", dtype=str, na_filter=False)
-            known = tuple(table) == tuple(Row.model_fields)
-            return [Row.model_validate(row) for row in table.to_dict("records")] if known else []
+            return [Row.model_validate(row) for row in table.to_dict("records")]
         except FileNotFoundError:
             return []
         except ValueError as error:  # pandas' own and pydantic's are such

@@ -1,7 +1,6 @@
 """What validations ask: sizes and thresholds, one TOML file each, read to one model; and what a reviewer answers."""
 
 import tomllib
-from collections.abc import Callable
 from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -17,7 +16,6 @@ _NAMES: Final = [
     row.get("target", name) for kind in ("criteria", "checks") for name, row in CRITERIA_TOML[kind].items()
 ]
 Asked = Annotated[str, Field(pattern=f"^({'|'.join(_NAMES)})$")]  # a criterion that targets may be set for
-RELATIONS: dict[str, Callable[[float, float], bool]] = {"<": lt, "<=": le, ">": gt, ">=": ge}
 Answer = Literal["yes", "no", "not answered"]
 
 
@@ -29,7 +27,7 @@ class Target(Spec):
 
     def met(self, measured: float) -> bool:
         """Whether `measured op value` holds."""
-        return RELATIONS[self.op](measured, self.value)
+        return bool({"<": lt, "<=": le, ">": gt, ">=": ge}[self.op](measured, self.value))
 
 
 class BaselineSpec(Spec):

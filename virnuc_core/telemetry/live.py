@@ -64,31 +64,6 @@ def nvml_reader(devices: Sequence[str]) -> Reader | None:
     return read
 
 
-def host_reader() -> Callable[[float], HostSample]:
-    """What reads CPU, memory and disk of this process's machine."""
-    here, children = psutil.Process(), list[psutil.Process]()
-    looks = itertools.count()
-    psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
-
-    def read(time_s: float) -> HostSample:
-        if next(looks) % CHILDREN_EVERY == 0:
-            children[:] = here.children(recursive=True)
-        rss_bytes = 0
-        for process in (here, *children):
-            with suppress(psutil.Error):  # it has ended
-                rss_bytes += process.memory_info().rss
-        disk = psutil.disk_io_counters()
-        return HostSample(
-            time_s=time_s,
-            cpu_percent=psutil.cpu_percent(interval=None),
-            rss_bytes=rss_bytes,
-            disk_read_bytes=getattr(disk, "read_bytes", None),  # there may be no disk
-            disk_write_bytes=getattr(disk, "write_bytes", None),
-        )
-
-    return read
-
-
 class Sampler:
     """Background thread that reads devices and host every `interval_s` while the `with` block lasts."""
 
@@ -102,7 +77,9 @@ class Sampler:
     ) -> None:
         """`note` hears every sample at once; `reader`: of devices elsewhere."""
         self.devices, self._interval_s, self._note = tuple(devices), interval_s, note
-        self._read, self._host, self._failed = reader or nvml_reader(devices), host_reader(), False
+        self._read, self._failed = reader or nvml_reader(devices), False
+        self._looks, self._processes = itertools.count(), list[psutil.Process]()
+        psutil.cpu_percent(interval=None)  # the first call has no interval to speak of
         self.latest: dict[str, DeviceSample] = {}  # the newest reading of each device
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="virnuc-sampler", daemon=True)
@@ -119,7 +96,25 @@ class Sampler:
                 if not self._failed:
                     log.warning("reading %s failed (%s): its numbers are unknown at that moment", device, error)
                 self._failed = True
-        self._note(*self.latest.values(), self._host(now))
+        self._note(*self.latest.values(), self.host(now))
+
+    def host(self, time_s: float) -> HostSample:
+        """CPU, memory and disk of this process's machine."""
+        if next(self._looks) % CHILDREN_EVERY == 0:
+            here = psutil.Process()
+            self._processes = [here, *here.children(recursive=True)]
+        rss_bytes = 0
+        for process in self._processes:
+            with suppress(psutil.Error):  # it has ended
+                rss_bytes += process.memory_info().rss
+        disk = psutil.disk_io_counters()
+        return HostSample(
+            time_s=time_s,
+            cpu_percent=psutil.cpu_percent(interval=None),
+            rss_bytes=rss_bytes,
+            disk_read_bytes=getattr(disk, "read_bytes", None),  # there may be no disk
+            disk_write_bytes=getattr(disk, "write_bytes", None),
+        )
 
     def _loop(self) -> None:
         self.sample_once()

@@ -13,7 +13,7 @@ import pandas as pd
 import pytest
 
 from virnuc_core.runfiles import versions
-from virnuc_core.telemetry.live import Sampler, host_reader, nvml_reader
+from virnuc_core.telemetry.live import Sampler, nvml_reader
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import DeviceSample, HostSample
 
@@ -170,7 +170,7 @@ def test_memory_of_children_is_counted() -> None:
     import subprocess
     import sys
 
-    alone = host_reader()(0.0).rss_bytes
+    alone = Sampler(()).host(0.0).rss_bytes
     child = subprocess.Popen(
         [sys.executable, "-c", "import sys; data = bytearray(60_000_000); print(len(data), flush=True); input()"],
         stdin=subprocess.PIPE,
@@ -179,7 +179,7 @@ def test_memory_of_children_is_counted() -> None:
     try:
         assert child.stdout is not None
         child.stdout.readline()
-        both = host_reader()(0.0).rss_bytes
+        both = Sampler(()).host(0.0).rss_bytes
     finally:
         child.communicate(b"\n")
     assert alone is not None
