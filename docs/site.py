@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-FUNCTIONS = ("virnuc_core.pipeline.predict", "virnuc_core.telemetry.reader.open_frame")
+FUNCTIONS = ("virnuc_core.pipeline.predict", "virnuc_core.telemetry.log.open_frame")
 MODELS = ("RunSpec", "EngineSpec")  # of virnuc_core.config
 
 

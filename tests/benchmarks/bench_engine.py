@@ -37,8 +37,7 @@ from virnuc_core.pipeline import prepare
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.reader import read_telemetry
+from virnuc_core.telemetry.log import Telemetry, read_telemetry
 from virnuc_core.telemetry.statistics import (
     batch_metrics,
     by_encoder,

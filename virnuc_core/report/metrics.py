@@ -24,8 +24,7 @@ from virnuc_core.report import model
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import Device, File, FileDigest, ModelFlops, RunCounts, RunRecord, RunSummary, digest, read
 from virnuc_core.telemetry import statistics
-from virnuc_core.telemetry.log import Telemetry
-from virnuc_core.telemetry.reader import read_telemetry
+from virnuc_core.telemetry.log import Telemetry, read_telemetry
 from virnuc_core.telemetry.tables import ENCODERS, GPU_STAGES, OVERLAPPED, STAGES, Encoder
 from virnuc_core.validation import BaselineSummary
 

@@ -29,7 +29,7 @@ from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.verify_runs import Verification, verify_run
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read_record, write
-from virnuc_core.telemetry.reader import read_telemetry
+from virnuc_core.telemetry.log import read_telemetry
 
 SMALL = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.2)
 MOST_AT_WORK = min(2, len(os.sched_getaffinity(0)))

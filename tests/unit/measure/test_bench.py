@@ -16,7 +16,7 @@ from virnuc_core.report.compare import compare_runs
 from virnuc_core.report.metrics import RawFolder
 from virnuc_core.report.verify_runs import Verification, verify_overhead
 from virnuc_core.rundir import RunDir
-from virnuc_core.telemetry.reader import open_frame
+from virnuc_core.telemetry.log import open_frame
 
 
 @pytest.mark.slow

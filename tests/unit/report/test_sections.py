@@ -19,8 +19,7 @@ from virnuc_core.report.verify import verify_report
 from virnuc_core.report.verify_runs import Verification, verify_overhead
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
-from virnuc_core.telemetry.log import write_telemetry
-from virnuc_core.telemetry.reader import read_telemetry
+from virnuc_core.telemetry.log import read_telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import committed_span_s
 from virnuc_core.validation import OVERHEAD, OverheadFile, OverheadPair
 

@@ -13,8 +13,7 @@ import pytest
 
 from virnuc_core.errors import InputError
 from virnuc_core.telemetry import log as module
-from virnuc_core.telemetry.log import write_telemetry
-from virnuc_core.telemetry.reader import latest, open_frame, read_telemetry
+from virnuc_core.telemetry.log import latest, open_frame, read_telemetry, write_telemetry
 from virnuc_core.telemetry.statistics import frame
 from virnuc_core.telemetry.tables import (
     DeviceSample,
