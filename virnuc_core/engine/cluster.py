@@ -124,8 +124,7 @@ class Cluster(AbstractContextManager["Cluster"]):
                 log.warning("%s is lost%s", node, " (it does not answer)" if quiet else "")
                 self._nodes.pop(address).lose()
         for address in there.keys() - self._nodes.keys():
-            facts = there[address]
-            node = RemoteNode(address, str(facts["name"]), facts["nthreads"], self.spec.transfer)
+            node = RemoteNode(address, str(there[address]["name"]), there[address]["nthreads"], self.spec.transfer)
             self._nodes[address], node.task = node, asyncio.create_task(self._use(client, node))
         if not self._ready.is_set():
             self._settle(fewest)
