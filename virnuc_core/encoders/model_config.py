@@ -6,11 +6,11 @@ import tomllib
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from virnuc_core.config import THRESHOLD, Share, Spec, VerdictSpec, reading, small_text
 from virnuc_core.errors import ConfigError, WeightsError
@@ -214,9 +214,7 @@ def write_shape(shape: Shape, path: Path) -> None:
 def read_shape(path: Path, kind: type[S]) -> S:
     """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
     with reading(path, "JSON", WeightsError):
-        raw = json.loads(small_text(path, CONFIG_BYTES))
-    if not isinstance(raw, dict):
-        raise WeightsError(f"{path}: holds {type(raw).__name__}, wanted an object with the sizes of a model")
+        raw = TypeAdapter(dict[str, Any]).validate_json(small_text(path, CONFIG_BYTES))
     if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
         if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
             raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")
