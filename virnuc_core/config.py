@@ -20,7 +20,7 @@ Switch = Literal["commits", "sampler", "models"]  # models: kept by the workers,
 SWITCHES: tuple[Switch, ...] = get_args(Switch)
 
 DEFAULT_MODEL_LENGTH = 500
-SETTINGS_BYTES = 1 << 16  # a file of settings at most
+SMALL_BYTES = 1 << 24  # a file that is read whole at most: settings, sizes of a model, a tokenizer, marks
 MOST_FAULTS = 5  # of a file or settings that one message names
 INPUTS = ("mates_1", "mates_2", "reads")  # settings that name reads
 MOST_STAGING_PROCESSES = 8  # beyond it the one that unpacks is the limit
@@ -247,7 +247,7 @@ def reading(what: object, form: str, kind: type[VirnucError] = ConfigError) -> I
         raise kind(f"{what}: not valid {form}: {few([error])}") from error
 
 
-def small_text(path: Path, most: int = SETTINGS_BYTES) -> str:
+def small_text(path: Path, most: int = SMALL_BYTES) -> str:
     """The text of a file of `most` bytes at most. Errors: `OSError`, also for a larger one; `UnicodeDecodeError`."""
     with path.open("rb") as file:
         body = file.read(most + 1)

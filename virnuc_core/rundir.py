@@ -66,7 +66,6 @@ GUARDED: Final = (*ALL_FILES, SAMPLES, "inbox.tsv", "fates/*.json", f"downloads/
 INBOX_MARK: Final = "claims/inbox.tsv.lock"
 _WRITTEN: Final = map(Path, (*OUR_FILES, SAMPLES, MARK))
 PARTS: Final = tuple(str(path.with_name(f".{path.name}.[0-9]*.part")) for path in _WRITTEN)
-MOST_BYTES: Final = 1 << 24  # of a record that is asked whose it is
 DEVICE: Final = "virnuc-device-"
 _held: ContextVar[frozenset[Path]] = ContextVar("run directories this context holds", default=frozenset())
 log = logging.getLogger(__name__)
@@ -189,7 +188,7 @@ def write_text_whole(path: Path, text: str) -> None:
 def _json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty for anything else."""
     with suppress(OSError, ValueError, RecursionError):
-        if path.is_file() and isinstance(found := json.loads(small_text(path, MOST_BYTES)), dict):
+        if path.is_file() and isinstance(found := json.loads(small_text(path)), dict):
             return found
     return {}
 

@@ -38,7 +38,6 @@ _hashing: Final = threading.Lock()  # who wants a digest that another thread com
 WEIGHTS: Final = "model.safetensors"
 CALIBRATION: Final = "int8.safetensors"  # beside the weights of ESM-2
 LARGE_BYTES: Final = 1 << 26  # whose digest takes longer than looking it up
-INDEX_BYTES: Final = 1 << 24  # the list of a checkpoint's files at most
 
 
 def open_part(models: Path, kind: type[S]) -> tuple[S, Read]:
@@ -287,7 +286,7 @@ def tensor_files(folder: Path, name: str = WEIGHTS) -> list[Path]:
     if single.is_file() or not index.is_file():
         return [single] * single.is_file()
     try:
-        files = sorted({str(file) for file in json.loads(small_text(index, INDEX_BYTES))["weight_map"].values()})
+        files = sorted({str(file) for file in json.loads(small_text(index))["weight_map"].values()})
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index}: not an index of the shards of a checkpoint") from error
     for file in files:

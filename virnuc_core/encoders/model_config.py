@@ -18,7 +18,6 @@ from virnuc_core.rundir import write_text_whole
 
 Esm2Size = Literal["tiny", "t6_8M", "t12_35M", "t30_150M", "t33_650M", "t36_3B"]
 DnabertSize = Literal["tiny", "base"]
-CONFIG_BYTES: Final = 1 << 20  # a config.json at most
 Storage = Literal["fp32", "fp16", "bf16"]  # what numbers an encoder's weights are stored in
 FAR: Final = 1.5  # times as long, or as short, as in training is the median read of which no number is known
 MOST_OUTSIDE: Final = 0.1  # of the reads may be shorter or longer than any in training
@@ -214,7 +213,7 @@ def write_shape(shape: Shape, path: Path) -> None:
 def read_shape(path: Path, kind: type[S]) -> S:
     """Sizes from our `config.json`, an encoder's also from HF's; `WeightsError` names the key that is wrong."""
     with reading(path, "JSON", WeightsError):
-        raw = TypeAdapter(dict[str, Any]).validate_json(small_text(path, CONFIG_BYTES))
+        raw = TypeAdapter(dict[str, Any]).validate_json(small_text(path))
     if "model" not in raw and kind is not HeadShape:  # HF layout, which has many more keys
         if kind is Esm2Shape and (raw.get("position_embedding_type") != "rotary" or raw.get("emb_layer_norm_before")):
             raise WeightsError(f"{path}: an ESM-1 style model (no rotary positions); ESM-2 is needed")

@@ -13,7 +13,6 @@ from torch import Tensor
 from virnuc_core.config import small_text
 from virnuc_core.errors import WeightsError
 
-TOKENIZER_BYTES: Final = 1 << 24
 SPECIAL: Final = ("[CLS]", "[SEP]", "[PAD]")
 ESM2_BEGIN, ESM2_PAD, ESM2_END, ESM2_UNKNOWN, ESM2_FIRST = range(5)
 ESM2_SYMBOLS: Final = b"LAGVSERTIDPKQNFYMHWCXBUZO.-"  # ids from ESM2_FIRST on
@@ -99,7 +98,7 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; a models directory needs the tokenizer of its DNABERT-S")
     try:
-        bpe = tokenizers.Tokenizer.from_str(small_text(path, TOKENIZER_BYTES))
+        bpe = tokenizers.Tokenizer.from_str(small_text(path))
     except Exception as error:  # the library raises plain Exception
         raise WeightsError(f"{path}: not a tokenizer file: {error}") from error
     begin, end, _ = special = [bpe.token_to_id(name) for name in SPECIAL]

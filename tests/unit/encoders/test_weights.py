@@ -205,7 +205,7 @@ def load_all(models: Path) -> None:
         (edit("dnabert_s", vocab=10**9), r"dnabert_s/config\.json: vocab: input should be less"),
         (edit("head", dna_width=1, protein_width=10**12), r"head/config\.json: protein_width: input should be less"),
         (edit("esm2", origin=["x" * 9_000]), r"esm2/config\.json: origin: .{,300}$"),
-        (edit("esm2", origin="x" * (1 << 20)), r"esm2/config\.json: cannot be read \(larger than 1,048,576 bytes\)"),
+        (edit("esm2", origin="x" * (1 << 24)), r"esm2/config\.json: cannot be read \(larger than 16,777,216 bytes\)"),
         (lambda m: (m / "head/config.json").write_text("[" * 90_000) and None, r"head/config\.json: invalid JSON"),
         (vocabulary(lambda t: t["model"].update(dropout=0.1)), r"tokenizer\.json: with a dropout of 0\.1"),
         (vocabulary(lambda t: t["model"]["vocab"].update(ACGTACGT=4_000)), r"tokenizer has 4001 tokens, the model"),
