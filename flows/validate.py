@@ -180,35 +180,29 @@ def ended(
 def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
     """The report on runs on several numbers of devices, a validation's after the baseline; and, that nobody takes old
     for new, `; nothing had to be computed` where that is so."""
-    profile, label = load_profile(settings.profile), sample_of(settings.named)
+    profile, label, out = load_profile(settings.profile), sample_of(settings.named), settings.out
     start.check(settings)
-    spec = settings.spec(label)
-    if spec.force:
-        (settings.out / TUNING).unlink(missing_ok=True)
-    spec = spec.model_copy(update={"engine": tuned(settings.out, spec.engine)})
-    with nodes_of(spec, settings.out) if spec.cluster else nullcontext() as cluster:
-        return _measured(settings, spec, profile, label, Machines(spec, cluster))
-
-
-def _measured(
-    settings: ValidateSettings | ScaleSettings, spec: ClassifySpec, profile: Profile, label: str, on: Machines
-) -> tuple[Report, str]:
-    out, force, here = settings.out, spec.force, on.here
-    store, before = RunDir(out).store, _finished_runs(out)
-    announce(label, profile.name, here.kind)
-    staging = stage_input(settings, label)
-    if isinstance(settings, ValidateSettings):
-        profile = settings.with_baseline(profile, staging.counts.n_reads)
-    record_validation(out, spec, profile, staging, on.devices, *[NOT_HERE] * (not here.ids))
-    bench, subset = Bench(store, spec.models, here), False
-    if isinstance(settings, ValidateSettings) and (here.ids or profile.baseline.source == "recorded"):
-        own: dict[str, Any] = {"store": store, "models": spec.models, "devices": here, "spec": profile.baseline}
-        subset = steps.baseline(RunDir(out / BASELINE), **own, label=label, force=force).result().subset is not None
-    names = _runs(settings, spec, profile, staging, on, label)
-    if here.ids and here.kind == "cuda":  # cores compute in fp32
-        steps.precision(out, bench, spec.engine, label=label).result()
-    if here.ids and "checkpoint_overhead" in profile.targets:
-        steps.overhead(out, bench, spec.engine, label=label, force=force).result()
+    spec, subset, force = settings.spec(label), False, settings.force
+    if force:
+        (out / TUNING).unlink(missing_ok=True)
+    spec = spec.model_copy(update={"engine": tuned(out, spec.engine)})
+    before = _finished_runs(out)
+    with nodes_of(spec, out) if spec.cluster else nullcontext() as cluster:
+        on = Machines(spec, cluster)
+        announce(label, profile.name, on.here.kind)
+        staging = stage_input(settings, label)
+        if isinstance(settings, ValidateSettings):
+            profile = settings.with_baseline(profile, staging.counts.n_reads)
+        record_validation(out, spec, profile, staging, on.devices, *[NOT_HERE] * (not on.here.ids))
+        bench, base = Bench(RunDir(out).store, spec.models, on.here), profile.baseline
+        if isinstance(settings, ValidateSettings) and (on.here.ids or base.source == "recorded"):
+            found = steps.baseline(RunDir(out / BASELINE), bench, base, label=label, force=force).result()
+            subset = found.subset is not None
+        names = _runs(settings, spec, profile, staging, on, label)
+        if on.here.ids and on.here.kind == "cuda":  # cores compute in fp32
+            steps.precision(out, bench, spec.engine, label=label).result()
+        if on.here.ids and "checkpoint_overhead" in profile.targets:
+            steps.overhead(out, bench, spec.engine, label=label, force=force).result()
     steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     judged = steps.report(out, profile, history=settings.history_file, label=label).result()
     steps.publish(judged, out, label)
@@ -230,7 +224,7 @@ def _runs(
     more: dict[str, Any] = {"watch": Watch(sample_s=profile.sample_s, window_s=profile.window_s), "label": label}
     complete = all(read_summary(RunDir(out / f"{RUN_PREFIX}{count}")) is not None for count in counts)
     if on.here.ids and on.here.kind == "cuda" and (spec.force or not complete):
-        more["flops"] = steps.ceiling(out, models=spec.models, devices=on.here, engine=spec.engine).result()
+        more["flops"] = steps.ceiling(out, Bench(staging.store, spec.models, on.here), spec.engine).result()
     for folder in out.glob(f"{RUN_PREFIX}*.*") if spec.force else ():
         discard(folder, *RUN_FILES)
     for place, count in enumerate(counts):

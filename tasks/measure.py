@@ -25,7 +25,7 @@ from tasks.step import (
     step,
 )
 from virnuc_core.baseline.run import run_baseline
-from virnuc_core.config import Devices, EngineSpec, TraceSpec, TrainSpec
+from virnuc_core.config import EngineSpec, TraceSpec, TrainSpec
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.measure.bench import Bench, measure_ceilings, measure_overhead, measure_precision
 from virnuc_core.measure.evaluation import Examples, choose
@@ -100,12 +100,12 @@ def precision(out: Path, bench: Bench, engine: EngineSpec, *, label: str) -> Sta
     return done(made, f"a part of {label} was embedded in fp32" if made else "the runs are in fp32 themselves")
 
 
-@step("ceiling", "ceiling of {devices}")
-def ceiling(out: Path, *, models: Path, devices: Devices, engine: EngineSpec) -> State[ModelFlops]:
-    """The ceilings of `devices` with these weights. Errors: those of `measure_ceilings`."""
-    found = resolve(devices)
+@step("ceiling", "ceiling of {bench.devices}")
+def ceiling(out: Path, bench: Bench, engine: EngineSpec) -> State[ModelFlops]:
+    """The ceilings of these devices with these weights. Errors: those of `measure_ceilings`."""
+    found = resolve(bench.devices)
     with device_slots(found):
-        flops = measure_ceilings(models, found, resolve_engine(engine, found[0].kind), out / "logs")
+        flops = measure_ceilings(bench.models, found, resolve_engine(engine, found[0].kind), out / "logs")
     return done(flops, message("ceiling", flops.esm2_ceiling_tokens_s))
 
 
@@ -119,19 +119,19 @@ def run_trial(sweep: Sweep, candidate: Candidate, repeat: int, *, name: str) -> 
     return done(found, message("trial", found), reused=found.reused)
 
 
-@step("baseline", "baseline {spec.name} on {devices}")
+@step("baseline", "baseline {spec.name} on {bench.devices}")
 def baseline(
-    run: RunDir, *, store: Path, models: Path, devices: Devices, spec: BaselineSpec, label: str, force: bool = False
+    run: RunDir, bench: Bench, spec: BaselineSpec, *, label: str, force: bool = False
 ) -> State[BaselineSummary]:
     """The baseline's time and result files in `run`; one of the same reads, weights and devices is used as it is."""
     if force and first_attempt():
         with run_lock(run.root):
             discard(run.root, *RUN_FILES)  # an error stops here: what stays must not be taken for the new one's
     progress = progress_artifact(f"progress-{label}-baseline", f"Baseline {spec.name} of {label}")
-    with device_slots(resolve(devices)), progress as show:
+    with device_slots(resolve(bench.devices)), progress as show:
         if spec.source == "recorded" and spec.results is not None:
-            take_results(spec.results, run, OrfStore.open(store))
-        summary = run_baseline(run, store, models, devices, spec, on_progress=show)
+            take_results(spec.results, run, OrfStore.open(bench.store))
+        summary = run_baseline(run, bench.store, bench.models, bench.devices, spec, on_progress=show)
         show(1.0)
     return done(summary, message("baseline", summary, spec.results), reused=summary.reused)
 

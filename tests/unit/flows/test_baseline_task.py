@@ -6,6 +6,7 @@ from pathlib import Path
 
 from tasks.measure import baseline
 from virnuc_core.config import Devices
+from virnuc_core.measure.bench import Bench
 from virnuc_core.profiles import BaselineSpec
 from virnuc_core.rundir import RunDir
 
@@ -13,8 +14,8 @@ from virnuc_core.rundir import RunDir
 def test_an_old_baseline_that_cannot_be_removed_is_not_taken_for_the_new_one(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "baseline")
     run.root.write_text("a file")
-    cpu, spec = Devices.parse("cpu:1"), BaselineSpec()
-    state = baseline.fn(run, store=tmp_path, models=tmp_path, devices=cpu, spec=spec, label="x", force=True)
+    bench = Bench(tmp_path, tmp_path, Devices.parse("cpu:1"))
+    state = baseline.fn(run, bench, BaselineSpec(), label="x", force=True)
     assert state.is_failed()
     assert "cannot be written" in (state.message or "")
     assert run.root.read_text() == "a file"
