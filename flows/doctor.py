@@ -105,9 +105,8 @@ def tested_versions(constraints: Path) -> Iterator[Check]:
         yield Check("packages", "not run", f"no constraints.txt beside this copy; {listed}")
         return
     pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
-    apart = {name: pins[name] for name in here if pins.get(name) not in (None, here[name].split("+")[0])}
-    other = "; ".join(f"{name} {here[name]} (tested: {pin})" for name, pin in apart.items())
-    yield unless(other, "packages", listed)
+    apart = [name for name in here if pins.get(name) not in (None, here[name].split("+")[0])]
+    yield unless("; ".join(f"{name} {here[name]} (tested: {pins[name]})" for name in apart), "packages", listed)
 
 
 def prefect_server() -> Iterator[Check]:
@@ -129,8 +128,8 @@ def prefect_server() -> Iterator[Check]:
             if answer.status_code == httpx.codes.UNAUTHORIZED:
                 raise ConfigError(f"{url} wants another PREFECT_API_AUTH_STRING than is set here")
             theirs, ours = answer.raise_for_status().json(), metadata.version("prefect")
-            other = "" if theirs == ours else f"; this side is {ours}"
-            yield Check(check, "warn" if other else "ok", f"{url} answers, version {theirs}{other}")
+            fine = f"{url} answers, version {theirs}"
+            yield unless(f"{fine}; this side is {ours}" * (theirs != ours), check, fine)
             yield schedules(server)
         except (httpx.HTTPError, ValueError) as error:
             raise ConfigError(f"{url} does not answer ({type(error).__name__}); start it, or unset it") from error

@@ -9,7 +9,7 @@ import inspect
 import os
 import typing
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -227,11 +227,10 @@ class FlowSettings(ComputeSettings, ReadingSpec):
         """Refuse an output directory in which something of others could be lost. Errors: those of `check_output`."""
         check_output(self.out, models=self.models, reads=self.inputs(), force=getattr(self, "force", False))
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> AbstractContextManager[None]:
         """Hold the output directory, checked; flows that share it with others hold parts of it themselves."""
         self.check_place()
-        yield
+        return nullcontext()
 
 
 class RunSettings(ReadsSpec, FlowSettings):
@@ -245,11 +244,10 @@ class RunSettings(ReadsSpec, FlowSettings):
 
         return local_files(self.named)
 
-    @contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> AbstractContextManager[None]:
         """Hold the output directory, checked and locked. Errors: those of `run_lock`, too."""
-        with super().hold(), run_lock(self.out):
-            yield
+        self.check_place()
+        return run_lock(self.out)
 
 
 class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):

@@ -25,19 +25,15 @@ from virnuc_core.reads.simulate import SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
 from virnuc_core.rundir import RunDir, run_lock, write_text_whole
 
-CODON: Final = 3
 DISAGREE: Final = 5
 COSINES_HELP: Final = "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
 WIDTH_IN_FILES: Final = 160
-Share = Annotated[float, Parameter(validator=Number(gte=0, lte=1))]
 Directory = Annotated[Path, Parameter(name="DIR", help="directory of the validation")]
 ModelsOut = Annotated[Path, Parameter(help="models directory to write")]
 ModelsDir = Annotated[Path, Parameter(env_var=ENVIRONMENT["models"], help="models directory")]
 Out = Annotated[Path, Parameter(name=("--out", "-o"))]
 Wanted = Annotated[int, Parameter(name=("--reads", "-n"))]
 HeadFile = Annotated[Path, Parameter(help="VirNucPro's 300_model.pth or 500_model.pth")]
-LENGTH_HELP: Final = "model length S of the head: 300 or 500 as VirNucPro's, or another"
-RandomHeadLength = Annotated[int, Parameter(validator=Number(gte=CODON), help=LENGTH_HELP)]
 HeadLength = Annotated[int, Parameter(help="read length S of the head, when its name does not say it")]
 StoredAs = Annotated[Storage, Parameter(help="store the encoders in this type")]
 
@@ -88,7 +84,7 @@ def init_random(
     *,
     esm2: Annotated[Esm2Size, Parameter(help="size of the ESM-2")] = "tiny",
     dnabert_s: Annotated[DnabertSize, Parameter(help="size of the DNABERT-S")] = "tiny",
-    head: RandomHeadLength = DEFAULT_MODEL_LENGTH,
+    head: Annotated[int, Parameter(validator=Number(gte=3), help="read length S of the head")] = DEFAULT_MODEL_LENGTH,
     dtype: Annotated[Storage, Parameter(help="what the encoders are stored in")] = "fp32",
     seed: Annotated[int, Parameter(help="equal seeds give equal bytes")] = 0,
 ) -> None:
@@ -196,7 +192,9 @@ def compare(
     *,
     mode: Annotated[Literal["both", "frame", "consensus"], Parameter(help="what is compared")] = "both",
     tolerance: Annotated[NonNegativeFloat, Parameter(help="score difference that counts as equal")] = 0.01,
-    minimum: Annotated[Share, Parameter(help="agreement that is enough (0 to 1)")] = 0.99,
+    minimum: Annotated[
+        float, Parameter(validator=Number(gte=0, lte=1), help="agreement that is enough, 0 to 1")
+    ] = 0.99,
     subset: Annotated[Flag, Parameter(help="A covers a part of B's reads: compare those only")] = False,
     embeddings: Annotated[Flag, Parameter(help=COSINES_HELP)] = False,
     as_json: Json = False,

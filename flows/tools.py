@@ -75,9 +75,8 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
     )
     told = Markdown(f"**{cell(chosen.reason)}** — {cell(label)} on {devices}")
     publish_table(on_host(f"tune-{label}-{devices}"), rows, told)
-    found = {"sweep": sweep, "candidates": tried, "chosen": chosen}
+    found = {"sweep": sweep, "candidates": tried, "chosen": chosen, "cores": len(os.sched_getaffinity(0))}
     found |= {"created": now(), "versions": versions(), "devices": resolve(devices), "swept": sorted(SWEPT.values())}
-    found["cores"] = len(os.sched_getaffinity(0))
     for name in ("tune.json", "settings.toml"):
         write_text_whole(sweep.out / name, templates().get_template(f"{name}.j2").render(found))
     return chosen

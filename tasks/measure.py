@@ -143,7 +143,7 @@ def compare(
     """`comparison.json` of a validate directory. `subset`: the baseline covers a part of the reads only."""
     found = compare_runs(out, names, tolerance=tolerance, subset=subset)
     rows = [row for section in told("correctness.view.j2", comparisons=found) for row in section.tables[""]]
-    publish_table(f"comparison-{label}", rows_of(rows), f"Agreement of the runs of {label}")
+    publish_table(f"comparison-{label}", rows, f"Agreement of the runs of {label}")
     return done(found, message("compared", found))
 
 
@@ -167,12 +167,11 @@ def publish(judged: Report, out: Path, label: str) -> None:
     """The verdicts in the UI, under the same keys each time; on the flow's page they come before those of its tasks."""
     name, folder = judged.profile.name, RunDir(out).report
     told = Markdown(f"**{cell(message('met', judged))}** — {cell(label)}, {cell(name)}")
-    publish_table(on_host(f"criteria-{name}"), rows_of(told_rows("criteria.view.j2", judged)), told)
+    publish_table(on_host(f"criteria-{name}"), rows_of("criteria.view.j2", judged), told)
     if judged.accounting is not None:
-        fates = rows_of(told_rows("fates.view.j2", judged))
-        publish_table(f"reads-{name}", fates, f"What became of the reads of {label}")
+        publish_table(f"reads-{name}", rows_of("fates.view.j2", judged), f"What became of the reads of {label}")
     if len(judged.scaling) > 1:
-        publish_table(on_host(f"scaling-{name}"), rows_of(told_rows("scaling.view.j2", judged)), f"Scaling of {label}")
+        publish_table(on_host(f"scaling-{name}"), rows_of("scaling.view.j2", judged), f"Scaling of {label}")
     text = fill("body.md.j2", judged)  # without the settings, which Prefect would show as headings
     publish_markdown(on_host(f"report-{name}"), text, message("met", judged), folder / "report.md")
     charts = [chart for chart in all_charts(judged) if chart[0] in SHOWN]
@@ -191,12 +190,13 @@ def emit_outcome(judged: Report, out: Path) -> None:
     emit(f"validation.{key(judged.outcome)}", f"validation.{key(judged.profile.name)}", judged.profile.title, payload)
 
 
-def rows_of(rows: Rows) -> Rows:
+def rows_of(template: str, judged: Report) -> Rows:
     """Rows of a report's view as Prefect shows them."""
-    return [
-        {name: Markdown(MARKS[cell.verdict]) if isinstance(cell, Mark) else cell for name, cell in row.items()}
-        for row in rows
-    ]
+
+    def shown(cell: object) -> object:
+        return Markdown(MARKS[cell.verdict]) if isinstance(cell, Mark) else cell
+
+    return [{name: shown(cell) for name, cell in row.items()} for row in told_rows(template, judged)]
 
 
 class Approval(Review, RunInput):
@@ -209,7 +209,7 @@ class Approval(Review, RunInput):
 def approval_form(judged: Report) -> type[Approval]:
     """What the reviewer is asked, each question with its figures; the UI may hide the table above the form, and renders
     what it asks as Markdown, in which a number at the start would become a list of its own."""
-    above = fill("approval.md.j2", judged, rows=rows_of(told_rows("criteria.view.j2", judged)))
+    above = fill("approval.md.j2", judged, rows=rows_of("criteria.view.j2", judged))
     asked: dict[str, Any] = {}
     for name, question in QUESTIONS.items():
         asked[name] = Answer, Field("not answered", description=f"{question} {message(name, judged)}".strip())

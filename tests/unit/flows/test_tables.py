@@ -11,7 +11,7 @@ from tasks.predict import fate_rows, stage_rows
 from tasks.step import bounded_rows
 from virnuc_core.profiles import Target, load_profile
 from virnuc_core.report.model import Criterion, Report, RunMetrics, ScalingMetrics
-from virnuc_core.report.render import message, told, told_rows
+from virnuc_core.report.render import message, told
 from virnuc_core.runfiles import RunSummary
 from virnuc_core.telemetry.tables import STAGES
 from virnuc_core.validation import (
@@ -87,7 +87,7 @@ def test_fates_add_up_to_the_reads() -> None:
 
 def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
     bare = criterion(value=None, target=None, samples=None, verdict="not run", reason="no GPU")
-    row, without = bounded_rows(rows_of(told_rows("criteria.view.j2", report(criterion(), bare))))
+    row, without = bounded_rows(rows_of("criteria.view.j2", report(criterion(), bare)))
     assert row["Verdict"] == "✗ **FAIL**"
     assert (row["Measured"], row["Required"]) == ("89.5%", "\\>90%")
     assert row["Samples"] == "12,345 batches"
@@ -95,7 +95,7 @@ def test_a_criterion_shows_its_verdict_value_and_threshold() -> None:
 
 
 def test_the_ui_rounds_no_figure_across_its_target() -> None:
-    (row,) = rows_of(told_rows("criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90)))))
+    (row,) = rows_of("criteria.view.j2", report(criterion(value=89.99996, target=Target(op=">=", value=90))))
     assert row["Measured"] == "89.99996%"
 
 
@@ -122,12 +122,8 @@ def test_scaling_and_comparisons() -> None:
         dnabert_scaling=None,
     )
     judged = criterion(unit="x", value=1.58, target=Target(op=">=", value=1.9))
-    (row,) = rows_of(
-        told_rows(
-            "scaling.view.j2",
-            report(scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke")),
-        )
-    )
+    scaled = report(scaling=(figure.model_copy(update={"judged": judged}),), profile=load_profile("ci-smoke"))
+    (row,) = rows_of("scaling.view.j2", scaled)
     assert row["Runs"] == "one run", "which a figure of one run says"
     assert message("runs", (41.0, 40.2, 43.1)) == "median of 3 runs, 40.2 to 43.1 s"
     assert [row[name] for name in ("Time", "Speedup", "Efficiency", "DNABERT-S")] == [
@@ -141,7 +137,7 @@ def test_scaling_and_comparisons() -> None:
     )
     equal = BitwiseEquality(identical=True, files_compared=3, shards_compared=2, differing=())
     found = Comparison(a="devices-1", b="devices-2", tolerance=0.01, consensus=agreement, bitwise=equal)
-    (shown,) = rows_of(told("correctness.view.j2", comparisons=[found])[0].tables[""])
+    (shown,) = told("correctness.view.j2", comparisons=[found])[0].tables[""]
     assert [shown[name] for name in ("Pair", "What", "Agreement")] == ["devices-1 / devices-2", "consensus", "99.000 %"]
     assert shown["Same bytes"] == "yes"
     assert json.dumps(bounded_rows([shown]))

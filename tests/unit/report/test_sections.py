@@ -359,15 +359,15 @@ def test_the_tables_of_the_ui(tmp_path: Path, production: Profile) -> None:
     assert [row["pair"] for row in rows] == [1, 2, 3]
     assert all(str(row["overhead"]).endswith(" %") for row in rows)
     report = build_report(tmp_path, production)
-    counted = rows_of(told_rows("fates.view.j2", report))
+    counted = rows_of("fates.view.j2", report)
     assert report.accounting is not None
     by_name = {row["What"]: row["Count"] for row in counted}
     assert by_name["sum of the fates"] == report.accounting.reads
     assert by_name["records skipped"] == "not recorded"
     doubtful = report.accounting.model_copy(update={"adds_up": False})
-    doubted = rows_of(told_rows("fates.view.j2", report.model_copy(update={"accounting": doubtful})))
+    doubted = rows_of("fates.view.j2", report.model_copy(update={"accounting": doubtful}))
     assert any("does NOT add up" in str(row["What"]) for row in doubted)
-    assert rows_of(told_rows("fates.view.j2", report.model_copy(update={"accounting": None}))) == []
+    assert rows_of("fates.view.j2", report.model_copy(update={"accounting": None})) == []
 
 
 def test_remarks_of_staging_stand_below_the_fates() -> None:
