@@ -58,7 +58,7 @@ class Sleeping(node.Node):
 
     async def tell(self, orders: str) -> None:
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        for child, line, _ in json.loads(orders):
+        for child, line in json.loads(orders):
             if isinstance(message := Message.of(line), WorkerSpec):
                 self.names[child] = message.device.id
                 record = {"device": message.device.id, "pid": child, "started_s": now, "ready_s": 0.0}

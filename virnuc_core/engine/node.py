@@ -34,7 +34,6 @@ from virnuc_core.telemetry.tables import DeviceSample
 HEAR_S: Final = 1.0  # a node answers at least this often
 GATHER_S: Final = 0.02  # what is said in so short a time is told together
 DEVICE_WAIT_S: Final = 30.0  # for a GPU whose former worker is being ended
-LOG_BYTES: Final = 1 << 16  # of a standard error, told at once
 
 
 class End(Message):
@@ -55,7 +54,7 @@ class Told(Spec):
 
     now_s: float
     said: tuple[tuple[int, str], ...] = ()  # messages of its worker processes, in order
-    logged: dict[str, str] = Field({})  # more of their standard errors, by path from the root
+    wrote: dict[int, str] = Field({})  # what each wrote on standard error
     still_s: dict[int, float] = Field({})  # how long each has done nothing
     samples: tuple[DeviceSample, ...] = ()
 
@@ -77,7 +76,7 @@ class Node:
         os.environ.pop("MALLOC_TRIM_THRESHOLD_", None)  # Dask's: memory given back at once, and asked for again
         self._workers = LocalWorkers(module)
         self._starter = ThreadPoolExecutor(1)  # lives as long as the process: to the kernel it is the parent
-        self._children, self._logs = dict[int, Child](), dict[str, int]()
+        self._children: dict[int, Child] = {}
         self.folder = Path(tempfile.mkdtemp(prefix="virnuc-", dir=disk))  # for what is sent; relative paths are in it
         self._sampled: list[str] = []
         self._read: Any = None
@@ -154,14 +153,11 @@ class Node:
         await asyncio.get_running_loop().run_in_executor(self._starter, self._follow, orders)
 
     def _follow(self, orders: str) -> None:
-        for number, line, log in json.loads(orders):
+        for number, line in json.loads(orders):
             message = Message.of(line)
             if isinstance(message, WorkerSpec):
                 self._children[number] = self._workers.start(self._here(message))
             elif (child := self._children.get(number)) is not None:  # else it has ended, as will be heard
-                child.log = self.folder / log if log else None
-                if log:
-                    self._logs.setdefault(log, 0)
                 if isinstance(message, ShardTask):
                     own = {"run": str(self.folder / message.run), "store": str(self.folder / message.store)}
                     message = message.model_copy(update=own)
@@ -183,7 +179,7 @@ class Node:
         return await asyncio.to_thread(self._collect)
 
     def _collect(self) -> str:
-        said = []
+        said, ended = [], dict[int, Child]()
         if (received := self._workers.receive(HEAR_S)) is not None:
             time.sleep(GATHER_S)
         while received is not None:
@@ -191,15 +187,13 @@ class Node:
             number = next(number for number, one in list(self._children.items()) if one is child)
             if isinstance(message, Closed):
                 message = Ended(status=child.end(0.5), last_words=child.last_words)
-                del self._children[number]
+                ended[number] = self._children.pop(number)
             said.append((number, message.line()))
             received = self._workers.receive(0)
-        now_s = time.monotonic()
-        still_s = {number: now_s - child.progress_s for number, child in list(self._children.items())}
-        logged = dict[str, str]()
-        for log, at in list(self._logs.items()):
-            if (self.folder / log).exists() and (more := self.piece(log, at, LOG_BYTES)):
-                logged[log], self._logs[log] = more.decode(errors="replace"), at + len(more)
+        now_s, living = time.monotonic(), self._children.copy()
+        unlogged = {number: child.unlogged for number, child in (living | ended).items() if child.unlogged}
+        wrote = {number: "".join(lines.pop(0) for _ in range(len(lines))) for number, lines in unlogged.items()}
+        still_s = {number: now_s - child.progress_s for number, child in living.items()}
         samples = tuple(self._read(uuid, now_s) for uuid in self._sampled) if self._read else ()
-        told = Told(now_s=now_s, said=tuple(said), logged=logged, still_s=still_s, samples=samples)
+        told = Told(now_s=now_s, said=tuple(said), wrote=wrote, still_s=still_s, samples=samples)
         return told.model_dump_json()

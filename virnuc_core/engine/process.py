@@ -120,6 +120,7 @@ class Child:
         self.spec, self.device, self._inbox, self._ending = spec, spec.device.id, inbox, threading.Lock()
         self.log: Path | None = None  # of its standard error; what it wrote there before is kept for it
         self.last_words = "nothing"  # its last line on standard error
+        self.unlogged = list[str]()  # what it wrote there as long as there is no log
         self.failed: Failed | None = None  # what it said of its failure
         self.started_s = self.progress_s = time.monotonic()  # when it last did something, or was told to
         self.asked_s = self.started_s  # when the command began that could do with it
@@ -178,17 +179,20 @@ class Child:
         self._inbox.put((self, message))
 
     def _read_errors(self) -> None:
-        unlogged: list[str] = []  # as long as there is no log
         with contextlib.suppress(ValueError, OSError), self._stderr:
             for line in itertools.chain(self._stderr, [""]):
-                self.last_words = line.strip() or self.last_words
-                unlogged.append(line)
-                with contextlib.suppress(OSError):  # of a full disk: the worker must not wait for it
-                    if self.log is not None:
-                        self.log.parent.mkdir(parents=True, exist_ok=True)
-                        with self.log.open("a", encoding="utf-8") as file:
-                            file.writelines(unlogged)
-                        unlogged.clear()
+                self.wrote(line)
+
+    def wrote(self, text: str) -> None:
+        """Take note of what it wrote on standard error."""
+        self.last_words = text.strip() or self.last_words
+        self.unlogged.append(text)
+        with contextlib.suppress(OSError):  # of a full disk: the worker must not wait for it
+            if self.log is not None:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                with self.log.open("a", encoding="utf-8") as file:
+                    file.writelines(self.unlogged)
+                self.unlogged.clear()
 
     def end(self, grace_s: float = GRACE_S) -> int:
         """SIGTERM, which lets a worker finish the shard at hand, then SIGKILL to the whole session; the exit status."""

@@ -59,7 +59,7 @@ class RemoteChild(Child):
         """Write one message."""
         self.progress_s = time.monotonic()
         with suppress(RuntimeError):  # the thread has ended
-            self._loop.call_soon_threadsafe(self.orders.put_nowait, (self, message, self.log))
+            self._loop.call_soon_threadsafe(self.orders.put_nowait, (self, message))
 
     def end(self, grace_s: float = GRACE_S) -> int:
         """As of one on this machine."""
@@ -83,7 +83,7 @@ class RemoteChild(Child):
             self._inbox.put((self, Closed()))
 
 
-Order = tuple[RemoteChild, Message, Path | None]  # who is told what, and where its standard error belongs
+Order = tuple[RemoteChild, Message]
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class RemoteNode:
     devices: tuple[Device, ...] = ()  # once it is used; none where others of its machine have them all
     children: dict[int, RemoteChild] = field(default_factory=dict)
     orders: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)
-    said: asyncio.Queue[tuple[RemoteChild, Message]] = field(default_factory=asyncio.Queue)  # and not passed on yet
+    said: asyncio.Queue[Order] = field(default_factory=asyncio.Queue)  # and not passed on yet
     heard_s: float = math.inf  # when it last answered, once it is used
     offset_s: float = math.inf  # of its clock, with the least delay that there was
     task: asyncio.Task[None] = field(init=False)
@@ -187,12 +187,12 @@ class RemoteNode:
         while True:
             orders, told = [await self.orders.get()], []
             orders += [self.orders.get_nowait() for _ in range(self.orders.qsize())]
-            for child, message, log in orders:
+            for child, message in orders:
                 try:
                     there: Message = message
                     if self.transfer and isinstance(message, ShardTask):
                         there = await self._send_task(child, message)
-                    told.append((child.number, there.line(), str(log.relative_to("/")) if log else ""))
+                    told.append((child.number, there.line()))
                 except OF_A_JOB as error:
                     child.fail(error)
             await self.actor.tell(json.dumps(told))
@@ -203,11 +203,8 @@ class RemoteNode:
             told = Told.model_validate_json(await self.actor.hear())
             self.heard_s = time.monotonic()
             self.offset_s = min(self.offset_s, self.heard_s - told.now_s)
-            for name, text in told.logged.items():
-                with suppress(OSError):  # as of a worker here
-                    (log := Path("/", name)).parent.mkdir(parents=True, exist_ok=True)
-                    with log.open("a", encoding="utf-8") as file:
-                        file.write(text)
+            for number, text in told.wrote.items():
+                self.children[number].wrote(text)
             for number, line in told.said:
                 self.said.put_nowait((self.children[number], moved(line, self.offset_s)))
             for number, still_s in told.still_s.items():

@@ -184,6 +184,7 @@ def test_nodes_of_this_machine_give_the_bytes_of_one_core_though_one_is_killed(
         summary = go(tmp_path / "run", staged, tiny_models, Devices.parse("cpu"), pool=pool, cluster="local:2")
     assert result_bytes(tmp_path / "run") == result_bytes(reference)
     assert summary.shards_computed == summary.shards
+    assert list((tmp_path / "run" / "logs").glob("worker-cpu-core-*@local-*.log"))
     assert {worker["device"].partition("@")[2] for worker in summary.workers} <= {"local-0", "local-1"}
     assert not [path for path in tmp_path.iterdir() if "probe" in path.name]
     assert no_children()
