@@ -12,10 +12,9 @@ from virnuc_core.errors import ConfigError
 
 FOLDER: Final = Path(__file__).parent
 CRITERIA_TOML: Final = tomllib.loads(FOLDER.with_name("criteria.toml").read_text(encoding="utf-8"))
-_NAMES: Final = [
-    row.get("target", name) for kind in ("criteria", "checks") for name, row in CRITERIA_TOML[kind].items()
-]
-Asked = Annotated[str, Field(pattern=f"^({'|'.join(_NAMES)})$")]  # a criterion that targets may be set for
+_ROWS: Final = CRITERIA_TOML["criteria"] | CRITERIA_TOML["checks"]
+_NAMES: Final = "|".join(row.get("target", name) for name, row in _ROWS.items())
+Asked = Annotated[str, Field(pattern=f"^({_NAMES})$")]  # a criterion that targets may be set for
 Answer = Literal["yes", "no", "not answered"]
 
 

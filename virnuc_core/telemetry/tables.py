@@ -119,10 +119,9 @@ class StageClock:
     def add(self, name: str, seconds: float, span: Span | None = None) -> None:
         """Add seconds, and when they passed; a stage that takes turns has fewer than lie between start and end."""
         before = self._stages.get(name, StageTime(name, 0.0))
-        started = [s for s in (before.started_s, span and span[0]) if s is not None]
-        finished = [s for s in (before.finished_s, span and span[1]) if s is not None]
+        moments = [s for s in (before.started_s, before.finished_s, *(span or ())) if s is not None]
         total = (before.seconds or 0.0) + seconds
-        self._stages[name] = StageTime(name, total, None, min(started, default=None), max(finished, default=None))
+        self._stages[name] = StageTime(name, total, None, min(moments, default=None), max(moments, default=None))
 
     def fuse(self, name: Stage, into: Stage) -> None:
         """Say that stage `name` is done within `into`."""
