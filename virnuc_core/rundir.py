@@ -71,14 +71,11 @@ _held: ContextVar[frozenset[Path]] = ContextVar("run directories this context ho
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class _Inside:
-    """A path within a run directory, by its name there."""
-
-    name: str
+class _Inside(str):
+    """The name of a path within a run directory, which gives that path."""
 
     def __get__(self, run: "RunDir", owner: type["RunDir"]) -> Path:
-        return run.root / self.name
+        return run.root / self
 
 
 @dataclass(frozen=True, slots=True)
