@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -205,9 +205,8 @@ def prepare(
         raise RunMismatchError(f"{store} no longer holds the reads that were staged for this run; run it again")
     head = shape_of(models, HeadShape)
     if (length := head.model_length) != orfs.model_length:
-        raise ConfigError(
-            f"the head in {models} is for length {length}, but {store} was cut at {orfs.model_length}; stage again"
-        )
+        cut = f"{store} was cut at {orfs.model_length}; stage again"
+        raise ConfigError(f"the head in {models} is for length {length}, but {cut}")
     found = devices or resolve(spec.devices)
     resolved = resolve_engine(spec.engine, found[0].kind)
     fingerprints = {"reads": orfs.fingerprint, **fingerprint(models, resolved.precision)}
@@ -277,10 +276,7 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
         staging_s=staging.total_s,
         total_s=staging.total_s + wall_s,
         stages={stage.name: stage.seconds for stage in clock.times()},
-        n_reads=orfs.n_reads,
-        n_chunks=orfs.counts.n_chunks,
-        n_rows=orfs.n_rows,
-        n_uniques=orfs.n_uniques,
+        **asdict(orfs.counts),  # of which it tells some
         protein_tokens=int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques,
         **verdicts,
         devices=job.devices,
@@ -312,11 +308,9 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
 
 def _log_errors(run: RunDir) -> list[str]:
     """Lines of the workers' logs that tell of errors, each with its file."""
-    found = []
-    for path in sorted((run.root / "logs").glob("worker-*.log")):
-        with path.open(encoding="utf-8", errors="replace") as lines:
-            found += [f"{path.name}: {' '.join(line.split())[:200]}" for line in lines if ERROR.search(line)]
-    return found
+    logs = {path.name: path.read_text("utf-8", "replace") for path in sorted((run.root / "logs").glob("worker-*.log"))}
+    lines = ((name, line) for name, text in logs.items() for line in text.splitlines() if ERROR.search(line))
+    return [f"{name}: {' '.join(line.split())[:200]}" for name, line in lines]
 
 
 def _write_results(

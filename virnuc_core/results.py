@@ -72,11 +72,8 @@ class _Block:
         self, store: OrfStore, reads: slice, rows: slice, scores: Scores, scored: Mask, before: Self | None = None
     ) -> None:
         """The votes of the rows marked in `scored` [rows], the others being lost; `scores` [rows, 2]: P(others),
-        P(virus). `before`: the block with whose read this one goes on. Errors: `VirnucError` when the rows are not of
-        these reads."""
+        P(virus). `before`: the block with whose read this one goes on."""
         read = np.asarray(store.row_read[rows])
-        if len(read) and (read[0] < reads.start or read[-1] >= reads.stop):
-            raise VirnucError(f"{store.path}: rows from {rows.start} on are not of reads {reads.start}…{reads.stop}")
         self.store, self.reads, self.rows, self.n_reads = store, reads, rows, reads.stop - reads.start
         self.scored = np.flatnonzero(scored)  # places within the block's rows; what follows speaks of these rows only
         self.read, self.scores = read[self.scored] - reads.start, scores[self.scored]

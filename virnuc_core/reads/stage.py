@@ -115,16 +115,13 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
                 summary = _summary(spec, inputs, out, log, seconds)
                 write(out.with_suffix(MADE), summary)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
-        raise storage_error(error, out) or ConfigError(
-            f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
-        ) from error
+        said = f"{out}: cannot be written: {error.strerror or error}; make room or choose a place"
+        raise storage_error(error, out) or ConfigError(said) from error
     except (WorkerError, MemoryError) as error:
         if not (spent := [name for name in inputs.files if not can_be_read_twice(name)]):
             raise
-        raise SpentInputError(
-            f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone; "
-            "send it again, or put it into a file"
-        ) from error
+        said = f"{error or 'out of memory'}; what came from {', '.join(spent)} is gone"
+        raise SpentInputError(f"{said}; send it again, or put it into a file") from error
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
@@ -247,9 +244,8 @@ def _kept(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
     asked = spec.model_length, spec.on_error, spec.read_group, inputs.pairs
     if made is None or (made.model_length, made.on_error, made.read_group, made.pairs) != asked:
         return None
-    if (spec.strict and made.counts.n_duplicate_ids) or (
-        made.skipped_records and not out.with_name(SKIPPED_LIST).is_file()
-    ):
+    unlisted = made.skipped_records and not out.with_name(SKIPPED_LIST).is_file()
+    if unlisted or (spec.strict and made.counts.n_duplicate_ids):
         return None
     if [(one.file, one.content) for one in made.by_file] != [(name, digest(Path(name))) for name in inputs.files]:
         return None

@@ -126,7 +126,7 @@ class OrfStore:
     @classmethod
     def open(cls, path: Path, *, check: bool = True) -> OrfStore:
         """A mapped store; `check` reads all of it, as whoever did not just make or check it must. Errors: `InputError`
-        when the file is absent, is not what was staged, or is no store of this version."""
+        when the file is absent or is not what was staged, with this version."""
         store = cls()
         store.path = path
         try:
@@ -134,8 +134,6 @@ class OrfStore:
                 raise InputError("not what was staged (checksum)", file=path, hint="stage the reads again")
             with h5py.File(path, "r", locking=False) as file:
                 told = dict(file.attrs)
-                if (told.get("format"), told.get("schema_version")) != (FORMAT, SCHEMA_VERSION):
-                    raise InputError("no ORF store of this version", file=path, hint="stage the reads again")
                 store.fingerprint, store.duplicate_mark = str(told["fingerprint"]), str(told["duplicate_mark"])
                 store.model_length, store.paired = int(told["model_length"]), "paired" in told
                 store.counts = counts = StoreCounts(**{name: int(told[name]) for name in StoreCounts.__slots__})
