@@ -83,7 +83,7 @@ def build_report(out: Path, profile: Profile) -> model.Report:
     )
     tuning = raw.read(validation.TuningFile, validation.TUNING) or validation.TuningFile()
     judgement = _verdicts(report, unlike)
-    known = {"tuning": tuning.rounds, "exact": EXACT, "problems": raw.remarks()}
+    known = {"tuning": tuning.rounds, "exact": EXACT, "problems": raw.problems.values()}
     for what in ("warnings", "notes"):
         parts = told(f"{what}.j2", report, not_compared=dict.fromkeys(unlike.values()), **known)
         judgement[what] = tuple(line for part in parts for line in part.prose)

@@ -10,7 +10,7 @@ from typing import Final, Literal
 
 from virnuc_core.profiles import CRITERIA_TOML, Profile, Target
 from virnuc_core.report import model
-from virnuc_core.report.metrics import BASELINE, BASELINE_TITLES, RUN_PREFIX, short_name
+from virnuc_core.report.metrics import BASELINE, RUN_PREFIX, short_name
 from virnuc_core.report.render import message
 from virnuc_core.rundir import EXACT
 
@@ -239,10 +239,9 @@ def judge(row: Row, report: model.Report, refused: str = "", scaled: Run = None)
         "summary": run and f"{run.name}/summary.json",
         "telemetry": run and run.telemetry and run.telemetry.file,
     }
-    title = BASELINE_TITLES.get(profile.baseline.name, profile.baseline.name)
     return model.Criterion(
         **row.model_dump(include={"id", "perf_id", "definition", "unit", "samples_of"}),
-        title=row.title.format(baseline=title),
+        title=row.title.format(baseline=message("baseline_title", report)),
         value=value,
         target=target,
         verdict=verdict,

@@ -34,17 +34,12 @@ SUMMARY: Final = "summary.json"
 RECORD: Final = "run.json"
 COMPARISON: Final = "comparison.json"
 VENDOR_WORDS: Final = re.compile("NVIDIA|GeForce|Tesla|Graphics Device")
-BASELINE_TITLES: Final = {"v1": "v1.0", "vanilla": "vanilla"}
 NEVER: Final = (1.0, 0.0)  # a span that holds no sample
 TIME_SHARE: Final = 0.30
 BUSY_PERCENT: Final = 80.0
 WORTH: Final = 0.05  # of the whole time: a smaller loss is not worth a person's
 LONG_S: Final = 600.0
 ADVICE: Final = tomllib.loads(Path(__file__).with_name("advice.toml").read_text(encoding="utf-8"))
-STAGE_ADVICE: Final = {
-    **{stage: loss["advice"] for loss in ADVICE["losses"].values() for stage in loss["stages"]},
-    **ADVICE["stages"],
-}
 
 Content = TypeVar("Content")
 
@@ -55,7 +50,7 @@ class RawFolder:
 
     root: Path
     used: set[str] = field(default_factory=set)
-    problems: dict[str, str] = field(default_factory=dict)  # by file
+    problems: dict[str, str] = field(default_factory=dict)  # by file, a sentence each
 
     def read(self, kind: type[File], *parts: str) -> File | None:
         """The content of a file; `None` when it is missing, or one of its values is wrong, which is noted."""
@@ -78,12 +73,8 @@ class RawFolder:
         try:
             return load(path)
         except VirnucError as error:
-            self.problems[name] = str(error).removeprefix(f"{path}: ")
+            self.problems[name] = f"{name}: {str(error).removeprefix(f'{path}: ')}"
             return None
-
-    def remarks(self) -> tuple[str, ...]:
-        """A sentence on each thing that could not be read."""
-        return tuple(f"{name}: {said}" for name, said in self.problems.items())
 
     def evidence(self) -> dict[str, FileDigest]:
         """Size and digest of every file that was read, by name."""
@@ -118,9 +109,9 @@ def run_metrics(raw: RawFolder, name: str, profile: Profile) -> model.RunMetrics
     devices, flops = record.devices or summary.devices, summary.flops or ModelFlops()
     repeats = (raw.read(RunSummary, repeat, SUMMARY) for repeat in run_names(raw.root, f"{name}."))
     counts, *again = (_counts(one) for one in (summary, *repeats) if one is not None)
-    cut = summary.stopped_at_limit  # what lies there of its telemetry is of an earlier attempt
-    resolved, measured = record.resolved.get("precision"), None if cut else raw.telemetry(name, summary.telemetry)
-    precision = resolved if isinstance(resolved, str) else ""
+    # what lies there of one that was cut off is of an earlier attempt
+    measured = None if summary.stopped_at_limit else raw.telemetry(name, summary.telemetry)
+    precision = str(record.resolved.get("precision", ""))
     telemetry = None if measured is None else telemetry_metrics(*measured, devices, flops, precision)
     hours = device_hours = kwh = price = None
     if counts.sequences_per_hour and counts.n_reads and counts.total_s:  # of a run that did all its work
@@ -290,13 +281,14 @@ def findings(run: model.RunMetrics | None) -> tuple[str, ...]:
     if run is None:
         return ()
     found, measured = [], run.telemetry
+    advised = {stage: one["advice"] for one in ADVICE["losses"].values() for stage in one["stages"]} | ADVICE["stages"]
     busiest = {stage: measured.lowest_percent(encoder) for encoder, stage in GPU_STAGES.items()} if measured else {}
     for name in STAGES:
         share, used = run.stage_shares.get(name, 0.0), busiest.get(name)
         idle = used is not None and used < BUSY_PERCENT
         if share > TIME_SHARE or idle:
             expected = name == "ESM-2" and not idle
-            advice = _further(run) if expected else ADVICE["busy"] if idle else STAGE_ADVICE[name]
+            advice = _further(run) if expected else ADVICE["busy"] if idle else advised[name]
             busy = "" if used is None else f", the lowest GPU {used:.1f} % busy"
             word = "expected" if expected else "actionable"
             found.append((-share, f"{name} takes {100 * share:.1f} % of the time{busy} ({word}): {advice}."))

@@ -15,7 +15,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from virnuc_core.profiles import Target
 from virnuc_core.report.charts import GENERATOR, all_charts
-from virnuc_core.report.metrics import BASELINE_TITLES
 from virnuc_core.report.model import Criterion, Report, Verdict
 from virnuc_core.telemetry.live import clock_text
 from virnuc_core.telemetry.tables import GPU_STAGES, OVERLAPPED, ROWS, STAGES
@@ -186,7 +185,6 @@ def templates() -> Environment:
     texts = (shown, target_text, skipped, figures, Mark)
     found.globals |= {one.__name__: one for one in texts}
     found.globals |= {"rows": ROWS, "stages": STAGES, "overlapped": OVERLAPPED, "questions": QUESTIONS}
-    found.globals["baseline_titles"] = BASELINE_TITLES
     found.tests["mark"] = lambda value: isinstance(value, Mark)
     return found
 

@@ -66,7 +66,7 @@ def _verified(out: Path, check: Callable[..., None]) -> Verification:
         found.remarks.append(f"not everything was made again: {error}")
     except VirnucError as error:
         found.wrong(str(error))
-    for line in raw.remarks():
+    for line in raw.problems.values():
         found.wrong(line)
     return found
 
