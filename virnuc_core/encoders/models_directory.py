@@ -127,10 +127,9 @@ def embed(encoder: Encoder, tokenizer: Tokenizer, rows: list[bytes], device: tor
 def judge(anchor: Anchor, dna: Tensor, protein: Tensor, scores: Tensor) -> Check:
     """One anchor beside what was computed here."""
     virus, dna_norm, protein_norm = float(scores[1]), float(dna.norm()), float(protein.norm())
-    close = (virus, anchor.virus), (float(dna[0]), anchor.dna_first), (float(protein[0]), anchor.protein_first)
-    norms = (dna_norm, anchor.dna_norm), (protein_norm, anchor.protein_norm)
-    fine = all(abs(here - there) <= TOLERANCE for here, there in close)
-    fine &= all(abs(here - there) <= there * NORM_TOLERANCE for here, there in norms)
+    entries = [virus, float(dna[0]), float(protein[0])], [anchor.virus, anchor.dna_first, anchor.protein_first]
+    norms = [dna_norm, protein_norm], [anchor.dna_norm, anchor.protein_norm]
+    fine = np.allclose(*entries, rtol=0, atol=TOLERANCE) and np.allclose(*norms, rtol=NORM_TOLERANCE, atol=0)
     detail = f"virus {virus:.7f} (original {anchor.virus}), DNABERT-S norm {dna_norm:.6f} ({anchor.dna_norm})"
     detail += f", ESM-2 norm {protein_norm:.6f} ({anchor.protein_norm})"
     return Check(f"anchor {anchor.name}", "ok" if fine else "fail", detail)

@@ -159,6 +159,14 @@ def test_the_virtual_dataset_shows_all_shards_also_after_a_move(tmp_path: Path) 
         assert file["embeddings"].is_virtual
 
 
+def test_without_a_sequence_the_virtual_dataset_is_an_empty_one(tmp_path: Path) -> None:
+    run = RunDir(tmp_path)
+    shards.write_plan(run, ShardPlan(bounds=(0,), fingerprint="f"))
+    with h5py.File(shards.write_virtual_embeddings(run), "r") as file:
+        assert (file["embeddings"][:].shape, file["scores"][:].shape) == ((0, 0), (0, 2))
+        assert file.attrs["fingerprint"] == "f"
+
+
 def test_the_virtual_dataset_does_not_know_the_time(tmp_path: Path) -> None:
     written = []
     for name in ("a", "b"):
