@@ -108,7 +108,7 @@ def test_moments_of_a_node_are_told_by_the_clock_here() -> None:
     ("text", "word"), [("jobqueue: {slurmy: {}}", "slurm"), ("[", "not valid YAML"), ("x: 1", "jobqueue")]
 )
 def test_a_file_that_names_no_batch_system_is_refused(tmp_path: Path, text: str, word: str) -> None:
-    from virnuc_core.engine.dask_clusters import connect
+    from virnuc_core.engine.cluster import connect
 
     (tmp_path / "c.yaml").write_text(text)
 
@@ -301,7 +301,7 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
 def test_a_scheduler_that_is_not_there_is_said(
     tmp_path: Path, tiny_models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("virnuc_core.engine.dask_clusters.ANSWER_S", 0.3)
+    monkeypatch.setattr("virnuc_core.engine.cluster.SCHEDULER_S", 0.3)
     with pytest.raises(DeviceError, match="no Dask scheduler answers there"):
         workers_for(ClassifySpec(models=tiny_models, cluster="tcp://127.0.0.1:9"), tmp_path)
     assert ClassifySpec(models=tiny_models).cluster is None
