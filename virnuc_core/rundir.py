@@ -197,11 +197,13 @@ def _found(root: Path, patterns: Iterable[str]) -> Iterator[Path]:
 
 
 def is_ours(root: Path) -> bool:
-    """Whether a directory's mark says so, or, where there is none, its record; or it lies in one that is held."""
+    """Whether a directory's mark says so, or, where there is none, its record; or it is held, or a run's within one."""
     marked = _json(root / MARK).get("product") == "virnuc" or (root / INBOX_MARK).exists()
     if marked or "fingerprints" in _json(root / "run.json") or "candidates" in _json(root / "tune.json"):
         return True
-    return any(root.resolve().is_relative_to(held) for held in _held.get())
+    place = root.resolve()
+    within = [str(place.relative_to(held)) for held in _held.get() if place.is_relative_to(held)]
+    return any(fnmatch.fnmatch(name, pattern) for name in within for pattern in (".", *RUNS_WITHIN))
 
 
 def check_ours(root: Path) -> None:

@@ -120,6 +120,18 @@ def test_a_file_of_our_name_in_a_directory_of_others_is_named_and_left(tmp_path:
     assert contents(tmp_path) == before
 
 
+def test_a_folder_of_others_is_left_in_a_directory_that_is_held_too(tmp_path: Path) -> None:
+    """Samples have folders by any name, of which the guard of the directory above knows nothing."""
+    before = put(tmp_path, "lung/reads.tsv")
+    with (
+        run_lock(tmp_path),
+        pytest.raises(ConfigError, match=r"not made by virnuc, and reads\.tsv would be overwritten"),
+        run_lock(tmp_path / "lung"),
+    ):
+        pass
+    assert contents(tmp_path / "lung") == {"reads.tsv": before["lung/reads.tsv"]}
+
+
 def test_a_directory_of_others_without_our_names_may_be_used_and_is_ours_then(tmp_path: Path) -> None:
     put(tmp_path, "reads.fq", "logs/theirs.log", "shards/notes.txt")
     for _ in range(2):
