@@ -32,7 +32,6 @@ Floats = NDArray[np.float64]
 Scored = tuple[pd.DataFrame, Floats]  # rows, and the score of each
 Points = tuple[tuple[float, ...], tuple[float, ...]]  # x and y
 SIDES: Final = ("train", "validation", "test")
-TRUTH_COLUMNS: Final = ("read", "label", "genome")
 K: Final = 21  # bases of a k-mer; a shorter sequence tells nothing of where it comes from and is left out
 BLOCK: Final = 1 << 14  # uniques looked at together
 BASES: Final = 1 << 18  # whose k-mers are looked at together
@@ -41,7 +40,6 @@ _COMPLEMENT: Final = bytes.maketrans(b"ACGT", b"TGCA")
 _CODES: Final = np.full(256, 4, np.uint64)
 _CODES[np.frombuffer(b"ACGT", np.uint8)] = range(4)
 _MIX: Final = np.uint64(0x9E3779B97F4A7C15)  # spreads k-mers over all numbers
-LEVELS: Final = ("frame", "chunk", "read")
 SAMPLES: Final = 200  # of the bootstrap
 BINS: Final = 10  # of the score, for the calibration error
 AT_ONCE: Final = 1 << 21  # weights held at a time
@@ -86,7 +84,7 @@ def read_truth(path: Path) -> pd.DataFrame:
     """What each read is known to be: columns `read`, `label` (index into CLASSES), `genome`, by line of the file. The
     file is TAB-separated, a label `virus` or `others`. Errors: `InputError` names the line and what is wrong with it:
     unknown columns, lines that contradict each other, too few genomes of a class."""
-    table = _table(path, TRUTH_COLUMNS, TRUTH_HEADER)
+    table = _table(path, ("read", "label", "genome"), TRUTH_HEADER)
     if len(bad := table.index[~table["label"].isin(CLASSES)]):
         raise InputError("wanted a label virus or others", file=path, line=int(bad[0]))
     table["label"] = (table["label"] == CLASSES[1]).astype(np.int64)
@@ -290,7 +288,7 @@ def by_level(rows: pd.DataFrame, score: Floats) -> dict[str, pd.DataFrame]:
     chunks = frames.groupby(["read", "chunk"]).agg(high=("score", "max"), low=("score", "min"), **same)
     chunks["score"] = (chunks["high"] + chunks["low"]) / 2
     reads = chunks.groupby("read").agg(score=("score", "mean"), **same)
-    return dict(zip(LEVELS, (frames, chunks, reads), strict=True))
+    return {"frame": frames, "chunk": chunks, "read": reads}
 
 
 def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
@@ -320,7 +318,7 @@ def measure(table: pd.DataFrame, weights: Floats) -> pd.DataFrame:
 def judge(asked: str, method: str, scored: Sequence[Scored], prevalence: float, seed: int = 0) -> list[Figures]:
     """Lines of the table for each level and both prevalences; over several scorings of the same rows their means."""
     lines, levels = [], [by_level(*one) for one in scored]
-    for level in LEVELS:
+    for level in levels[0]:
         tables, rng = [one[level] for one in levels], np.random.default_rng(seed)
         own, of = float(tables[0]["label"].mean()), tables[0].groupby("cluster")["label"].mean()
         of = of.where(of.isin((0, 1)), 0.5)  # clusters of both classes, which --groups may make, are their own kind

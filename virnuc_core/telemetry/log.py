@@ -26,7 +26,6 @@ from virnuc_core.telemetry.tables import ENCODERS, BatchRecord, DeviceSample, En
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION: Final = 1
 JSON_BATCHES: Final = 20_000
 TABLES: Final = {"batches": BatchRecord, "samples": DeviceSample, "host": HostSample, "shards": ShardDone}
 
@@ -146,7 +145,7 @@ class TelemetrySummary(RunFile):
 class TelemetryFile(RunFile):
     """`telemetry_<time>.json`."""
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     summary: TelemetrySummary
     window_s: Positive
     windows: tuple[statistics.Window, ...]
@@ -219,8 +218,9 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
     stem = f"telemetry_{datetime.fromisoformat(measured.started):%Y%m%d_%H%M%S}"
     names = itertools.chain([stem], (f"{stem}_{tries}" for tries in itertools.count(1)))
     path = next(path for name in names if not (path := folder / f"{name}.json").exists())
+    content = telemetry_file(measured, **told)
     with whole_hdf5(path.with_suffix(".h5")) as file:
-        file.attrs.update(schema_version=SCHEMA_VERSION, origin_s=measured.origin_s, started=measured.started)
+        file.attrs.update(schema_version=content.schema_version, origin_s=measured.origin_s, started=measured.started)
         _write_table(file, batch_frame(measured))
         for name in ("samples", "host", "shards"):
             _write_table(file.create_group(name), getattr(measured, name))
@@ -231,7 +231,6 @@ def write_telemetry(folder: Path, measured: Telemetry, **told: Any) -> Path:
                 stages[field.name] = np.array(values, np.float64)  # None becomes NaN
             else:
                 stages[field.name] = np.array([text or "" for text in values], "S64")
-    content = telemetry_file(measured, **told)
     for alarm in content.summary.alarms:
         log.warning("%s", alarm)
     return write(path, content)
