@@ -280,15 +280,13 @@ def approve(answer: ApprovalOptions) -> None:
     form = {"verdict": chosen[0], "reviewer": getpass.getuser(), **told}  # as the paused run takes it
     prepare_prefect()
     from prefect.client.orchestration import get_client
-    from prefect.client.schemas.responses import SetStateStatus
 
     with get_client(sync_client=True) as client:
         flow_run = _find(client, answer.run)
         if flow_run.state is None or not flow_run.state.is_paused():
-            name = "no state" if flow_run.state is None else flow_run.state.name
-            raise ConfigError(f"flow run '{flow_run.name}' does not wait for an answer; it is {name}")
+            raise ConfigError(f"flow run '{flow_run.name}' does not wait for an answer; it is {flow_run.state_name}")
         response = client.resume_flow_run(flow_run.id, run_input=form)
-    if response.status != SetStateStatus.ACCEPT:
+    if response.status.value != "ACCEPT":
         reason = getattr(response.details, "reason", None) or response.status.value
         raise VirnucError(f"flow run '{flow_run.name}': the answer was not accepted: {reason}")
     say(f"{flow_run.name}: {form['verdict']} by {form['reviewer']}")

@@ -18,19 +18,8 @@ from cyclopts import Parameter
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
-from virnuc_core.config import (
-    INPUTS,
-    ClassifySpec,
-    ClusterSpec,
-    Devices,
-    EngineSpec,
-    ReadingSpec,
-    ReadsSpec,
-    Spec,
-    VerdictSpec,
-    explain,
-    read_settings,
-)
+from virnuc_core import config
+from virnuc_core.config import ClassifySpec, ClusterSpec, Devices, EngineSpec, ReadingSpec, ReadsSpec, Spec, VerdictSpec
 from virnuc_core.errors import ConfigError
 from virnuc_core.rundir import RunDir, check_output, run_lock
 
@@ -55,7 +44,7 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(explain(error, quoted=quoted)) from error
+        raise ConfigError(config.explain(error, quoted=quoted)) from error
 
 
 def _texts(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -190,7 +179,7 @@ class ComputeSettings(Spec):
 
     def engine(self) -> EngineSpec:
         """Those with what the file of settings says, and what was set here. Errors: those of `read_settings`."""
-        from_file = {} if self.settings is None else read_settings(self.settings)
+        from_file = {} if self.settings is None else config.read_settings(self.settings)
         own = {name: value for name, value in self if name in EngineSpec.model_fields}
         given = {name: value for name, value in own.items() if value not in (None, "default")}
         return build(EngineSpec, self.stock().model_dump() | from_file | given, quoted=not from_file)
@@ -286,7 +275,7 @@ class PredictSettings(VerdictSpec, ClusterSpec, RunSettings):
         runs = {}
         for name, reads in found.items():
             own = {"samples": None, "sample_from": "none", "out": self.out / name}
-            runs[name] = self.model_copy(update=reads.model_dump(include={*INPUTS, "read_group"}) | own)
+            runs[name] = self.model_copy(update=reads.model_dump(include={*config.INPUTS, "read_group"}) | own)
             within_roots(runs[name])
         return runs
 

@@ -56,8 +56,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
     chosen = sweep_all(sweep, tried, label)
     old = all(trial.reused for candidate in tried for trial in candidate.trials)
-    message = chosen.reason + ("; nothing had to be measured" if old else "")
-    return done(chosen, message, reused=old)
+    return done(chosen, chosen.reason + "; nothing had to be measured" * old, reused=old)
 
 
 def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommendation:

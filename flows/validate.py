@@ -112,10 +112,11 @@ def validate(settings: ValidateSettings) -> State[Judged]:
         else:
             judged, told = measure(again)
     steps.emit_outcome(judged, settings.out)
-    approval = _approval(settings, judged) if settings.approval else None
-    if approval is not None:
-        told += f"; {approval.verdict} by {approval.reviewer}"
-    return ended(settings, judged, f"{message('met', judged)}{told}", approval)
+    told = message("met", judged) + told
+    if not settings.approval:
+        return ended(settings, judged, told)
+    approval = _approval(settings, judged)
+    return ended(settings, judged, f"{told}; {approval.verdict} by {approval.reviewer}", approval.verdict)
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices", "cluster"))
@@ -163,11 +164,8 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
     return this
 
 
-def ended(
-    settings: MeasureSettings, judged: Report, told: str, approval: ApprovalRecord | None = None
-) -> State[Judged]:
+def ended(settings: MeasureSettings, judged: Report, told: str, verdict: str | None = None) -> State[Judged]:
     """How a flow ends whose figures were judged; where they or a reviewer say no, it fails or its name says so."""
-    verdict = None if approval is None else approval.verdict
     result = Judged(RunDir(settings.out).report, judged.met, judged.missed, judged.outcome, verdict)
     if verdict != "rejected" and judged.outcome != "failed":
         return done(result, told)
