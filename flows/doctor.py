@@ -50,6 +50,7 @@ FSYNC_WARN_S: Final = 0.5
 READS, LENGTH, SEED = 40, 200, 11  # of what is computed for a try
 ENGINE: Final = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5)
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
+LOOPBACK: Final = re.compile(r"(localhost|\[?::1\]?)$|127\.")
 ABSENT: Final = "is absent"  # of a package
 IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
 CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
@@ -155,11 +156,11 @@ def schedules(server: httpx.Client) -> Check:
 
 def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
     """Who may have workers do what: a server that answers anybody lets anybody run commands as their account."""
-    port, here, abroad = url.port or (443 if url.scheme == "https" else 80), _is_loopback(url.host), [url.host]
+    port, here, abroad = url.port or (443 if url.scheme == "https" else 80), LOOPBACK.match(url.host), [url.host]
     if here:
         with suppress(psutil.Error, OSError):
             seen = [one.laddr for one in psutil.net_connections("tcp") if one.status == psutil.CONN_LISTEN]
-            abroad = sorted({at.ip for at in seen if at.port == port and not _is_loopback(at.ip)})
+            abroad = sorted({at.ip for at in seen if at.port == port and not LOOPBACK.match(at.ip)})
     anybody = f"anybody who reaches {', '.join(abroad)} port {port} can run commands as the workers"
     problems = {
         f"{anybody}: bind 127.0.0.1 and set PREFECT_SERVER_API_AUTH_STRING": answers_anybody and abroad,
@@ -169,10 +170,6 @@ def doors(url: httpx.URL, *, answers_anybody: bool) -> Iterator[Check]:
     }
     fine = f"{'open to this machine only' if here else 'TLS'}, {'no password' if answers_anybody else 'a password'}"
     yield unless("; ".join(said for said, so in problems.items() if so), "Prefect doors", fine)
-
-
-def _is_loopback(host: str) -> bool:
-    return host.strip("[]") in ("localhost", "::1") or host.startswith("127.")
 
 
 def driver_and_gpus() -> Iterator[Check]:

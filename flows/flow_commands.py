@@ -161,7 +161,6 @@ class ScaleSettings(MeasureSettings):
 
 scale = starts("scale", ScaleSettings, "reads")
 Slots = Annotated[int, Field(ge=64, le=1 << 20)]
-Tokens = Annotated[int, Field(ge=64)]
 Loaders = Annotated[int, Field(ge=0, le=64)]
 Batches = Annotated[int, Field(ge=1, le=64)]
 _SWEEPS: Final = tomllib.loads(Path(__file__).with_name("sweeps.toml").read_text(encoding="utf-8"))
@@ -180,15 +179,13 @@ class TuneSettings(RunSettings):
     search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
     allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
-    token_budgets: tuple[Slots, ...] = Field(
-        (8_192, 16_384, 32_768), description="token slots of one ESM-2 batch to try"
-    )
+    token_budgets: tuple[Slots, ...] = Field((8_192, 16_384, 32_768), description="slots of one ESM-2 batch to try")
     dna_token_budgets: tuple[Slots, ...] = Field((), description="slots of one DNABERT-S batch to try")
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")
     precisions: tuple[Precision, ...] = Field((), description="precisions to try")
     loader_workers: tuple[Loaders, ...] = Field((0, 2, 4), description="loader processes of one device to try")
     prefetch_factors: tuple[Batches, ...] = Field((2, 4), description="batches kept ready for each loader to try")
-    shard_sizes: tuple[Tokens, ...] = Field((), description="ESM-2 tokens of one shard to try")
+    shard_sizes: tuple[Annotated[int, Field(ge=64)], ...] = Field((), description="ESM-2 tokens of one shard to try")
 
     def swept(self) -> Mapping[str, Sequence[Any]]:
         """Engine settings and the values to try, without those that are not swept; a named grid goes first."""

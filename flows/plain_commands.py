@@ -84,7 +84,7 @@ def init_random(
     *,
     esm2: Annotated[Esm2Size, Parameter(help="size of the ESM-2")] = "tiny",
     dnabert_s: Annotated[DnabertSize, Parameter(help="size of the DNABERT-S")] = "tiny",
-    head: Annotated[int, Parameter(validator=Number(gte=3), help="read length S of the head")] = DEFAULT_MODEL_LENGTH,
+    head: Annotated[int, Parameter(validator=Number(gte=3), help="model length S: 300, 500, …")] = DEFAULT_MODEL_LENGTH,
     dtype: Annotated[Storage, Parameter(help="what the encoders are stored in")] = "fp32",
     seed: Annotated[int, Parameter(help="equal seeds give equal bytes")] = 0,
 ) -> None:
