@@ -60,7 +60,8 @@ class SimulateSettings(SimulateSpec):
 def simulate(settings: SimulateSettings) -> None:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
     made = write_simulated(settings, settings.out)
-    print(f"{made.reads_file}: {made.reads:,} reads, {made.viral_reads:,} viral, of {made.genomes} genomes")
+    genomes = settings.viral_genomes + settings.other_genomes
+    print(f"{made.reads_file}: {settings.reads:,} reads, {made.viral_reads:,} viral, of {genomes} genomes")
     print(f"{made.truth_file}: what each read is")
 
 

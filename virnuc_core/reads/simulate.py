@@ -59,9 +59,7 @@ class SimulateSpec(Spec):
 class SimulateSummary(NamedTuple):
     """What was written, and where."""
 
-    reads: int
     viral_reads: int
-    genomes: int
     reads_file: Path
     truth_file: Path
     genomes_file: Path
@@ -108,7 +106,7 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
                 truth_out.write(f"{name}\t{label}\t{of}\t{start}\t{strand}\t{copied}\n")
             reads_out.write(b"".join(pieces))
             viral_reads += int(genomes.kinds[reads.genome].sum())
-    return SimulateSummary(spec.reads, viral_reads, len(genomes.names), out, truth_file, genomes_file)
+    return SimulateSummary(viral_reads, out, truth_file, genomes_file)
 
 
 def _make_genomes(spec: SimulateSpec, rng: np.random.Generator) -> _Genomes:

@@ -61,7 +61,6 @@ class StageSummary(RunFile):
     files: tuple[str, ...]
     by_file: tuple[InputFile, ...]  # in the order of `files`
     ignored_files: tuple[str, ...]  # in a named folder, neither FASTA nor FASTQ
-    skipped_records: int
     on_error: OnError = "stop"  # as they were read
     read_group: str = ""
     pairs: tuple[tuple[str, str], ...] = ()  # as of `Inputs`
@@ -74,7 +73,7 @@ class StageSummary(RunFile):
         return {
             "reads": counts.n_reads,
             "empty": counts.n_empty,
-            "skipped": self.skipped_records,
+            "skipped": sum(one.skipped for one in self.by_file),
             "duplicate_ids": counts.n_duplicate_ids,
             "duplicates": counts.n_rows - counts.n_uniques,  # rows whose sequences an earlier row has
             "ambiguous": counts.n_ambiguous,
@@ -205,7 +204,6 @@ def _summary(spec: StageSpec, inputs: Inputs, out: Path, log: ParseLog, seconds:
         pairs=inputs.pairs,
         n_pairs=int(np.count_nonzero(store.read_flags & MATE)) if inputs.pairs else 0,
         ignored_files=inputs.ignored,
-        skipped_records=log.skipped_by_file.total(),
         on_error=spec.on_error,
         read_group=spec.read_group,
     )
@@ -244,7 +242,7 @@ def _kept(spec: StageSpec, inputs: Inputs, out: Path) -> StageSummary | None:
     asked = spec.model_length, spec.on_error, spec.read_group, inputs.pairs
     if made is None or (made.model_length, made.on_error, made.read_group, made.pairs) != asked:
         return None
-    unlisted = made.skipped_records and not out.with_name(SKIPPED_LIST).is_file()
+    unlisted = made.tally["skipped"] and not out.with_name(SKIPPED_LIST).is_file()
     if unlisted or (spec.strict and made.counts.n_duplicate_ids):
         return None
     if [(one.file, one.content) for one in made.by_file] != [(name, digest(Path(name))) for name in inputs.files]:

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -259,7 +260,7 @@ class StoreWriter:
         about |= {name: self._counts[name] for name in StoreCounts.__slots__} | ({"paired": 1} if paired else {})
         with whole_file(path) as aside:
             starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
-            for _ in workers.map(_write_part, self._parts(aside, starts, uniques), may_start=False):
+            for _ in workers.map(partial(_write_part, aside, starts), self._parts(uniques), may_start=False):
                 pass
             seal(aside)
 
@@ -308,36 +309,32 @@ class StoreWriter:
                 starts[name] = dataset.id.get_offset() if length else 0, dataset.dtype
         return starts
 
-    def _parts(
-        self, path: Path, starts: Mapping[str, _Place], uniques: dict[str, NDArray[np.int64]]
-    ) -> Iterator[_Part]:
+    def _parts(self, uniques: dict[str, NDArray[np.int64]]) -> Iterator[_Part]:
         for number, segment in enumerate(self._segments):
             begin = {axis: int(at[number]) for axis, at in (self._at | uniques).items()}
             copies, rows = (self._repeats_of(axis, number) for axis in ("read", "row"))
             before = np.searchsorted(self._repeats["row"][:, 0], rows[:, 1])  # what repeats is no unique
             again = np.column_stack([rows[:, 0], rows[:, 1] - before])
-            yield _Part(path, starts, segment, begin, copies, again)
+            yield _Part(segment, begin, copies, again)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
     """A segment, and all that whoever puts it into the store needs to know of the others."""
 
-    path: Path
-    starts: Mapping[str, _Place]
     segment: Segment
     begin: Mapping[str, int]  # entries of each axis before
     copies: NDArray[np.int64]  # [n, 3] repeats of ids: read, first read of that id, how many-th
     again: NDArray[np.int64]  # [n, 2] rows that repeat an earlier one, and their uniques
 
 
-def _write_part(part: _Part) -> None:
+def _write_part(path: Path, starts: Mapping[str, _Place], part: _Part) -> None:
     """Copy the columns of a segment to their places in the store."""
     begin, low, of = part.begin, part.begin["read"], part.segment.read
-    with part.path.open("rb+") as file:
+    with path.open("rb+") as file:
 
         def put(name: str, values: NDArray[Any]) -> None:
-            at, kind = part.starts[name]
+            at, kind = starts[name]
             file.seek(at + begin[_AXES[name]] * kind.itemsize)
             file.write(np.ascontiguousarray(values, kind).data)
 

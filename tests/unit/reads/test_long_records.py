@@ -84,7 +84,7 @@ def test_a_long_record_with_a_wrong_letter_is_left_out_whole(
     spec = StageSpec(reads=(path,), on_error="skip")
     runs = [staged(spec, tmp_path, size) for size in BLOCKS]
     assert len({(made, listed) for _, made, listed in runs}) == 1
-    assert [(s.counts.n_reads, s.skipped_records) for s, *_ in runs] == [(2, 1)] * len(runs)
+    assert [(s.counts.n_reads, s.tally["skipped"]) for s, *_ in runs] == [(2, 1)] * len(runs)
 
 
 def test_a_long_record_that_is_cut_off_is_left_out(write: WriteReads, tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_a_long_record_that_is_cut_off_is_left_out(write: WriteReads, tmp_path: 
     spec = StageSpec(reads=(path,), on_error="skip")
     runs = [staged(spec, tmp_path, size) for size in BLOCKS]
     assert len({(made, listed) for _, made, listed in runs}) == 1
-    assert [(s.counts.n_reads, s.skipped_records) for s, *_ in runs] == [(1, 1)] * len(runs)
+    assert [(s.counts.n_reads, s.tally["skipped"]) for s, *_ in runs] == [(1, 1)] * len(runs)
 
 
 def test_a_sample_and_the_viral_reads_of_long_records(
@@ -200,7 +200,7 @@ def test_of_what_is_dropped_nothing_is_left(
     for size in BLOCKS:
         summary, _, told = staged(spec, tmp_path, size)
         listed.add(told)
-        assert summary.skipped_records == 1
+        assert summary.tally["skipped"] == 1
         store = OrfStore.open(summary.store)
         check_equals_twin(store, kept)
         monkeypatch.setattr(subsets, "parse", partial(parse, block_bytes=size))

@@ -208,7 +208,7 @@ def test_a_record_that_is_skipped_leaves_its_mate_alone(write: WriteReads, tmp_p
         expected.remove(gone)
     assert sorted(names(store)) == sorted(expected)
     assert names(store)[:2] == ["r0/1", "r1/1"]
-    assert (summary.n_pairs, summary.skipped_records) == (295, 6)
+    assert (summary.n_pairs, summary.tally["skipped"]) == (295, 6)
     assert [(one.reads, one.skipped, one.orphans) for one in summary.by_file] == [(297, 3, 2), (297, 3, 2)]
     assert any("2 reads without a mate, judged alone" in line for line in summary.warnings())
     mixed = broken(fastq([name for name in ids for _ in range(2)]), "r7")

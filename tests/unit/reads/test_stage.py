@@ -324,7 +324,7 @@ def test_skipped_records_are_counted_and_listed(write: WriteReads, tmp_path: Pat
     out = tmp_path / "orfs.h5"
     for reused in (False, True):
         summary = stage(StageSpec(reads=(path,), on_error="skip"), out)
-        assert (summary.reused, summary.skipped_records, summary.counts.n_reads) == (reused, 2, 2)
+        assert (summary.reused, summary.tally["skipped"], summary.counts.n_reads) == (reused, 2, 2)
         assert documented(tmp_path / "skipped.tsv") > 0
         lines = [line.split("\t") for line in (tmp_path / "skipped.tsv").read_text().splitlines()]
         assert lines[0] == ["file", "line", "read", "problem"]

@@ -63,7 +63,7 @@ def test_workers_give_the_same_bytes_and_leave_nobody_behind(
         assert (again.tally, again.by_file, again.warnings()) == (summary.tally, summary.by_file, summary.warnings())
         made.add((digest(out), summary.fingerprint, summary.by_file, (out.parent / "skipped.tsv").read_text()))
     assert len(made) == 1
-    assert (summary.counts.n_reads, summary.skipped_records) == (3540, 3)
+    assert (summary.counts.n_reads, summary.tally["skipped"]) == (3540, 3)
 
 
 @pytest.mark.parametrize("at", range(2, 6))
@@ -317,7 +317,7 @@ def test_reads_behind_a_broken_record_of_a_cut_off_file_are_kept(tmp_path: Path,
     made = stage(spec, tmp_path / "orfs.h5")
     assert made.counts.n_reads == 5001
     listed = (tmp_path / "skipped.tsv").read_text()
-    assert made.skipped_records == 2, "the broken one, and what the cut took"
+    assert made.tally["skipped"] == 2, "the broken one, and what the cut took"
     assert "bad" in listed
     store = OrfStore.open(made.store)
     assert store.read_ids(0, 3) == ["first", "r0", "r1"]
