@@ -3,8 +3,6 @@
 The layers run by our own Triton kernels (`fused`: `kernels`, `attention_kernels`; CUDA) or by plain torch operations
 (`reference`; anywhere). What is asked for runs or raises; `auto` decides once, when the encoder is loaded."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import itertools

@@ -2,10 +2,7 @@
 
 What a pool does with them stays in `pool`. Here a thread of its own watches which Dask workers there are. On each, an
 actor (`node.Node`) starts the same worker processes as on one machine, and what they say comes back in the same words.
-A node that dies, or does not answer, takes its devices along, and brings them when it comes back.
-"""
-
-from __future__ import annotations
+A node that dies, or does not answer, takes its devices along, and brings them when it comes back."""
 
 import asyncio
 import logging
@@ -62,8 +59,7 @@ log = logging.getLogger(__name__)
 class Cluster(AbstractContextManager["Cluster"]):
     """The nodes of a Dask scheduler, and a thread that watches them; the connection is gone when the `with` block ends.
 
-    Errors: `DeviceError` names the node that cannot be used; `ConfigError`.
-    """
+    Errors: `DeviceError` names the node that cannot be used; `ConfigError`."""
 
     def __init__(self, spec: ClusterSpec, given: tuple[Path, Devices, EngineSpec], out: Path) -> None:
         """`given`: models, devices, engine; `out`: the run's directory, which nodes must see."""
@@ -320,8 +316,7 @@ async def connect(spec: ClusterSpec) -> AsyncIterator[tuple[Any, int, Callable[[
 async def _batch_system(file: Path) -> AsyncIterator[Any]:
     """The cluster of the batch system that the key `jobqueue` of a YAML file names, with all of Dask's settings in it.
 
-    Errors: `ConfigError`; `DeviceError` of the batch system.
-    """
+    Errors: `ConfigError`; `DeviceError` of the batch system."""
     try:
         with mock.patch("signal.signal"):  # a part of it takes Ctrl-C for itself, and fails but in the main thread
             import dask_jobqueue

@@ -1,8 +1,7 @@
 """What a node does for a run: a Dask actor that starts worker processes there and relays what they say, as JSON.
 
 The processes are those of a run on one machine (`LocalWorkers`), with the same two nets that end them with their
-parent, here the Dask worker. Heartbeats stay here: the submitting side is told how long each has been still.
-"""
+parent, here the Dask worker. Heartbeats stay here: the submitting side is told how long each has been still."""
 
 import asyncio
 import hashlib
