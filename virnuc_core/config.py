@@ -86,15 +86,12 @@ class Devices(Spec):
             if not (count := int(match[1] or 1)):
                 raise ConfigError(f"devices '{text}': cpu:0 has no core; use cpu:1 or more")
             return cls(kind="cpu", ids=tuple(map(str, range(count))))
-        ids = []
-        for part in map(str.strip, text.split(",")):
-            match = re.fullmatch(r"cuda:(\d+|(?:GPU|MIG)-[0-9a-fA-F-]+)", part)
-            if match is None:
-                raise ConfigError(f"devices '{text}': '{part}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto")
-            ids.append(match[1])
-        if len(set(ids)) != len(ids):
+        parts = [part.strip() for part in text.split(",")]
+        if wrong := [part for part in parts if not re.fullmatch(r"cuda:(\d+|(GPU|MIG)-[0-9a-fA-F-]+)", part)]:
+            raise ConfigError(f"devices '{text}': '{wrong[0]}' is not a device; use cuda:0,cuda:1 or cpu:2 or auto")
+        if len({*parts}) != len(parts):
             raise ConfigError(f"devices '{text}': a device is named twice; name each once")
-        return cls(kind="cuda", ids=tuple(ids))
+        return cls(kind="cuda", ids=tuple(part.removeprefix("cuda:") for part in parts))
 
     def __str__(self) -> str:
         if self.kind == "cuda":

@@ -333,15 +333,14 @@ def lock_device(device: str, wait_s: float) -> int:
     while True:
         try:
             holding.bind(f"\0{DEVICE}{device}")
-            break
+            holding.listen(socket.SOMAXCONN)  # so that others can ask who it is
+            return holding.detach()
         except OSError as error:
             if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
                 holding.close()
                 who = device_holder(device) or "another process"
                 raise DeviceError(f"{device} is in use by {who}; wait for it or choose another device") from error
         time.sleep(0.2)
-    holding.listen(socket.SOMAXCONN)  # so that others can ask who it is
-    return holding.detach()
 
 
 def collect_seldom() -> None:

@@ -58,15 +58,13 @@ def rescore(run: RunDir, new_head: Path | None, out: RunDir, asked: VerdictSpec 
         folder = new_head / "head" if (new_head / "head").is_dir() else new_head
         shape, read = open_folder(folder, HeadShape)
         if shape.model_length != (cut := store.model_length):
-            raise ConfigError(
-                f"the head in {folder} is for length {shape.model_length}, the run's reads were cut at {cut}"
-            )
+            problem = f"is for length {shape.model_length}, the run's reads were cut at {cut}"
+            raise ConfigError(f"the head in {folder} {problem}")
         dna, protein = record.widths.get("dna"), record.widths.get("protein")
         if record.widths and (shape.dna_width, shape.protein_width) != (dna, protein):
-            raise ConfigError(
-                f"the head in {folder} is for embeddings of {shape.dna_width} (DNA) + {shape.protein_width} (protein), "
-                f"the run has {dna} + {protein}; it belongs to other encoders"
-            )
+            its = f"{shape.dna_width} (DNA) + {shape.protein_width} (protein)"
+            problem = f"is for embeddings of {its}, the run has {dna} + {protein}; it belongs to other encoders"
+            raise ConfigError(f"the head in {folder} {problem}")
         threshold, uncertain = verdict(shape, asked)
         for remark in remarks(shape, np.asarray(store.read_length)):
             log.warning("%s", remark)

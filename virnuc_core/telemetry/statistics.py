@@ -277,8 +277,9 @@ def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
         stretches = own.time_s[idle].groupby((~idle).cumsum()[idle])  # each unbroken one apart
         idle_s = (stretches.max() - stretches.min()).max()
         if idle_s >= IDLE_FOR_S:
-            below = f"below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
-            found.append(f"gpu utilisation of {device} {below}")
+            found.append(
+                f"gpu utilisation of {device} below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
+            )
     means = told.groupby("device", observed=True).utilisation.mean()
     if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
         high = f"of {means.idxmax()} {means.max():.1f} %"
