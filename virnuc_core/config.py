@@ -112,9 +112,7 @@ class ClusterSpec(Spec):
         pattern=r"^((tcp|tls)://\S+|local:[1-9][0-9]{0,2}|.+\.ya?ml)$",
     )
     nodes: str = Field(
-        "1",
-        description="nodes that FILE.yaml asks for: 4, or 2:8 by the shards left",
-        pattern=r"^[1-9]\d*(:[1-9]\d*)?$",
+        "1", description="nodes that FILE.yaml asks for: 4, or 2:8 by shards left", pattern=r"^[1-9]\d*(:[1-9]\d*)?$"
     )
     node_wait_s: float = Field(600.0, gt=0, description="seconds to wait for a node where there is none")
     mixed_devices: bool = Field(False, description="nodes of other GPU models or torch: results then are not bit-exact")

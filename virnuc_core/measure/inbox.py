@@ -218,9 +218,8 @@ class Ledger:
         if fate.fate == "waiting":
             return row.but(fate="waiting", note=f"attempt {fate.attempts} of {ATTEMPTS}: {fate.note}")
         found = fate.model_dump(include={"fate", "run", "reads", "viral", "note"})
-        return row.but(
-            **found | ({} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)})
-        )
+        twin = {} if fate.file == row.file else {"fate": "duplicate", "note": SAME.format(fate.file)}
+        return row.but(**found | twin)
 
 
 def _sweep(path: Path) -> None:

@@ -30,12 +30,8 @@ JOULES_PER_KWH: Final = 3.6e6
 def frame(kind: type[Any], records: Iterable[Any], devices: Sequence[str] = ()) -> pd.DataFrame:
     """The table of records of one kind, in the order of their times; `devices` stand first among its devices."""
     rows = sorted(records, key=attrgetter(ORDER[kind]))
-    known = dict.fromkeys([*devices, *(row.device for row in rows if hasattr(row, "device"))])
-    types: dict[Any, Any] = {
-        int: "int64",
-        str: pd.CategoricalDtype(list(known)),
-        Encoder: pd.CategoricalDtype(list(ENCODERS)),
-    }
+    names = list(dict.fromkeys([*devices, *(row.device for row in rows if hasattr(row, "device"))]))
+    types: dict[Any, Any] = {int: "int64", str: pd.CategoricalDtype(names), Encoder: pd.CategoricalDtype([*ENCODERS])}
     columns = {field.name: types.get(field.type, "float64") for field in fields(kind) if field.name != "batches"}
     return pd.DataFrame({name: pd.Series([getattr(r, name) for r in rows], dtype=t) for name, t in columns.items()})
 
@@ -189,9 +185,7 @@ class DeviceBusy(RunFile):
     esm2_s: Annotated[float, "esm2_s", "sum"]
     head_s: Annotated[float, "head_s", "sum"]
     commit_s: Annotated[float, "commit_s", "sum"]
-    allocated_peak_bytes: Annotated[
-        float | None, "allocated_bytes", "max"
-    ]  # most that torch had allocated on it; None on a CPU
+    allocated_peak_bytes: Annotated[float | None, "allocated_bytes", "max"]  # by torch, on it; None on a CPU
     busy_s: float  # of compute
 
 
@@ -277,9 +271,8 @@ def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
         stretches = own.time_s[idle].groupby((~idle).cumsum()[idle])  # each unbroken one apart
         idle_s = (stretches.max() - stretches.min()).max()
         if idle_s >= IDLE_FOR_S:
-            found.append(
-                f"gpu utilisation of {device} below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
-            )
+            below = f"below {IDLE_BELOW_PERCENT:g} % for {idle_s:.0f} s while embedding"
+            found.append(f"gpu utilisation of {device} {below}")
     means = told.groupby("device", observed=True).utilisation.mean()
     if len(means) and means.max() - means.min() > IMBALANCE_POINTS:
         high = f"of {means.idxmax()} {means.max():.1f} %"
