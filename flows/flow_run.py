@@ -161,8 +161,6 @@ def run_flow(
         ready()
         state = _told(flow, parameters)
     else:  # the flow's function as it is
-        core = logging.getLogger("virnuc_core")
-        core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
         state = without_server(flow.fn, **parameters)
     found = None if state.is_completed() else state.result(raise_on_failure=False)
     if isinstance(found, BaseException) and not isinstance(found, NotMetError):

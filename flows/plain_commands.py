@@ -19,7 +19,7 @@ from rich.table import Table
 from flows.parameters import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
-from virnuc_core.errors import ConfigError, InputError, WeightsError
+from virnuc_core.errors import ConfigError, InputError, VirnucError, WeightsError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.simulate import SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
@@ -314,8 +314,7 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
         return code
     drawing = draw(points(kept, kept[-1])) if kept else None
     if drawing is None:
-        sys.stderr.write("virnuc: fewer than two runs like the newest one: there is no trend to draw\n")
-        return 1
+        raise VirnucError("fewer than two runs like the newest one: there is no trend to draw")
     write_text_whole(chart, drawing)
     print(f"Chart: {chart}")
     return code

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 PARTIAL, CRITERION_FAILED, NOT_JUDGED = 6, 5, 7  # exit codes; the first: some rows had to be set aside
 NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
+FLOWS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["flows"]
 HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
 ANSWERS_S: Final = 10.0  # a disk that is there
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
@@ -57,10 +58,10 @@ uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.arg
 def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[..., int]:
     """The command that runs a flow of `commands.toml` by hand, with the model's fields as options, and says its end:
     what the flow's file of text holds (not in JSON), the state's message, and the facts."""
-    of = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["flows"][name]
 
     @command(create_model(model.__name__, __base__=(model, OnTerminal)), *positional)
     def started(settings: Any) -> int:
+        of = FLOWS[name]
         state = by_hand(of["flow"], settings)
         code, page = exit_code(state), _in_the_ui(state.state_details.flow_run_id)
         told = {name: fact.format(of=settings, ui=page) for name, fact in of["facts"].items()}

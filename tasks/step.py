@@ -113,25 +113,25 @@ def done(data: T, message: str, *, reused: bool = False) -> State[T]:
 
 @contextmanager
 def core_logs() -> Iterator[None]:
-    """Send the core's records from INFO up to the current run while the body runs; outside a run do nothing."""
-    if FlowRunContext.get() is None:
-        yield
-        return
-    ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
-
-    def named(record: logging.LogRecord) -> bool:  # threads of the core know of no run, those of other tasks their own
-        if (own := TaskRunContext.get()) is None or str(own.task_run.id) == ids["task_run_id"]:
-            vars(record).update(ids)
-        return True
-
+    """Hear the core's records from INFO up while the body runs; those of a run are sent to its server, too."""
     core = logging.getLogger("virnuc_core")
     with ExitStack() as undone:
+        undone.callback(core.setLevel, core.level)
+        core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
+        if FlowRunContext.get() is None:
+            yield
+            return
+        ids = {"flow_run_id": runtime.flow_run.id, "task_run_id": runtime.task_run.id}
+
+        def named(record: logging.LogRecord) -> bool:  # threads of the core know no run, those of other tasks their own
+            if (own := TaskRunContext.get()) is None or str(own.task_run.id) == ids["task_run_id"]:
+                vars(record).update(ids)
+            return True
+
         handler = next((one for one in core.handlers if isinstance(one, APILogHandler)), None)
         if handler is None:
             core.addHandler(handler := APILogHandler())
             undone.callback(core.removeHandler, handler)
-        undone.callback(core.setLevel, core.level)
-        core.setLevel(min(core.getEffectiveLevel(), logging.INFO))
         undone.callback(handler.removeFilter, named)
         handler.addFilter(named)
         yield
