@@ -4,8 +4,6 @@ A program takes one head of one row. Rows of up to `WHOLE` tokens have all their
 key rotated a single time; longer ones pass over blocks of keys with a running maximum. Which of the two it is, and the
 size of its blocks, follows from the power of two above the bound a batch was packed under, so from the row alone."""
 
-from __future__ import annotations
-
 import math
 from typing import Final
 

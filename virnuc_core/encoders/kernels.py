@@ -3,8 +3,6 @@
 Imported only where a kernel is asked for: triton need not be installed elsewhere. Each kernel treats a row (of tokens,
 or of a matrix) by itself, in blocks whose size does not depend on its neighbours, so its numbers do not either."""
 
-from __future__ import annotations
-
 from typing import Final
 
 import torch
