@@ -139,15 +139,13 @@ def measure_overhead(
     return measured
 
 
-def _pair(
-    out: Path, bench: Bench, engine: EngineSpec, of: Switch, number: int, shards: int
-) -> tuple[OverheadPair, int]:
+def _pair(out: Path, bench: Bench, engine: EngineSpec, of: Switch, pair: int, shards: int) -> tuple[OverheadPair, int]:
     """Two runs over the same shards, with what is switched and without; and how many shards those were."""
     kind = "" if of == "commits" else f"{of}-"
-    names = {on: f"overhead/{number}-{kind}{'on' if on else 'off'}" for on in (True, False)}
+    names = {on: f"overhead/{pair}-{kind}{'on' if on else 'off'}" for on in (True, False)}
     rates, spans, restarts = {}, [], 0
     # every other pair begins without, so that a drift of clocks and caches favours neither side
-    for on in (True, False) if number % 2 else (False, True):
+    for on in (True, False) if pair % 2 else (False, True):
         run = RunDir(out / names[on])
         with run_lock(run.root):
             job = bench.job(run, engine.model_copy(update={"commit": on or of != "commits"}))
@@ -161,7 +159,7 @@ def _pair(
         rates[on], restarts = tokens / spans[-1] if spans[-1] else 0.0, restarts + sum(one.restarts for one in made)
     if not all(rates.values()):
         raise VirnucError(f"{out}: no batch was launched, so {of} cannot be timed")
-    log.info("%s, pair %d: %.0f tokens/s with, %.0f without", of, number, rates[True], rates[False])
+    log.info("%s, pair %d: %.0f tokens/s with, %.0f without", of, pair, rates[True], rates[False])
     return OverheadPair(
         of=of,
         with_run=names[True],

@@ -131,7 +131,7 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     cluster = clusters(rows, store, names, spec)
     rows = rows.assign(cluster=cluster[rows["genome"]])
     if spec.coding_only is not None and spec.genomes is not None:
-        within = in_coding_regions(rows, store, names, spec.coding_only, spec.genomes)
+        within = coding(rows, store, names, spec.coding_only, spec.genomes)
         rows, left["frames outside coding regions"] = rows[within], int((~within).sum())
     reads = rows.groupby("read").agg(label=("label", "first"), genome=("genome", "first"), rows=("label", "size"))
     kept = draw(reads, spec.rows_per_class, spec.sampling, rng)
@@ -152,10 +152,9 @@ def _one_label(rows: pd.DataFrame, store: OrfStore) -> None:
     if len(mixed):
         pair = mixed[mixed["sequence"] == mixed["sequence"].iloc[0]].drop_duplicates("label").sort_values("label")
         others, virus = (store.read_ids(read, read + 1)[0] for read in pair["read"])
-        raise InputError(
-            f"reads {virus!r} (virus) and {others!r} (others) hold the same sequence, on either strand, as do "
-            f"{mixed['sequence'].nunique() - 1} more; correct the truth or leave reads out"
-        )
+        same, more = f"reads {virus!r} (virus) and {others!r} (others) hold the same", mixed["sequence"].nunique() - 1
+        problem = f"{same} sequence, on either strand, as do {more} more"
+        raise InputError(problem, hint="correct the truth or leave reads out")
 
 
 def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator) -> "pd.Index[Any]":
@@ -240,19 +239,17 @@ def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
     return np.argsort(order)[found]
 
 
-def in_coding_regions(
-    rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, sequences: Path
-) -> NDArray[np.bool_]:
+def coding(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, genomes: Path) -> NDArray[np.bool_]:
     """Whether each row's protein is part of the translation of a coding region (CDS) of its genome: [rows]."""
     from Bio.Seq import Seq
 
-    letters, texts = read_genomes(sequences), dict.fromkeys(names, "")
+    letters, texts = read_genomes(genomes), dict.fromkeys(names, "")
     with reading(gff, "GFF", InputError):
         table = pd.read_csv(gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3)
         for name, low, high, strand, phase in table.loc[table[2] == "CDS", [0, 3, 4, 6, 7]].itertuples(index=False):
             region = Seq(letters.get(name, "")[int(low) - 1 : int(high)])
-            coding = (region.reverse_complement() if strand == "-" else region)[int(phase) :]  # type: ignore[no-untyped-call]
-            texts[name] = f"{texts.get(name, '')}*{coding[: len(coding) // 3 * 3].translate()}"
+            frame = (region.reverse_complement() if strand == "-" else region)[int(phase) :]  # type: ignore[no-untyped-call]
+            texts[name] = f"{texts.get(name, '')}*{frame[: len(frame) // 3 * 3].translate()}"
     pairs = zip(rows["unique"].tolist(), names[rows["genome"]], strict=True)
     return np.array([store.protein(unique, unique + 1)[0].decode() in texts[name] for unique, name in pairs], bool)
 

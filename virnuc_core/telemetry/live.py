@@ -107,14 +107,9 @@ class Sampler:
         for process in self._processes:
             with suppress(psutil.Error):  # it has ended
                 rss_bytes += process.memory_info().rss
-        disk = psutil.disk_io_counters()
-        return HostSample(
-            time_s=time_s,
-            cpu_percent=psutil.cpu_percent(interval=None),
-            rss_bytes=rss_bytes,
-            disk_read_bytes=getattr(disk, "read_bytes", None),  # there may be no disk
-            disk_write_bytes=getattr(disk, "write_bytes", None),
-        )
+        disk = psutil.disk_io_counters()  # None without one
+        read_bytes, write_bytes = getattr(disk, "read_bytes", None), getattr(disk, "write_bytes", None)
+        return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes, read_bytes, write_bytes)
 
     def _loop(self) -> None:
         self.sample_once()
