@@ -13,10 +13,9 @@ from tasks.predict import fate_rows
 from virnuc_core.profiles import Profile, load_profile
 from virnuc_core.report.build import build_report, rerender, write_report
 from virnuc_core.report.metrics import RawFolder
-from virnuc_core.report.model import EncoderMetrics, Report
+from virnuc_core.report.model import EncoderMetrics, Report, Verification
 from virnuc_core.report.render import fill, render, told_rows
-from virnuc_core.report.verify import verify_report
-from virnuc_core.report.verify_runs import Verification, verify_overhead
+from virnuc_core.report.verify import verify_overhead, verify_report
 from virnuc_core.rundir import RunDir
 from virnuc_core.runfiles import RunSummary, read, write
 from virnuc_core.telemetry.log import read_telemetry, write_telemetry

@@ -15,8 +15,8 @@ from virnuc_core.reads.stage import StageSpec, StageSummary, stage
 from virnuc_core.reads.store import OrfStore, seal
 from virnuc_core.reads.subsets import choose_reads
 from virnuc_core.report.metrics import RawFolder
-from virnuc_core.report.verify import verify_report
-from virnuc_core.report.verify_runs import Verification, baseline_tokens, count_store, verify_store
+from virnuc_core.report.model import Verification
+from virnuc_core.report.verify import baseline_tokens, count_store, verify_report, verify_store
 
 from .validate_directory import edit_json
 
