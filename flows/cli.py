@@ -101,7 +101,7 @@ def _run(words: list[str], debug: bool) -> int:
         given = [NUMBERS.get(word, word) if words[0] != "models" else word for word in words]
         called, bound, not_parsed = app.parse_args(given, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        asked = " ".join(["virnuc", *(word for word in words[:1] if word in COMMANDS)])
+        asked = " ".join(["virnuc", *(error.command_chain or ())])
         raise ConfigError(f"{_misuse(error)}; see {asked} --help") from error
     bound.arguments.update({name: _with_dashes(value) for name, value in bound.arguments.items()})
     more = {"debug": debug} if "debug" in not_parsed else {}

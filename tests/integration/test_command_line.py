@@ -106,6 +106,7 @@ def test_a_wrong_command_line_is_one_line_and_2(words: tuple[str, ...], capsys: 
         (("predict", "a", "-o", "b"), "--models is required; see virnuc predict --help"),
         (("compare", "a"), "--refactored is required; see virnuc compare --help"),
         (("report", "a", "b", "c"), "unexpected arguments: b c; see virnuc report --help"),
+        (("models", "convert"), "OUT is required; see virnuc models convert --help"),
     ],
 )
 def test_what_is_missing_or_too_much_is_named(

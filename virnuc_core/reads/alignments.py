@@ -30,15 +30,16 @@ _LOOKED_AT: Final = 1000  # records
 def samples_of(file: str, form: str, rest: str, _changed_ns: int) -> list[str]:
     """Whose reads a file holds: of each read group the sample (SM), else the ID; and `rest` where a read is of none of
     them, for which the file is read. Errors: `InputError` without read groups, or pysam; damage is for who reads it."""
-    found, problem = dict[str, None](), f"the {form} data is damaged"
+    found, problem, hint = dict[str, None](), f"the {form} data is damaged", "copy it again"
     with suppress(OSError, ValueError), pysam_for(form, file).AlignmentFile(file, check_sq=False) as opened:
         groups, problem = _groups(opened), "has no read groups (@RG)"
+        hint = "--sample-from name makes each whole file a sample"
         found = dict.fromkeys(groups.values())
         every = opened.fetch(until_eof=True) if found else ()
         if any(not one.flag & NOT_PRIMARY and _sample(one, groups) is None for one in every):
             found[rest] = None
     if not found:
-        raise InputError(problem, file=file, hint="--sample-from name makes each whole file a sample")
+        raise InputError(problem, file=file, hint=hint)
     return [*found]
 
 
