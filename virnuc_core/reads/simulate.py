@@ -26,7 +26,6 @@ LABELS: Final = ("others", "virus")
 TRUTH_HEADER: Final = ("read", "label", "genome", "start", "strand", "copy_of")
 
 _BATCH: Final = 20_000  # reads made at a time
-_OF_READ: Final = [("genome", "i8"), ("start", "i8"), ("reverse", "?"), ("source", "i8")]
 _LETTERS: Final = np.frombuffer(b"ACGTN", np.uint8)
 _SUFFIX: Final = re.compile(r"\.(fastq|fq|fasta|fa|fna)(\.gz)?$")
 _GC: Final = (0.58, 0.38)  # mean of a kind of genome: others, virus
@@ -96,16 +95,17 @@ def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
         for made in range(0, spec.reads, _BATCH):
             size = min(_BATCH, spec.reads - made)
             rng.random(size)  # once for their lengths; a seed goes on giving what it gave
-            rows, reads = _make_reads(spec, genomes, size, rng)
+            rows, genome_of, *places = _make_reads(spec, genomes, size, rng)
             ids = [f"sim_{number:07d}" for number in range(made + 1, made + size + 1)]
             pieces, mark = [], b"@" if fastq else b">"
-            for name, row, (genome, start, reverse, source) in zip(ids, rows, reads.tolist(), strict=True):
+            columns = (column.tolist() for column in (genome_of, *places))
+            for name, row, genome, start, reverse, source in zip(ids, rows, *columns, strict=True):
                 pieces.append(b"%b%b\n%b\n%b" % (mark, name.encode(), row.tobytes(), quality))
                 strand, copied = "-" if reverse else "+", ids[source] if ids[source] != name else ""
                 label, of = LABELS[genomes.kinds[genome]], genomes.names[genome]
                 truth_out.write(f"{name}\t{label}\t{of}\t{start}\t{strand}\t{copied}\n")
             reads_out.write(b"".join(pieces))
-            viral_reads += int(genomes.kinds[reads.genome].sum())
+            viral_reads += int(genomes.kinds[genome_of].sum())
     return SimulateSummary(viral_reads, out, truth_file, genomes_file)
 
 
@@ -137,11 +137,9 @@ def _genome(kind: int, length: int, rng: np.random.Generator) -> NDArray[np.uint
     return np.concatenate(pieces)[:length]
 
 
-def _make_reads(
-    spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator
-) -> tuple[NDArray[np.uint8], np.recarray[Any, Any]]:
-    """Letters [n, read_length] of some reads, and what each is; `source`: the read it copies, or itself. A copy has all
-    of another read but its place."""
+def _make_reads(spec: SimulateSpec, genomes: _Genomes, n: int, rng: np.random.Generator) -> tuple[NDArray[Any], ...]:
+    """Letters [n, read_length] of some reads, and of each [n] its genome, start, strand and the read that it copies, or
+    itself. A copy has all of another read but its place."""
     length = spec.read_length
     # a kind by the viral share, within it a genome by length; both kinds occur if there are two reads
     viral = rng.random(n) < spec.viral_share
@@ -170,5 +168,4 @@ def _make_reads(
     originals = (rng.random(len(copies)) * copies).astype(np.int64)
     fine = ~np.isin(originals, copies)
     source[copies[fine]] = originals[fine]
-    columns = genome[source], start[source], reverse[source], source
-    return _LETTERS[codes[source]], np.rec.fromarrays(columns, dtype=_OF_READ)
+    return _LETTERS[codes[source]], genome[source], start[source], reverse[source], source

@@ -181,8 +181,6 @@ class OrfStore:
 
 
 def _cut(letters: NDArray[np.uint8], offsets: NDArray[np.int64], low: int, high: int) -> list[bytes]:
-    if high <= low:
-        return []
     at = offsets[low : high + 1].tolist()
     data = letters[at[0] : at[-1]].tobytes()
     return [data[a - at[0] : b - at[0]] for a, b in pairwise(at)]
