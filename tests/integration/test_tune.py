@@ -12,11 +12,11 @@ from prefect.client.schemas.objects import State
 
 from flows.cli import main
 from flows.flow_commands import TuneSettings
-from flows.parameters import ComputeSettings, RunSettings, read_settings
+from flows.parameters import ComputeSettings, RunSettings
 from flows.predict import predict
 from flows.tools import overhead, tune
 from tasks.step import on_host
-from virnuc_core.config import EngineSpec
+from virnuc_core.config import EngineSpec, read_settings
 from virnuc_core.errors import ConfigError
 from virnuc_core.report.verify import verify_report
 
