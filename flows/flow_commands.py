@@ -178,7 +178,6 @@ class TuneSettings(RunSettings):
     )
     search: Literal["halving", "grid"] = Field("halving", description="halving drops the slower half after each round")
     repeats: int = Field(3, ge=1, le=20, description="measurements of each candidate that stays in the running")
-    allow_changed_results: bool = Field(False, description="may recommend what changes scores beyond the tolerance")
     token_budgets: tuple[Slots, ...] = Field((8_192, 16_384, 32_768), description="slots of one ESM-2 batch to try")
     dna_token_budgets: tuple[Slots, ...] = Field((), description="slots of one DNABERT-S batch to try")
     attentions: tuple[Attention, ...] = Field((), description="attention backends to try")

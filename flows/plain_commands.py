@@ -19,11 +19,11 @@ from rich.table import Table
 from flows.parameters import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
 from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
-from virnuc_core.errors import ConfigError, InputError, VirnucError, WeightsError
+from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.simulate import SimulateSpec
 from virnuc_core.reads.simulate import simulate as write_simulated
-from virnuc_core.rundir import RunDir, run_lock, write_text_whole
+from virnuc_core.rundir import RunDir, run_lock
 
 DISAGREE: Final = 5
 COSINES_HELP: Final = "cosines too, of sequences that both runs embedded: an fp32 run of a part against one in fp16"
@@ -293,15 +293,13 @@ def export(
     print(*write(RunDir(run), out or run / "export", name), sep="\n")
 
 
-def history(file: Path, /, *, profile: str | None = None, chart: Path | None = None) -> int:
+def history(file: Path, /, *, profile: str | None = None) -> int:
     """Past validations, oldest first, as kept in a history file; exit code 5 when the newest is a regression.
 
     Args:
         file: virnuc-history.jsonl, beside a validation's directory
-        profile: only runs of this profile
-        chart: also draw the newest series of like runs, as SVG"""
-    from virnuc_core.report.build import points, read_history, regression, trend
-    from virnuc_core.report.charts import history as draw
+        profile: only runs of this profile"""
+    from virnuc_core.report.build import read_history, regression, trend
     from virnuc_core.report.render import cell
 
     if not file.is_file():
@@ -309,15 +307,7 @@ def history(file: Path, /, *, profile: str | None = None, chart: Path | None = N
     kept = sorted((e for e in read_history(file) if profile in (None, e.profile)), key=lambda e: e.created)
     rows = trend(kept)
     show(next(iter(rows), ()), (map(cell, row.values()) for row in rows))
-    code = DISAGREE if kept and regression(kept, kept[-1]).verdict == "fail" else 0
-    if chart is None:
-        return code
-    drawing = draw(points(kept, kept[-1])) if kept else None
-    if drawing is None:
-        raise VirnucError("fewer than two runs like the newest one: there is no trend to draw")
-    write_text_whole(chart, drawing)
-    print(f"Chart: {chart}")
-    return code
+    return DISAGREE if kept and regression(kept, kept[-1]).verdict == "fail" else 0
 
 
 def devices() -> None:

@@ -51,7 +51,7 @@ def tune(settings: TuneSettings) -> State[Recommendation]:
     announce(label, profile.name, devices.kind)
     stage_input(settings, label)
     bench = Bench(RunDir(settings.out).store, settings.models, devices, profile.sample_s)
-    sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search, settings.allow_changed_results)
+    sweep = Sweep(settings.out, bench, base, profile, settings.repeats, settings.search)
     if settings.force:
         discard(settings.out, "trials/*.npy", "trials/*-[0-9]*/trial.json")
     chosen = sweep_all(sweep, tried, label)
@@ -64,7 +64,7 @@ def sweep_all(sweep: Sweep, tried: Sequence[Candidate], label: str) -> Recommend
     for candidate, repeat, name in rounds(tried, sweep.repeats, halving=sweep.search == "halving"):
         candidate.add(run_trial(sweep, candidate, repeat, name=name).result())
     tolerance, devices = sweep.profile.score_tolerance, sweep.bench.devices
-    chosen = recommend(tried, tolerance=tolerance, allow_changed=sweep.allow_changed)
+    chosen = recommend(tried, tolerance=tolerance)
     rows = told_rows(
         "tune.view.j2",
         candidates=sorted(tried, key=lambda one: one.rate, reverse=True),  # what cannot run stands last

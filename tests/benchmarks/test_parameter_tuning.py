@@ -30,6 +30,6 @@ def test_sweep(benchmark: Any, job: Callable[[str], Job], tmp_path: Path) -> Non
 
     benchmark.group = f"sweep of settings ({KIND})"
     benchmark.pedantic(run, rounds=1)
-    chosen = recommend(tried, tolerance=0.01, allow_changed=False)
+    chosen = recommend(tried, tolerance=0.01)
     benchmark.extra_info.update({one.label: one.rate for one in tried}, chosen=chosen.reason)
     assert all(one.rates for one in tried)

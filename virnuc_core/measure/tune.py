@@ -1,7 +1,7 @@
 """Which engine settings are fastest here: candidates measured in rounds, and the one that may be recommended.
 
 Only measured rates count, a difference within the spread of the measurements counts as none. Settings that turn a label
-are never recommended, those that change the scores by more than the tolerance only where that was asked for."""
+or change the scores by more than the tolerance are never recommended."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -134,15 +134,14 @@ def rounds(entries: Sequence[Candidate], repeats: int, *, halving: bool) -> Iter
             running = sorted((one for one in running if not one.dropped), key=lambda one: one.number)
 
 
-def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: bool) -> Recommendation:
+def recommend(entries: Sequence[Candidate], *, tolerance: float) -> Recommendation:
     """The fastest settings that may be used, if their median lies above the base's by more than half of either spread.
     Errors: `ConfigError` when nothing was measured of the base."""
     base = entries[0]
     if not base.rate:
         raise ConfigError("nothing was measured with the settings to compare with; give reads with open frames")
-    wanted = ("usable", "changes scores") if allow_changed else ("usable",)
     most = max(len(candidate.trials) for candidate in entries)
-    usable = [one for one in entries if one.verdict(tolerance) in wanted and len(one.trials) == most]
+    usable = [one for one in entries if one.verdict(tolerance) == "usable" and len(one.trials) == most]
     best = max(usable, key=lambda candidate: candidate.rate, default=base)
     gain = best.rate / base.rate - 1
     scatter = max(best.spread, base.spread) / 2
@@ -152,8 +151,7 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float, allow_changed: 
     if gain <= scatter:
         near = f"{best.label} is {said}, within the scatter of {100 * scatter:.1f} %"
         return Recommendation(base, 0.0, f"the base stays: {near}")
-    changed = "" if best.verdict(tolerance) == "usable" else "; it CHANGES SCORES beyond the tolerance, as was allowed"
-    return Recommendation(best, gain, f"{best.label}: {said} than the base (scatter {100 * scatter:.1f} %){changed}")
+    return Recommendation(best, gain, f"{best.label}: {said} than the base (scatter {100 * scatter:.1f} %)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +164,6 @@ class Sweep:
     profile: Profile
     repeats: int
     search: Literal["halving", "grid"]
-    allow_changed: bool = False  # scores beyond the profile's tolerance
     tokens: int | None = None  # a candidate is measured on the first shards of so many ESM-2 tokens; None: on all
 
     def trial(self, candidate: Candidate, repeat: int) -> Trial | str:

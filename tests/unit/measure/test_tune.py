@@ -55,37 +55,33 @@ def test_every_combination_is_tried_once_and_the_base_first() -> None:
 
 
 def test_what_is_faster_by_more_than_the_scatter_is_recommended() -> None:
-    chosen = recommend(measured((100, 102, 98), (130, 131, 129)), tolerance=TOLERANCE, allow_changed=False)
+    chosen = recommend(measured((100, 102, 98), (130, 131, 129)), tolerance=TOLERANCE)
     assert chosen.candidate.label == "token_budget=1024"
     assert chosen.gain == pytest.approx(0.30)
 
 
 def test_within_the_scatter_the_base_stays() -> None:
-    chosen = recommend(measured((100, 120, 80), (110, 110, 110)), tolerance=TOLERANCE, allow_changed=False)
+    chosen = recommend(measured((100, 120, 80), (110, 110, 110)), tolerance=TOLERANCE)
     assert chosen.candidate.number == 0
     assert "within the scatter" in chosen.reason
 
 
-def test_what_changes_results_is_recommended_only_on_request() -> None:
+def test_what_changes_results_is_never_recommended() -> None:
     found = measured((100,), (200,), difference=0.02)
     assert found[1].verdict(TOLERANCE) == "changes scores"
-    assert recommend(found, tolerance=TOLERANCE, allow_changed=False).candidate is found[0]
-    chosen = recommend(found, tolerance=TOLERANCE, allow_changed=True)
-    assert chosen.candidate is found[1]
-    assert "CHANGES SCORES" in chosen.reason
+    assert recommend(found, tolerance=TOLERANCE).candidate is found[0]
 
 
 def test_what_turns_a_label_is_never_recommended_however_near_its_scores() -> None:
     found = measured((100,), ())
     found[1].add(trial(200, difference=1e-6, labels_changed=1))
     assert found[1].verdict(TOLERANCE) == "changes labels"
-    for allowed in (False, True):
-        assert recommend(found, tolerance=TOLERANCE, allow_changed=allowed).candidate is found[0]
+    assert recommend(found, tolerance=TOLERANCE).candidate is found[0]
 
 
 def test_a_candidate_that_was_measured_less_often_is_not_recommended() -> None:
     found = measured((100, 100), (200,))
-    assert recommend(found, tolerance=TOLERANCE, allow_changed=False).candidate.number == 0
+    assert recommend(found, tolerance=TOLERANCE).candidate.number == 0
 
 
 def test_halving_drops_the_slower_half_but_neither_the_base_nor_the_last_three() -> None:
@@ -109,7 +105,7 @@ def test_what_cannot_run_is_not_tried_again_and_a_base_that_cannot_is_an_error()
     with pytest.raises(ConfigError, match="cannot run here: no"):
         found[0].add("no")
     with pytest.raises(ConfigError, match="nothing was measured"):
-        recommend(measured(()), tolerance=TOLERANCE, allow_changed=False)
+        recommend(measured(()), tolerance=TOLERANCE)
 
 
 def test_scores_are_compared_row_by_row_and_a_missing_one_counts_most() -> None:
