@@ -39,7 +39,7 @@ from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.rundir import RunDir, device_holder, held_devices, run_lock, whole_file
-from virnuc_core.runfiles import Device, version_of
+from virnuc_core.runfiles import Device, versions
 
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
 
@@ -51,9 +51,6 @@ READS, LENGTH, SEED = 40, 200, 11  # of what is computed for a try
 ENGINE: Final = EngineSpec(token_budget=1024, dna_token_budget=1024, shard_tokens=4096, heartbeat_s=0.5)
 MARKS: Final = {"ok": "ok  ", "warn": "warn", "fail": "FAIL", "not run": "–   "}
 LOOPBACK: Final = re.compile(r"(localhost|\[?::1\]?)$|127\.")
-ABSENT: Final = "is absent"  # of a package
-IMPORTANT: Final = ("torch", "prefect", "fastapi", "numpy", "h5py", "pydantic", "nvitop", "tokenizers", "safetensors")
-CONSTRAINTS: Final = Path(__file__).resolve().parents[1] / "constraints.txt"
 
 
 def doctor(
@@ -66,7 +63,7 @@ def doctor(
     """Is this machine sound? One line a check; exit code 1 when one failed. Warnings leave it at 0."""
     prepare_prefect()
     asked = {  # the cheap ones first
-        "packages": tested_versions(CONSTRAINTS),
+        "packages": iter([Check("packages", "ok", ", ".join(f"{name} {it}" for name, it in versions().items()))]),
         "disk": room(out),
         "file locks": file_system(out),
         "device locks": locks(),
@@ -96,18 +93,6 @@ def findings(checks: Mapping[str, Iterator[Check]]) -> Iterator[Check]:
 def unless(problem: str, name: str, fine: str, *, verdict: Verdict = "warn") -> Check:
     """A check that is fine, or has this verdict and says what the problem is; an empty text is none."""
     return Check(name, verdict if problem else "ok", problem or fine)
-
-
-def tested_versions(constraints: Path) -> Iterator[Check]:
-    """The packages that matter most, against the versions that were tested together."""
-    here = {name: version_of(name, ABSENT) for name in IMPORTANT}
-    listed = ", ".join(f"{name} {version}" for name, version in here.items())
-    if not constraints.is_file():
-        yield Check("packages", "not run", f"no constraints.txt beside this copy; {listed}")
-        return
-    pins = dict(re.findall(r"^([A-Za-z0-9_.-]+)==([^\s;]+)", constraints.read_text(encoding="utf-8"), re.MULTILINE))
-    apart = [name for name in here if pins.get(name) not in (None, here[name].split("+")[0])]
-    yield unless("; ".join(f"{name} {here[name]} (tested: {pins[name]})" for name in apart), "packages", listed)
 
 
 def prefect_server() -> Iterator[Check]:

@@ -67,15 +67,6 @@ def test_what_is_wrong_is_named_one_line_a_check(tmp_path: Path, capsys: pytest.
     assert said.err == ""
 
 
-def test_versions_other_than_those_tested_are_a_warning(tmp_path: Path) -> None:
-    pins = tmp_path / "constraints.txt"
-    pins.write_text("# tested\ntorch==1.0.0\n")
-    [found] = command.tested_versions(pins)
-    assert found.verdict == "warn"
-    assert "(tested: 1.0.0)" in found.detail
-    assert next(command.tested_versions(tmp_path / "absent")).verdict == "not run"
-
-
 def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         "virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-"
