@@ -5,8 +5,7 @@ every few seconds. Who finds it there asks the system whether the holder lives, 
 its own clock, whether the file still changes. It takes over by creating `NAME.N+1`, and withdraws unless all else is
 still as it was judged; then what is older goes. So no two take over, no machine's clock is held against another's, and
 nothing relies on flock, which network file systems keep to one machine. A holder that was stopped for long looks before
-it writes, and finds that it is one no more.
-"""
+it writes, and finds that it is one no more."""
 
 import json
 import logging

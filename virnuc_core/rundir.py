@@ -2,8 +2,7 @@
 
 A directory is ours when its mark `.virnuc` says so; in any other nothing is overwritten. Who writes in it holds its
 lease. What is removed is removed by the names of our own files, never by folder. Locks of devices and the parent-death
-signal are the operating system's: freed by death, so that a killed run leaves no process behind.
-"""
+signal are the operating system's: freed by death, so that a killed run leaves no process behind."""
 
 import ctypes
 import errno

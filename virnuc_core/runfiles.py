@@ -1,8 +1,7 @@
 """The JSON files of a run: one model each, one pair of functions that write and read them, and what run.json says.
 
 A file of an older run may lack keys or hold others: what is absent is `None` or empty, what is unknown is passed over.
-A file with a value of the wrong kind is refused whole, and the value named.
-"""
+A file with a value of the wrong kind is refused whole, and the value named."""
 
 import functools
 import hashlib

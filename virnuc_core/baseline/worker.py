@@ -3,8 +3,7 @@
 The packed encoders are held against these: nothing is shared with `virnuc_core.encoders` but tokens, the models' sizes,
 the names of their tensors and ALiBi's slopes. Rows of a batch are padded to the longest and masked; attention is
 written out as matrix products. One device, pinned; files in, embedded, merged and scored files out. Equal rows are
-embedded each. Messages in: a WorkerSpec, then any number of FileTasks. Out: Ready, RowsDone, FileDone, Failed.
-"""
+embedded each. Messages in: a WorkerSpec, then any number of FileTasks. Out: Ready, RowsDone, FileDone, Failed."""
 
 import io
 import math

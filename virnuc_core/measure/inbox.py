@@ -8,8 +8,7 @@
 Files are told apart by content, so that a renamed or copied file is not predicted again, and a name used twice is.
 
 No file holds up the others. An attempt is counted before it begins, so that one that ends this process counts as well;
-a file that had all its attempts is failed, with the reason of the last.
-"""
+a file that had all its attempts is failed, with the reason of the last."""
 
 import hashlib
 import logging
@@ -88,8 +87,7 @@ class Ledger:
 
         A file changed less than `settle_s` ago is `arriving` and not read. Content without a fate is `waiting`; of
         several files with one content all but the one it was, or will be, predicted from are `duplicate`. What cannot
-        be opened, or has a name that no table can hold, is `failed` until that is mended.
-        """
+        be opened, or has a name that no table can hold, is `failed` until that is mended."""
         settled_before = (time.time() if now_s is None else now_s) - settle_s
         known = {(row.file, row.size, row.mtime_ns): row.sha256 for row in self.read_table() if row.sha256}
         rows = []

@@ -1,7 +1,6 @@
 """Regular FASTQ and FASTA cut into columnar batches of reads on whole blocks of bytes, without a step per line.
 
-A cutter takes what it is sure of from the front of a block; FASTQ from anything unusual on is left to `slow_parser`.
-"""
+A cutter takes what it is sure of from the front of a block; FASTQ from anything unusual on is left to `slow_parser`."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence

@@ -3,8 +3,7 @@
 For the fingerprint reads are hashed in leaves, and it is the hash over the leaves' hashes. A leaf ends with a read
 whose id has a digest divisible by 64, so that where leaves end depends on the reads alone: however they are cut into
 batches, whoever hashes a batch alone knows every leaf within it, and only what sticks out on both sides is left to its
-neighbours.
-"""
+neighbours."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Reads that come in pairs, as one stream in which mates follow each other, whether two files hold them or one.
 
 Mates are told by name: equal ids, or ids that end in `/1` and `/2`. In the stream all ids end so, which keeps mates
-apart. Where broken records are skipped, a read without its mate is an orphan and stands in the stream alone.
-"""
+apart. Where broken records are skipped, a read without its mate is an orphan and stands in the stream alone."""
 
 import logging
 import re

@@ -3,8 +3,7 @@
 Files are cut into pieces where records end, as far as line ends tell: that costs a fraction of reading, and pieces can
 be read apart from each other. `fast_parser` reads FASTA and four-line FASTQ. From the first record of FASTQ that is not
 of four lines, or broken, `slow_parser` reads the rest of that file, here and line after line; both give the same reads.
-A FASTA record that is longer than a block comes in parts.
-"""
+A FASTA record that is longer than a block comes in parts."""
 
 import re
 import time

@@ -2,8 +2,7 @@
 
 What is named may come from a form in a browser, and what a server answers from anywhere. Private addresses are not
 asked unless the environment allows it, nor is anything but http and https; sizes and speeds have limits. The query of
-an address may be a signature that opens the file to whoever reads it: it stays in this process.
-"""
+an address may be a signature that opens the file to whoever reads it: it stays in this process."""
 
 import hashlib
 import ipaddress

@@ -1,8 +1,7 @@
 """Labelled genomes and reads out of nothing: to try virnuc, to train a first head, to measure at any size.
 
 The two kinds of genome differ as a classifier can learn it: viral ones are rich in A and T and nearly all coding, with
-a codon usage of their own; the others are rich in G and C, with genes far between. No real organism is imitated.
-"""
+a codon usage of their own; the others are rich in G and C, with genes far between. No real organism is imitated."""
 
 import re
 from contextlib import ExitStack

@@ -4,8 +4,7 @@ Every dataset is contiguous and uncompressed, so that a process reads only the s
 settings give the same bytes. `StoreWriter` makes one of segments, `OrfStore` is one.
 
 HDF5 looks at a fraction of a file, and may crash on a changed bit of that. A seal is therefore checked before: a digest
-of all bytes of the file, in HDF5's user block in front of them; here it is the digest of its blocks' digests.
-"""
+of all bytes of the file, in HDF5's user block in front of them; here it is the digest of its blocks' digests."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Some of the reads as they stand in the input: a sample with the same distribution of lengths, or those of a verdict.
 
 For a sample the reads are gone through twice: once for their lengths, once to draw. One is drawn from each of as many
-equal stretches of the reads in order of length; some 20 bytes a read are held in memory, however long the reads.
-"""
+equal stretches of the reads in order of length; some 20 bytes a read are held in memory, however long the reads."""
 
 import csv
 from collections.abc import Mapping, Sequence

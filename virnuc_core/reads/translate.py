@@ -3,8 +3,7 @@
 `process` is what a worker does with one batch of reads: it writes the batch's part of the store.
 
 Letters other than A, C, G, T make their codons vanish (the protein closes up), and the DNA of a frame is cut by the
-length of its protein plus one base: both are part of the method.
-"""
+length of its protein plus one base: both are part of the method."""
 
 import tempfile
 import time

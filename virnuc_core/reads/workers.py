@@ -1,7 +1,6 @@
 """Worker processes for staging: one function over many items, here and in processes that die with their parent.
 
-Each of the others is a child that a thread here talks to: an item goes out whole, and the answer is waited for.
-"""
+Each of the others is a child that a thread here talks to: an item goes out whole, and the answer is waited for."""
 
 import os
 import pickle
