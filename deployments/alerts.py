@@ -12,7 +12,6 @@ from prefect.events.actions import PauseDeployment, SendNotification
 from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
 from prefect.exceptions import ObjectNotFound
 
-FILE: Final = Path(__file__).with_name("alerts.yaml")
 PAUSING: Final = "virnuc.criterion.fail"
 
 
@@ -22,7 +21,7 @@ def create(client: SyncPrefectClient, slug: str, *, pause: bool) -> None:
     Raises: `ObjectNotFound` where there is no such block."""
     kind, _, name = slug.partition("/")
     block = client.read_block_document_by_name(name, kind).id
-    for row in yaml.safe_load(FILE.read_text()):
+    for row in yaml.safe_load(Path(__file__).with_name("alerts.yaml").read_text()):
         trigger = EventTrigger(**row.pop("trigger"), posture=Posture.Reactive, threshold=1, within=0)
         send = SendNotification(block_document_id=block, subject=row.pop("subject"), body=row.pop("body"))
         paused = [PauseDeployment(source="inferred", deployment_id=None)] * (pause and PAUSING in trigger.expect)
@@ -39,6 +38,4 @@ if __name__ == "__main__":
         try:
             create(server, slug, pause=pause)
         except ObjectNotFound:
-            sys.exit(
-                f"{slug} is no block of this server; `prefect block ls` names them (TYPE/NAME, as slack-webhook/oncall)"
-            )
+            sys.exit(f"{slug} is no block of this server; `prefect block ls` names them (as slack-webhook/oncall)")

@@ -38,7 +38,7 @@ from virnuc_core.measure.bench import Bench, measure
 from virnuc_core.reads.simulate import SimulateSpec, simulate
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.rundir import RunDir, device_holder, held_devices, run_lock, whole_file
+from virnuc_core.rundir import RunDir, run_lock, whole_file
 from virnuc_core.runfiles import Device, versions
 
 Scores = NDArray[np.float32]  # of all uniques, [n, 2]
@@ -66,7 +66,6 @@ def doctor(
         "packages": iter([Check("packages", "ok", ", ".join(f"{name} {it}" for name, it in versions().items()))]),
         "disk": room(out),
         "file locks": file_system(out),
-        "device locks": locks(),
         "Prefect server": prefect_server(),
         "driver": driver_and_gpus(),
         "weights": weights(models),
@@ -183,21 +182,12 @@ def gpu_finding(name: str, gpu: Any) -> Check:
     return unless(problem, name, text)
 
 
-def locks() -> Iterator[Check]:
-    """Devices that virnuc runs hold on this machine."""
-    held = [f"{name} ({holder})" for name in held_devices() if (holder := device_holder(name))]
-    yield unless(", ".join(held), "device locks", "no device is held by a run")
-
-
 def room(folder: Path) -> Iterator[Check]:
-    """Room where results would go, and in the shared memory that loader processes hand their batches over through."""
-    free, shared = shutil.disk_usage(nearest(folder)).free, Path("/dev/shm")
+    """Room where results would go."""
+    free = shutil.disk_usage(nearest(folder)).free
     more = "; a million reads of 150 bases leave some 13 GiB" if free < DISK_WARN else ""
     verdict: Verdict = "fail" if free < DISK_FAIL else "warn" if more else "ok"
     yield Check("disk", verdict, f"{free / GIB:.1f} GiB free for {folder}{more}")
-    free = shutil.disk_usage(shared).free if shared.is_dir() else 0
-    more = "" if free >= GIB else "; loader processes may fail, leave num_workers at 0 (docker: --shm-size)"
-    yield Check("shared memory", "warn" if more else "ok", f"{free / GIB:.1f} GiB free in {shared}{more}")
 
 
 def file_system(folder: Path) -> Iterator[Check]:

@@ -45,9 +45,8 @@ def show(header: Iterable[str], rows: Iterable[Iterable[str]], title: str | None
     table = Table(*header, title=title)
     for row in rows:
         table.add_row(*row)
-    plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
     width = None if sys.stdout.isatty() else WIDTH_IN_FILES
-    Console(no_color=plain, markup=False, emoji=False, highlight=False, width=width).print(table)
+    Console(markup=False, emoji=False, highlight=False, width=width).print(table)
 
 
 class SimulateSettings(SimulateSpec):

@@ -40,7 +40,6 @@ PARTIAL, CRITERION_FAILED, NOT_JUDGED = 6, 5, 7  # exit codes; the first: some r
 NOT_MET, REJECTED = "Criteria not met", "Rejected"  # states of runs that ended well, but not as was asked
 FLOWS: Final = tomllib.loads(Path(__file__).with_name("commands.toml").read_text(encoding="utf-8"))["flows"]
 HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
-ANSWERS_S: Final = 10.0  # a disk that is there
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
 BASES_IN_FILE: Final = 6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
@@ -112,7 +111,6 @@ predict = starts("predict", PredictOptions, "reads")
 def by_hand(flow: str, settings: Any) -> "State[Any]":
     """The final state of `module:flow` on these settings, which are also those of the terminal."""
     prepare_prefect()
-    answers(Path(os.environ.get("PREFECT_HOME", "~/.prefect")).expanduser())
     module, _, name = flow.partition(":")
 
     def tell(what: str) -> None:
@@ -148,15 +146,6 @@ def prepare_prefect(environment: MutableMapping[str, str] = os.environ) -> None:
     """Set what the user has not set himself; Prefect reads it on import, and a server of our own inherits it."""
     for name, value in tomllib.loads(Path(__file__).with_name("prefect.toml").read_text(encoding="utf-8")).items():
         environment.setdefault(name, value)
-
-
-def answers(home: Path) -> None:
-    """Refuse a home on a disk that does not answer: whoever imports Prefect reads a file there, and would wait."""
-    asking = threading.Thread(target=home.exists, daemon=True)
-    asking.start()
-    asking.join(ANSWERS_S)
-    if asking.is_alive():
-        raise ConfigError(f"Prefect's home {home}: its disk does not answer; mend it, or set another PREFECT_HOME")
 
 
 def usable_home() -> None:

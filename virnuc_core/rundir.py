@@ -320,12 +320,6 @@ def device_holder(device: str) -> str | None:
     return f"process {pid}" if pid else "another process"
 
 
-def held_devices() -> list[str]:
-    """The devices that are held on this machine, by name."""
-    table = Path("/proc/net/unix").read_text(encoding="utf-8", errors="replace")
-    return sorted({line.rpartition(f"@{DEVICE}")[2] for line in table.splitlines() if f" @{DEVICE}" in line})
-
-
 def lock_device(device: str, wait_s: float) -> int:
     """Take a device until this process ends; a handle to keep. `DeviceError` names who holds it after `wait_s`."""
     deadline, holding = time.monotonic() + wait_s, socket.socket(*_SOCKET)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -26,7 +25,6 @@ from prefect.settings import (
 
 from flows import doctor as command
 from flows.doctor import doctor, judge, together
-from virnuc_core.rundir import lock_device
 from virnuc_core.runfiles import Device
 
 CORE = Device(id="cpu-core-0", kind="cpu", name="a core", core=0)
@@ -65,16 +63,6 @@ def test_what_is_wrong_is_named_one_line_a_check(tmp_path: Path, capsys: pytest.
     assert any(line.startswith("FAIL  weights: ") and "absent" in line for line in lines)
     assert lines[-1].startswith("This machine is not sound: 2 failed")
     assert said.err == ""
-
-
-def test_a_lock_is_seen_while_its_holder_lives_and_not_after(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(
-        "virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-"
-    )  # others may hold some
-    handle = lock_device("GPU-doctor", 0)
-    assert list(command.locks()) == [command.Check("device locks", "warn", f"GPU-doctor (process {os.getpid()})")]
-    os.close(handle)
-    assert next(command.locks()).verdict == "ok"
 
 
 class Server(BaseHTTPRequestHandler):

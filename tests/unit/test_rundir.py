@@ -21,7 +21,6 @@ from virnuc_core.rundir import (
     check_output,
     device_holder,
     discard,
-    held_devices,
     lock_device,
     run_lock,
     whole_file,
@@ -227,9 +226,9 @@ def test_an_input_is_never_an_output(tmp_path: Path) -> None:
 
 def test_a_device_is_held_by_name_until_its_process_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("virnuc_core.rundir.DEVICE", f"virnuc-of-{tmp_path.name}-{os.getpid()}-")
-    assert (device_holder("GPU-a"), held_devices()) == (None, [])
+    assert device_holder("GPU-a") is None
     handle = lock_device("GPU-a", 0)
-    assert (device_holder("GPU-a"), held_devices()) == (f"process {os.getpid()}", ["GPU-a"])
+    assert device_holder("GPU-a") == f"process {os.getpid()}"
     with pytest.raises(DeviceError, match=f"GPU-a is in use by process {os.getpid()}"):
         lock_device("GPU-a", 0.1)
     os.close(handle)

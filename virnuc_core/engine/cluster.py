@@ -104,8 +104,6 @@ class Cluster(AbstractContextManager["Cluster"]):
         """The error that says what is wrong with it."""
         return DeviceError(f"cluster {self.spec.cluster}: {what}")
 
-    # --- its thread ---------------------------------------------------------------------------------------------------
-
     def _serve(self) -> None:
         try:
             with asyncio.Runner(loop_factory=lambda: self.loop) as runner:

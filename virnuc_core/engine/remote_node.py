@@ -115,8 +115,6 @@ class RemoteNode:
         for child in list(self.children.values()):
             child.close(lost=True)
 
-    # --- files --------------------------------------------------------------------------------------------------------
-
     async def share(self, place: Path, models: Path) -> None:
         """See to it that it sees the models, and in a place what is written here, and that what it writes there is seen
         here. Errors: `DeviceError`."""
@@ -173,8 +171,6 @@ class RemoteNode:
                 if await asyncio.to_thread(is_sealed, aside):
                     return await asyncio.to_thread(held.pop_all().close)  # waits for the disk
             raise DeviceError(f"shard {task.shard:05d} does not arrive from there as it was committed")
-
-    # --- messages -----------------------------------------------------------------------------------------------------
 
     async def serve(self, samples: dict[str, DeviceSample]) -> None:
         """Tell its worker processes what they are told, and pass on what they say, as long as it lasts. `samples`: of

@@ -5,7 +5,7 @@ from operator import ge, gt, le, lt
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from virnuc_core.config import BaselineName, EngineSpec, Spec, reading, small_text
 from virnuc_core.errors import ConfigError
@@ -64,12 +64,6 @@ class Profile(Spec):
         {}, description="devices -> expected low, high"
     )
     regression_percent: float = Field(10.0, gt=0, description="a metric worse by more than the last like run's fails")
-
-    @field_validator("targets", mode="before")
-    @classmethod
-    def _asked(cls, given: object) -> object:
-        """Records of before name all criteria, with null for those that are not asked."""
-        return {name: one for name, one in given.items() if one is not None} if isinstance(given, dict) else given
 
 
 class Review(Spec):

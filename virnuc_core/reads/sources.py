@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import hashlib
-import importlib
 import lzma
 import re
 import stat
@@ -16,14 +15,11 @@ from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self, cast
 
+from isal import isal_zlib  # about three times as fast as zlib; it checks the sums of every member, too
+
 from virnuc_core.errors import ConfigError, InputError, printable
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import FileDigest
-
-try:  # ISA-L is about three times as fast; both check the sums of every member
-    from isal import isal_zlib as gzip_zlib
-except ImportError:
-    import zlib as gzip_zlib  # type: ignore[no-redef]
 
 STDIN: Final = "-"
 NCBI_PREFIX: Final = "ncbi:"
@@ -169,7 +165,7 @@ class Source:
         head = stream.read(_PIECE_BYTES)  # fewer only at the end: a slow pipe is waited for
         self._size, self._sha256 = len(head), hashlib.sha256(head)
         self.left_out = 0  # alignments that are not the primary one of their read
-        packed_as, make, errors = _unpacker_for(head, name)
+        packed_as, make, errors = _unpacker_for(head)
         plain = (piece for piece in chain((head,), iter(self._next_piece, b"")))
         if form := alignments_in(head):
             from virnuc_core.reads.alignments import fastq, pysam_for  # few files are such
@@ -260,8 +256,8 @@ class Source:
 def alignments_in(head: bytes) -> str:
     """`BAM`, `CRAM` or `SAM` by the first bytes of a file; else nothing."""
     if head.startswith(b"\x1f\x8b"):
-        with suppress(cast(type[Exception], gzip_zlib.error)):
-            head = gzip_zlib.decompressobj(wbits=31).decompress(head, 4)
+        with suppress(cast(type[Exception], isal_zlib.error)):
+            head = isal_zlib.decompressobj(wbits=31).decompress(head, 4)
     return "SAM" if head.startswith(_SAM) else _BINARY.get(head[:4], "")
 
 
@@ -279,20 +275,17 @@ def _unreadable(name: str, error: OSError) -> InputError:
     return InputError(problem, file=name, hint=hint)
 
 
-def _unpacker_for(head: bytes, name: str) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:
+def _unpacker_for(head: bytes) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:
     """What a file is packed as by its first bytes, what makes an unpacker (as of `zlib.decompressobj`) for it, and the
     errors by which that says that the data is damaged."""
     if head.startswith(b"\x1f\x8b"):
-        return "gzip", partial(gzip_zlib.decompressobj, wbits=31), (gzip_zlib.error,)
+        return "gzip", partial(isal_zlib.decompressobj, wbits=31), (isal_zlib.error,)
     if head.startswith(b"BZh"):
         return "bzip2", bz2.BZ2Decompressor, (OSError, EOFError, ValueError)
     if head.startswith(b"\xfd7zXZ\0"):
         return "xz", partial(lzma.LZMADecompressor, memlimit=_UNPACKER_BYTES), (lzma.LZMAError, EOFError)
     if head.startswith(b"\x28\xb5\x2f\xfd") or (head[1:4] == b"\x2a\x4d\x18" and 0x50 <= head[0] <= 0x5F):
-        try:
-            zstandard = importlib.import_module("zstandard")
-        except ImportError as error:
-            problem = "zstd data, but the package zstandard is not installed"
-            raise InputError(problem, file=name, hint="install it, or unpack the file first") from error
+        import zstandard  # few files are such
+
         return "zstd", lambda: zstandard.ZstdDecompressor().decompressobj(), (zstandard.ZstdError,)
     return "plain", None, ()

@@ -17,8 +17,6 @@ from virnuc_core.rundir import EXACT
 CORRECTNESS: Final = "correctness"
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 NO_EXACT: Final = "no part was embedded in fp32, or the runs are in fp32 themselves"
-
-
 Run = model.RunMetrics | None
 
 

@@ -99,7 +99,7 @@ class Sampler:
         self._note(*self.latest.values(), self.host(now))
 
     def host(self, time_s: float) -> HostSample:
-        """CPU, memory and disk of this process's machine."""
+        """CPU and memory of this process's machine."""
         if next(self._looks) % CHILDREN_EVERY == 0:
             here = psutil.Process()
             self._processes = [here, *here.children(recursive=True)]
@@ -107,9 +107,7 @@ class Sampler:
         for process in self._processes:
             with suppress(psutil.Error):  # it has ended
                 rss_bytes += process.memory_info().rss
-        disk = psutil.disk_io_counters()  # None without one
-        read_bytes, write_bytes = getattr(disk, "read_bytes", None), getattr(disk, "write_bytes", None)
-        return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes, read_bytes, write_bytes)
+        return HostSample(time_s, psutil.cpu_percent(interval=None), rss_bytes)
 
     def _loop(self) -> None:
         self.sample_once()

@@ -236,8 +236,6 @@ class HostUsage(RunFile):
     cpu_percent_avg: Annotated[float | None, "cpu_percent", "mean"]
     cpu_percent_max: Annotated[float | None, "cpu_percent", "max"]
     rss_peak_bytes: Annotated[float | None, "rss_bytes", "max"]
-    disk_read_bytes: float | None  # from the first sample to the last
-    disk_written_bytes: float | None
     sample_count: int
 
 
@@ -253,8 +251,6 @@ def host_usage(samples: pd.DataFrame) -> HostUsage:
     """What all host samples say."""
     return HostUsage(
         **_figures(HostUsage, samples),
-        disk_read_bytes=known(samples.disk_read_bytes.dropna().diff().clip(lower=0).sum(min_count=1)),
-        disk_written_bytes=known(samples.disk_write_bytes.dropna().diff().clip(lower=0).sum(min_count=1)),
         sample_count=len(samples),
     )
 

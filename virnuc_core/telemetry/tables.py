@@ -95,8 +95,6 @@ class HostSample:
     time_s: float
     cpu_percent: float | None  # of all cores this process may use: 100 is all busy
     rss_bytes: int | None  # of this process and its children
-    disk_read_bytes: int | None  # since boot
-    disk_write_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,7 +137,7 @@ def test_what_a_killed_attempt_left_is_taken_once(
     run, spec = RunDir(tmp_path / "run"), ClassifySpec(models=tiny_models, devices=Devices.parse("cpu:1"), engine=SMALL)
     prepare(run, staged[0], spec)
     with journal(run.journal, 100.0, datetime(2026, 3, 1, tzinfo=UTC), ["cpu-core-0"]) as note:
-        note(HostSample(107.0, 50.0, 1 << 20, None, None))
+        note(HostSample(107.0, 50.0, 1 << 20))
         note("worker on cpu-core-0 ended")
     with run.journal.open("ab") as file:
         file.write(b'{"device": "cpu-co')  # cut off by the kill

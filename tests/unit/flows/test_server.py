@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,7 @@ import pytest
 from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, PREFECT_HOME, temporary_settings
 
-from flows.start import answers, usable_home
+from flows.start import usable_home
 from tasks import server, step
 from tasks.server import Connection, ServerLostError, device_slots, without_server
 from virnuc_core.errors import ConfigError, InputError, VirnucError, WorkerError
@@ -147,14 +146,3 @@ def test_a_home_that_no_server_can_use_is_named_with_the_way_out(
         spoil(home)
         with pytest.raises(ConfigError, match=rf"Prefect's .*{home}.*--no-prefect"):
             usable_home()
-
-
-def test_a_home_on_a_disk_that_does_not_answer_is_named_before_prefect_asks_for_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    over = threading.Event()
-    monkeypatch.setattr("flows.start.ANSWERS_S", 0.05)
-    monkeypatch.setattr("flows.start.Path.exists", lambda _: over.wait())
-    with pytest.raises(ConfigError, match=f"{tmp_path}: its disk does not answer.*PREFECT_HOME"):
-        answers(tmp_path)
-    over.set()

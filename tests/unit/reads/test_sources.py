@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,8 +23,6 @@ from virnuc_core.reads import sources
 from virnuc_core.reads.sources import Source, find_inputs
 
 from .conftest import WriteReads
-
-zstandard = pytest.importorskip("zstandard", reason="the zst extra is not installed")
 
 TEXT = b"".join(b">read%d\n%s\n" % (i, b"ACGT" * (i % 50)) for i in range(4_000))
 
@@ -128,22 +127,6 @@ def test_a_changed_byte_never_gives_other_text_without_a_word(
         text,
         bytes(packed),
     )  # a header field without meaning, or no longer a packed file by its first bytes
-
-
-def test_gzip_without_isa_l(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(gzip.compress(TEXT[:5000]) + gzip.compress(TEXT[5000:]))
-    broken = write(gzip.compress(TEXT)[:-4], "broken")
-    monkeypatch.setattr(sources, "gzip_zlib", zlib)
-    assert everything(path) == TEXT
-    with pytest.raises(InputError, match="cut off"):
-        everything(broken)
-
-
-def test_zstd_without_the_package(write: WriteReads, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(zst(TEXT))
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(InputError, match="zstandard is not installed"):
-        everything(path)
 
 
 def test_standard_input_stays_open(monkeypatch: pytest.MonkeyPatch) -> None:

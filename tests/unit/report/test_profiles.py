@@ -65,12 +65,6 @@ def test_the_smoke_profile_asks_for_agreement_only() -> None:
     assert list(load_profile("ci-smoke").targets) == ["consensus_agreement"]
 
 
-def test_a_record_in_which_criteria_that_are_not_asked_are_null_is_read() -> None:
-    known = load_profile("ci-smoke")
-    before = known.model_dump() | {"targets": {"speedup": None, **known.model_dump()["targets"]}}
-    assert Profile.model_validate(before) == known
-
-
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(

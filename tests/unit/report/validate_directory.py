@@ -260,7 +260,7 @@ def device_samples(recipe: Recipe, devices: list[str], end_s: float) -> pd.DataF
 
 def host_samples(end_s: float) -> pd.DataFrame:
     ticks = int((end_s - ORIGIN_S) / 0.5) + 1
-    return frame(HostSample, [HostSample(ORIGIN_S + i * 0.5, 35.0, 3 << 30, 1000 * i, 500 * i) for i in range(ticks)])
+    return frame(HostSample, [HostSample(ORIGIN_S + i * 0.5, 35.0, 3 << 30) for i in range(ticks)])
 
 
 def write_shards(run: RunDir, rows: Rows, recipe: Recipe) -> None:

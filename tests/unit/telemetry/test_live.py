@@ -54,7 +54,7 @@ def clock() -> Clock:
 @pytest.fixture
 def sampler() -> Sampler:
     found = Sampler(DEVICES)
-    found._read, found._host = Nvml().read, lambda s: HostSample(s, None, None, None, None)
+    found._read, found._host = Nvml().read, lambda s: HostSample(s, None, None)
     found.sample_once()
     return found
 

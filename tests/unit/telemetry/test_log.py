@@ -64,7 +64,7 @@ def written(folder: Path) -> Path:
     clock = StageClock()
     clock.add("ESM-2", 4.0, (100.0, 104.0))
     clock.fuse("Feature Merging", "ESM-2")
-    host = frame(HostSample, [HostSample(100.0, 20.0, 1 << 20, 0, 0), HostSample(101.0, 40.0, 1 << 21, 10, 20)])
+    host = frame(HostSample, [HostSample(100.0, 20.0, 1 << 20), HostSample(101.0, 40.0, 1 << 21)])
     return write(folder, shards, samples(), host=host, stages=clock.times(), origin_s=100.0, n_reads=50, wall_s=10.0)
 
 

@@ -50,7 +50,7 @@ class Keeping(Sampler):
 
 
 def quiet_host(time_s: float) -> HostSample:
-    return HostSample(time_s, 10.0, 100, None, None)
+    return HostSample(time_s, 10.0, 100)
 
 
 def test_each_device_is_read_by_its_own_name() -> None:

@@ -220,13 +220,11 @@ def test_no_window_no_alarm() -> None:
     assert alarms(frame(DeviceSample, samples("GPU-a", [0.0] * 100)), None) == ()
 
 
-def test_host_figures_are_growth_and_peak() -> None:
-    host = host_usage(frame(HostSample, [HostSample(i, 10.0 * i, 100 + i, 1000 * i, None) for i in range(4)]))
+def test_host_figures_are_mean_and_peak() -> None:
+    host = host_usage(frame(HostSample, [HostSample(i, 10.0 * i, 100 + i) for i in range(4)]))
     assert host.cpu_percent_avg == 15
     assert host.cpu_percent_max == 30
     assert host.rss_peak_bytes == 103
-    assert host.disk_read_bytes == 3000
-    assert host.disk_written_bytes is None
 
 
 def test_a_host_never_sampled_tells_nothing() -> None:
