@@ -113,15 +113,15 @@ def main() -> int:
                 broken["virnuc_core imports prefect"].extend([f"{path}:{line}"] * name.startswith("virnuc_core"))
     broken["import circles"] = circles(graph)
     core = sum(count for name, count in lines.items() if name.startswith("virnuc_core"))
-    rows = [  # what is there may not grow; the goals are 20,000, 16,400 and, of predict, 9,800
-        ("lines", sum(lines.values()), 21_300),
-        ("modules", len(lines), 110),
-        ("lines of virnuc_core", core, 17_500),
+    rows = [
+        ("lines", sum(lines.values()), 20_000),
+        ("modules", len(lines), 95),
+        ("lines of virnuc_core", core, 16_500),
     ]
     if given.predict:
         used = modules_of_predict() & set(lines)
         broken["lines of predict"] = sorted(f"{lines[name]:4} {name}" for name in used)
-        rows += [("modules of predict", len(used), 47), ("lines of predict", sum(lines[name] for name in used), 10_100)]
+        rows += [("modules of predict", len(used), 47), ("lines of predict", sum(lines[name] for name in used), 9_800)]
     rows += [(kind, len(found), 0) for kind, found in sorted(broken.items()) if kind != "lines of predict"]
     for kind, count, most in rows:
         print(f"{'ok    ' if count <= most else 'BROKEN'}  {kind:40} {count:7,}   at most {most:,}")
