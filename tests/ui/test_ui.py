@@ -181,7 +181,7 @@ def test_every_deployment_has_a_form_that_explains_its_fields(server: Server, pa
             page.get_by_text(text, exact=False).first.wait_for(state="attached")
     deployment = found["flows.tools.tune"]
     page.goto(f"{server.url}/deployments/deployment/{deployment['id']}/run")
-    page.get_by_text("token slots of one ESM-2 batch to try").first.wait_for()
+    page.get_by_text("slots of one ESM-2 batch to try").first.wait_for()
     shot(page, "0-form-of-tune")
 
 
