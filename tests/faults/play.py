@@ -254,12 +254,13 @@ class Play:
         first = self.start()
         if rests := "rests" in self.plan.whom:  # at a moment at which it surely works
             while first.alive and not self.out.exists():
-                time.sleep(0.01)
-            time.sleep(self.rng.random() * self.truth.seconds / 4)
+                time.sleep(0.001)
+            self._while_it_writes(first, 2)  # its lease is there
             first.process.send_signal(signal.SIGSTOP)
         else:
             time.sleep(self.rng.random() * self.truth.seconds)
         self.round.at_s = time.monotonic() - first.began_s
+        works = not (self.out / "summary.json").exists()  # the first, still: its last file is missing
         second = self.start(other, *more)
         if rests:
             second.ends()
@@ -276,20 +277,25 @@ class Play:
         if not well:
             self._say("neither of the two runs ended well")
             return
-        works = self.work, other
+        if rests and works and codes[1] == 0:
+            self._say("the second wrote where the first was at work")
         self.compare("both", truths[well[-1]])
-        self.resume(truths[well[-1]], works[well[-1]])
+        self.resume(truths[well[-1]], (self.work, other)[well[-1]])
+
+    def _while_it_writes(self, run: Running, least: int = 0) -> None:
+        """Wait until some of the files that appear and go one after the other have done so."""
+        changes, seen = self.rng.randint(least, 10), self.out.stat().st_mtime_ns
+        while changes and run.alive:
+            if (now := self.out.stat().st_mtime_ns) != seen:
+                changes, seen = changes - 1, now
+            time.sleep(0.001)
 
     def _rewrite(self) -> None:
         """A complete run that is judged at another threshold, and killed while it is."""
         other = Work(self.plan.command, threshold=1)
         self.ends(self.start(), (0,), "first")
         second = self.start(other)
-        changes, seen = self.rng.randint(0, 10), self.out.stat().st_mtime_ns  # files appear and go one after the other
-        while changes and second.alive:
-            if (now := self.out.stat().st_mtime_ns) != seen:
-                changes, seen = changes - 1, now
-            time.sleep(0.001)
+        self._while_it_writes(second)
         self.round.at_s, _ = strike(second, "kill", self.plan.whom, 0.01, self.rng)
         self.round.hit = self.round.at_s is not None
         self.ends(second, (0, -9), "struck", self.scene.truth(other))
