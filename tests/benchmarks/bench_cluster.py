@@ -4,7 +4,7 @@
     python tests/benchmarks/bench_cluster.py pairs --pairs 5 --reads 20000 --models DIR
 
 `sleepers`: nodes of one other process, whose workers sleep and then tell of a shard as real ones do, with its batches.
-`pairs`: `--devices cpu:2` against `--cluster local:2`, in turn; compared is the time from the first batch to the last.
+`pairs`: `--devices cpu:1`, `cpu:2` and `--cluster local:2` in turn, from the first batch to the last.
 """
 
 from __future__ import annotations
@@ -154,20 +154,22 @@ def one(words: Sequence[str], out: Path) -> float:
 
 
 def pairs(options: argparse.Namespace, folder: Path) -> None:
-    """Print the rates of pairs of runs, and their ratio."""
+    """Print the rates of runs in turn, and their ratios."""
     reads = folder / "reads.fastq"
     words = ["simulate", str(reads), "--reads", str(options.reads)]
     subprocess.run([sys.executable, "-m", "flows.cli", *words], check=True, stdout=subprocess.DEVNULL)
     common = [str(reads), "--models", options.models, "--no-prefect", "--shard-tokens", str(options.shard_tokens)]
-    ways, ratios = {"local": ["--devices", "cpu:2"], "nodes": ["--devices", "cpu", "--cluster", "local:2"]}, []
-    for pair in range(options.pairs):
-        order = list(ways) if pair % 2 else list(ways)[::-1]
+    two = {"local": ["--devices", "cpu:2"], "nodes": ["--devices", "cpu", "--cluster", "local:2"]}
+    ways, ratios = {"one": ["--devices", "cpu:1"], **two}, {"local": list[float](), "one": list[float]()}
+    for turn in range(options.pairs):
+        order = list(ways) if turn % 2 else list(ways)[::-1]
         rates = {way: one([*common, *ways[way]], folder / way) for way in order}
-        ratios.append(rates["nodes"] / rates["local"])
-        print(
-            f"pair {pair}: {rates['local']:,.0f} and {rates['nodes']:,.0f} tokens/s, ratio {ratios[-1]:.4f}", flush=True
-        )
-    print(f"ratio: mean {statistics.mean(ratios):.4f}, median {statistics.median(ratios):.4f}, of {len(ratios)} pairs")
+        for way, found in ratios.items():
+            found.append(rates["nodes"] / rates[way])
+        print(", ".join(f"{way} {rate:,.0f} tokens/s" for way, rate in rates.items()), flush=True)
+    for way, found in ratios.items():
+        middle, low, high = statistics.median(found), min(found), max(found)
+        print(f"nodes / {way}: median {middle:.4f} ({low:.4f} to {high:.4f}) of {len(found)}")
 
 
 def main() -> None:
