@@ -29,7 +29,7 @@ from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings,
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
 from virnuc_core.lease import command_s
-from virnuc_core.rundir import SAMPLES, RunDir, check_room
+from virnuc_core.rundir import SAMPLES, RunDir, bound, check_room
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -43,15 +43,8 @@ HOME_BYTES: Final = 1 << 24  # of an own server's database and results, at least
 LOOKED_AT_BYTES: Final = 1 << 16  # unpacked bytes of a batch, about
 BASES_IN_FILE: Final = 6  # bytes of a file for a base of a read that occurs once, at most: FASTQ has 2 to 3 a base
 LOOKED_AT: Final = 2  # batches of a file: what is wrong in a small one shows after its good reads only
-# a server's program, bound to its parent before what takes time is imported. Arguments: the parent's number, the socket
-SERVER: Final = """
-import sys
-from virnuc_core.rundir import collect_seldom, die_with_parent
-die_with_parent(int(sys.argv[1]))
-collect_seldom()
-import uvicorn
-uvicorn.run("prefect.server.api.server:create_app", factory=True, fd=int(sys.argv[2]), log_level="error")
-"""
+APP: Final = "prefect.server.api.server:create_app"
+SERVER: Final = f"import uvicorn; uvicorn.run('{APP}', factory=True, fd=int(sys.argv[1]), log_level='error')"
 
 
 def starts(name: str, model: type[BaseModel], *positional: str) -> Callable[..., int]:
@@ -186,7 +179,7 @@ def own_server(tell: Callable[[str], None], *, debug: bool) -> Callable[[], None
         door.listen(128)
         os.environ["PREFECT_API_URL"] = url = f"http://127.0.0.1:{door.getsockname()[1]}/api"
         server = subprocess.Popen(
-            [sys.executable, "-P", "-c", SERVER, str(os.getpid()), str(door.fileno())],
+            bound(SERVER, str(door.fileno())),
             env={**os.environ, **own},
             pass_fds=[door.fileno()],
             start_new_session=True,

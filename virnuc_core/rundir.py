@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import struct
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -346,3 +347,12 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
     if parent is not None and os.getppid() != parent:
         os._exit(1)
+
+
+def bound(program: str, *words: str) -> list[str]:
+    """The command of a Python process that does `program` on these words, and is bound to the thread that starts it
+    before it imports what takes time."""
+    first = "import sys; from virnuc_core.rundir import collect_seldom, die_with_parent"
+    binding = f"{first}; die_with_parent(int(sys.argv.pop(1))); collect_seldom(); {program}"
+    # -P: no module of the folder people stand in
+    return [sys.executable, "-P", "-c", binding, str(os.getpid()), *words]

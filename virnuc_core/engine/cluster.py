@@ -11,7 +11,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -34,6 +33,7 @@ from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, Child, LocalWorkers, Message, WorkerSpec, worker_specs
 from virnuc_core.engine.remote_node import ANSWER_S, PROBE, RemoteChild, RemoteNode
 from virnuc_core.errors import ConfigError, DeviceError, VirnucError
+from virnuc_core.rundir import bound
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -44,14 +44,8 @@ START_S: Final = 60.0  # for one here
 LOOK_S: Final = 0.1
 HERE: Final = "127.0.0.1"
 ENCRYPTED: Final = "distributed.comm.require-encryption"
-# a scheduler or nanny of our own, bound to this process. Arguments: its parent's number, which of them, its options
-PROGRAM: Final = """
-import sys
-from virnuc_core.rundir import die_with_parent
-die_with_parent(int(sys.argv.pop(1)))
-import importlib
-importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()
-"""
+# a scheduler or nanny of our own; its words: which of them, and its options
+PROGRAM: Final = 'import importlib; importlib.import_module("distributed.cli.dask_" + sys.argv.pop(1)).main()'
 MEND: Final = "mend it, or take it out of the cluster"
 log = logging.getLogger(__name__)
 
@@ -359,10 +353,9 @@ async def _local(nodes: int) -> AsyncIterator[Path]:
         started = []
         try:
             for words, own in commands:
-                program = [sys.executable, "-P", "-c", PROGRAM, str(os.getpid()), *words]
                 with said.open("a") as log:
                     how: dict[str, Any] = {"stdout": log, "stderr": log, "start_new_session": True}
-                    started.append(subprocess.Popen(program, env={**os.environ, **own}, **how))
+                    started.append(subprocess.Popen(bound(PROGRAM, *words), env={**os.environ, **own}, **how))
             for _ in range(int(START_S / LOOK_S)):
                 if file.exists() or started[0].poll() is not None:
                     break

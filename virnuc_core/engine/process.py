@@ -29,7 +29,7 @@ from virnuc_core.config import EngineSpec, Spec, TraceSpec
 from virnuc_core.engine.devices import environment
 from virnuc_core.errors import WorkerError, storage_error
 from virnuc_core.lease import command_s
-from virnuc_core.rundir import lock_device
+from virnuc_core.rundir import bound, lock_device
 from virnuc_core.runfiles import Device
 from virnuc_core.telemetry.tables import DeviceSample
 
@@ -37,15 +37,7 @@ log = logging.getLogger(__name__)
 
 GRACE_S: Final = 4.5  # for a worker to finish what it is at
 WORKER: Final = "virnuc_core.engine.worker"
-# a worker's program, bound to its parent before what takes time is imported. Arguments: the module, the parent's number
-PROGRAM: Final = """
-import sys
-from virnuc_core.rundir import collect_seldom, die_with_parent
-die_with_parent(int(sys.argv[2]))
-collect_seldom()
-from virnuc_core.engine.process import serve
-serve(sys.argv[1])
-"""
+PROGRAM: Final = "from virnuc_core.engine.process import serve; serve(sys.argv[1])"
 INTERRUPTED: Final = "the run was interrupted; what was committed stays, run again to go on"
 
 
@@ -129,8 +121,7 @@ class Child:
     def __init__(self, module: str, spec: WorkerSpec, inbox: queue.Queue["tuple[Child, Message] | None"]) -> None:
         self._begin(spec, inbox)
         self.process = subprocess.Popen(
-            # -P: no module of the folder people stand in
-            [sys.executable, "-P", "-c", PROGRAM, module, str(os.getpid())],
+            bound(PROGRAM, module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 
 from virnuc_core.errors import WorkerError
-from virnuc_core.rundir import die_with_parent
+from virnuc_core.rundir import bound
 
 SILENCE_S: Final = 120.0  # without a moment of work: such a process is stopped, or waits for a disk that is gone
 _POLL_S: Final = 0.5
@@ -75,9 +75,9 @@ class Workers(AbstractContextManager["Workers"]):
 
     def _submit(self, work: Callable[[I], O], item: I) -> Future[O]:
         if len(self._members) < self._others:
-            program = f"from {__name__} import serve; serve({os.getpid()})"
-            try:  # -P: no module of the folder people stand in; and in a session of its own it hears no Ctrl-C
-                member = Popen([sys.executable, "-P", "-c", program], stdin=PIPE, stdout=PIPE, start_new_session=True)
+            program = bound(f"from {__name__} import serve; serve()")
+            try:  # in a session of its own it hears no Ctrl-C
+                member = Popen(program, stdin=PIPE, stdout=PIPE, start_new_session=True)
             except OSError as error:  # no more processes
                 raise WorkerError(f"a staging worker process could not be started: {error}") from error
             self._members.append(member)
@@ -120,9 +120,8 @@ class Workers(AbstractContextManager["Workers"]):
             member.communicate()  # closes its pipes
 
 
-def serve(parent: int) -> None:
-    """A worker's life: answers on standard output to what is asked on standard input, until `parent` closes that."""
-    die_with_parent(parent)
+def serve() -> None:
+    """A worker's life: answers on standard output to what is asked on standard input, until that is closed."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what others print is no answer
     np.empty(_KEPT_BYTES, np.uint8)
