@@ -249,7 +249,7 @@ def agreement(pairs: Iterable[Pair], tolerance: float) -> validation.LabelAgreem
         if "score2" in every:
             kinds["near threshold"] = (every["score1"] - every["score2"]).abs() <= NEAR
         agrees = np.append(same, np.zeros(len(every) - len(left), dtype=bool))
-        counted.update(both=len(left), a=len(only_a), b=len(only_b), agreeing=int(same.sum()))
+        counted.update(in_both=len(left), only_in_a=len(only_a), only_in_b=len(only_b), agreeing=int(same.sum()))
         ids.update({name: int(of.sum()) for name, of in kinds.items()})
         agreeing.update({name: int(agrees[of].sum()) for name, of in kinds.items()})
         labels = zip(left["id"][~same][:EXAMPLES], left["virus"][~same], strict=False)
@@ -260,12 +260,9 @@ def agreement(pairs: Iterable[Pair], tolerance: float) -> validation.LabelAgreem
             scores_a, scores_b = (rows[["score1", "score2"]].to_numpy() for rows in (left, right))
             differences.append(np.abs(scores_a - scores_b))
             close = close and np.allclose(scores_a, scores_b, rtol=CLOSE, atol=CLOSE)
-    total = counted["both"] + counted["a"] + counted["b"]
+    total = counted["in_both"] + counted["only_in_a"] + counted["only_in_b"]
     return validation.LabelAgreement(
-        in_both=counted["both"],
-        only_in_a=counted["a"],
-        only_in_b=counted["b"],
-        agreeing=counted["agreeing"],
+        **counted,
         agreement=counted["agreeing"] / total if total else None,
         score=_score_difference(np.concatenate(differences), tolerance, close) if differences else None,
         classes={name: validation.ClassAgreement(ids=n, agreeing=agreeing[name]) for name, n in ids.items()},

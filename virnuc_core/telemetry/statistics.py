@@ -249,10 +249,7 @@ def device_usage(samples: pd.DataFrame, device: str, span: Span | None = None) -
 
 def host_usage(samples: pd.DataFrame) -> HostUsage:
     """What all host samples say."""
-    return HostUsage(
-        **_figures(HostUsage, samples),
-        sample_count=len(samples),
-    )
+    return HostUsage(**_figures(HostUsage, samples), sample_count=len(samples))
 
 
 def alarms(samples: pd.DataFrame, span: Span | None) -> tuple[str, ...]:
