@@ -293,11 +293,12 @@ class Encoder(ABC):
         self.dense = dense  # another takes its place to see what products take
         self._attend: Callable[[Tensor, Rows], Tensor] = reference
         self._mean: Callable[[Tensor, Tensor, Tensor], Tensor] = segment_mean
+        self._norm: Callable[[Tensor, Affine, float, Tensor | None], Tensor] = layer_norm
         if attention == "fused":  # triton is needed here only
             from virnuc_core.encoders.attention_kernels import fused_attention
-            from virnuc_core.encoders.kernels import span_means
+            from virnuc_core.encoders.kernels import norm, span_means
 
-            self._attend, self._mean = fused_attention, span_means
+            self._attend, self._mean, self._norm = fused_attention, span_means, norm
 
         def wide(name: str) -> Tensor:
             return read(name).to(device).float()
@@ -323,6 +324,11 @@ class Encoder(ABC):
         with torch.inference_mode():
             return self._mean(self.hidden(batch), *self.pooled_spans(batch.cu_seqlens))
 
+    def _onto(self, stream: Tensor, x: Tensor, layer: Dense) -> Tensor:
+        """`stream` with a product of `x` added. By kernels it is used up, one pass over memory less, and the product's
+        bias is left to the norms behind it."""
+        return stream.addmm_(x, layer.weight.t()) if self.attention == "fused" else stream + self.dense(x, layer)
+
     @abstractmethod
     def hidden(self, batch: PackedBatch) -> Tensor:
         """Output of the last layer: [slots, width]."""
@@ -330,6 +336,11 @@ class Encoder(ABC):
     @abstractmethod
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """First and last-but-one slot of what is averaged of each row, int32 [row_capacity] each."""
+
+
+def layer_norm(x: Tensor, affine: Affine, eps: float, shift: Tensor | None = None) -> Tensor:
+    """Layer norm of `x` [rows, width]; nothing is shifted where products have added their biases."""
+    return F.layer_norm(x, x.shape[1:], *affine, eps)
 
 
 def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:

@@ -45,42 +45,24 @@ class Esm2(Encoder):
             self._angles = rotary_tables(self.inv_freq, 1 << (batch.max_seqlen - 1).bit_length())
         x = F.embedding(batch.tokens, self.table)
         rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, *self._angles)
-        if self.attention == "reference":
-            return self._by_torch(x, rows)
-        return self._in_int8(x, rows) if self.precision == "int8" else self._by_kernels(x, rows)
+        if self.attention == "fused" and self.precision == "int8":
+            return self._in_int8(x, rows)
+        eps = self.shape.norm_eps
+        for i, layer in enumerate(self.layers):
+            normed = self._norm(x, layer.attn_norm, eps, self._shifts[2 * i])
+            x = self._onto(x, self._attend(self.dense(normed, layer.qkv), rows), layer.out)
+            normed = self._norm(x, layer.ffn_norm, eps, self._shifts[2 * i + 1])
+            x = self._onto(x, F.gelu(self.dense(normed, layer.up)), layer.down)
+        return self._norm(x, self._final_norm, eps, self._shifts[-1])
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """The residues, as far as they are averaged; a row without any has an empty span."""
         starts = torch.minimum(cu_seqlens[:-1] + 1, cu_seqlens[1:])
         return starts, torch.maximum(starts, torch.minimum(cu_seqlens[1:] - 1, starts + POOLED_RESIDUES))
 
-    def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
-        """The layers one by one: [slots, width] to the last hidden state."""
-        width, eps, dense = (self.width,), self.shape.norm_eps, self.dense
-        for layer in self.layers:
-            normed = F.layer_norm(x, width, *layer.attn_norm, eps)
-            x = x + dense(self._attend(dense(normed, layer.qkv), rows), layer.out)
-            normed = F.layer_norm(x, width, *layer.ffn_norm, eps)
-            x = x + dense(F.gelu(dense(normed, layer.up)), layer.down)
-        return F.layer_norm(x, width, *self._final_norm, eps)
-
-    def _by_kernels(self, stream: Tensor, rows: Rows) -> Tensor:
-        """The same with one pass over memory between two products; `stream` is used up.
-        The last product of each half adds onto the stream in place; its bias, left out of the stream, is added up for
-        the norms to see."""
-        from virnuc_core.encoders.kernels import norm  # triton is needed here only
-
-        eps = self.shape.norm_eps
-        for i, layer in enumerate(self.layers):
-            normed = norm(stream, layer.attn_norm, eps, self._shifts[2 * i])
-            stream.addmm_(self._attend(dense(normed, layer.qkv), rows), layer.out.weight.t())
-            normed = norm(stream, layer.ffn_norm, eps, self._shifts[2 * i + 1])
-            stream.addmm_(F.gelu(dense(normed, layer.up)), layer.down.weight.t())
-        return norm(stream, self._final_norm, eps, self._shifts[-1])
-
     def _in_int8(self, stream: Tensor, rows: Rows) -> Tensor:
-        """The same in int8."""
-        from virnuc_core.encoders.kernels import int8_product, int8_rows, norm
+        """The layers in int8: [slots, width] to the last hidden state; `stream` is used up."""
+        from virnuc_core.encoders.kernels import int8_product, int8_rows, norm  # triton is needed here only
 
         eps = self.shape.norm_eps
         turning, unit_turning = (hadamard(width, stream.device) for width in (self.width, self.shape.ffn_width))
@@ -104,10 +86,14 @@ class DnabertS(Encoder):
         norm = affine(ready, "embed_norm")
         self.table = F.layer_norm(table, (self.width,), *norm, self.shape.norm_eps)  # [vocab, width]
         self._slopes = torch.tensor(alibi_slopes(self.shape.heads), dtype=torch.float32, device=table.device)
-        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) for layer in self.layers]
+        fused = self.attention == "fused"
+        # float32 [width] of each layer, for the norms behind its halves to add: the bias of the product before
+        self._shifts = [(layer.out.wide_bias, layer.down.wide_bias) if fused else (None, None) for layer in self.layers]
         self._gated: list[Tensor] = []  # the gated units' weights as the kernel for them wants them, where it can run
-        if self.attention == "fused" and self.precision != "fp32":
-            from virnuc_core.encoders.kernels import can_gate, interleave
+        if fused and self.precision != "fp32":
+            from virnuc_core.encoders.kernels import can_gate, gated_unit, interleave
+
+            self._gated_unit = gated_unit
 
             if can_gate(self.shape.ffn_width, table.device):
                 self._gated = [interleave(layer.up.weight) for layer in self.layers]
@@ -116,40 +102,21 @@ class DnabertS(Encoder):
         """Output of the last layer: [slots, width]."""
         x = F.embedding(batch.tokens, self.table)
         rows = Rows(batch.cu_seqlens, batch.rows, batch.max_seqlen, self.shape.heads, slopes=self._slopes)
-        return self._by_kernels(x, rows) if self.attention == "fused" else self._by_torch(x, rows)
+        eps = self.shape.norm_eps
+        for i, (layer, (after_mix, after_unit)) in enumerate(zip(self.layers, self._shifts, strict=True)):
+            x = self._onto(x, self._attend(dense(x, layer.qkv), rows), layer.out)
+            x = self._norm(x, layer.attn_norm, eps, after_mix)
+            if self._gated:
+                unit = self._gated_unit(x, self._gated[i])
+            else:
+                active, passed = dense(x, layer.up).chunk(2, dim=-1)
+                unit = F.gelu(active) * passed
+            x = self._norm(self._onto(x, unit, layer.down), layer.ffn_norm, eps, after_unit)
+        return x
 
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """Whole rows."""
         return cu_seqlens[:-1], cu_seqlens[1:]
-
-    def _by_torch(self, x: Tensor, rows: Rows) -> Tensor:
-        """The layers one by one: [slots, width] to the last hidden state."""
-        width, eps = (self.width,), self.shape.norm_eps
-        for layer in self.layers:
-            mixed = dense(self._attend(dense(x, layer.qkv), rows), layer.out)
-            x = F.layer_norm(mixed + x, width, *layer.attn_norm, eps)
-            active, passed = dense(x, layer.up).chunk(2, dim=-1)
-            x = F.layer_norm(dense(F.gelu(active) * passed, layer.down) + x, width, *layer.ffn_norm, eps)
-        return x
-
-    def _by_kernels(self, x: Tensor, rows: Rows) -> Tensor:
-        """The same with one pass over memory between two products; `x` is used up.
-        The last product of each half adds onto the stream in place, and its bias is left to the norm behind it."""
-        from virnuc_core.encoders.kernels import gated_unit, norm  # triton is needed here only
-
-        eps = self.shape.norm_eps
-        for i, layer in enumerate(self.layers):
-            after_mix, after_unit = self._shifts[i]
-            x.addmm_(self._attend(dense(x, layer.qkv), rows), layer.out.weight.t())
-            x = norm(x, layer.attn_norm, eps, after_mix)
-            if self._gated:
-                unit = gated_unit(x, self._gated[i])
-            else:
-                active, passed = dense(x, layer.up).chunk(2, dim=-1)
-                unit = F.gelu(active) * passed
-            x.addmm_(unit, layer.down.weight.t())
-            x = norm(x, layer.ffn_norm, eps, after_unit)
-        return x
 
 
 class Head:
