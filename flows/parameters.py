@@ -44,7 +44,7 @@ def build(model: type[Settings], values: dict[str, Any], *, quoted: bool = True)
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(config.explain(error, quoted=quoted)) from error
+        raise ConfigError(config.explain(error, quoted=quoted, model=model)) from error
 
 
 def _texts(settings: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
@@ -65,7 +65,7 @@ def within_roots(settings: BaseModel) -> None:
     named += [("profile", Path(text)) for name, text in _texts(settings) if name == "profile" and text[-5:] == ".toml"]
     reads = [Path(text) for text in getattr(settings, "named", ()) if text != STDIN and not is_remote(text)]
     named += [("reads", path) for path in reads]
-    named += [("reads", entry) for path in reads if path.is_dir() for entry in path.iterdir()]
+    named += [("reads", entry) for path in filter(os.path.isdir, reads) for entry in path.iterdir()]
     if getattr(settings, "history", ...) is None:
         named += [("history", path.absolute().parent) for name, path in named if name == "out"]
     for name, path in named:

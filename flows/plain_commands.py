@@ -53,12 +53,13 @@ class SimulateSettings(SimulateSpec):
     """Where simulated reads go."""
 
     out: Path = Field(description="reads: .fastq or .fasta, with .gz or without")
+    force: Flag = Field(False, description="write over files that are there")
 
 
 @command(SimulateSettings, "out")
 def simulate(settings: SimulateSettings) -> None:
     """Write labelled synthetic reads, a table of what each is, and their genomes."""
-    made = write_simulated(settings, settings.out)
+    made = write_simulated(settings, settings.out, force=settings.force)
     genomes = settings.viral_genomes + settings.other_genomes
     print(f"{made.reads_file}: {settings.reads:,} reads, {made.viral_reads:,} viral, of {genomes} genomes")
     print(f"{made.truth_file}: what each read is")
@@ -276,20 +277,19 @@ def rescore(settings: RescoreSettings) -> None:
     print(f"{fates['viral']:,} of {sum(fates.values()):,} reads are viral\nResults: {settings.out}")
 
 
-def export(
-    run: Path, /, *, out: Annotated[Path | None, Parameter(name=("--out", "-o"))] = None, sample: str = ""
-) -> None:
+def export(run: Path, /, *, out: Out | None = None, sample: str = "", force: Flag = False) -> None:
     """Write what other tools read of a finished run: MultiQC's custom content, Kraken's tables, verdicts on contigs.
 
     Args:
         run: run directory
         out: where to (default: RUN/export)
-        sample: its name in MultiQC (default: the run's)"""
+        sample: its name in MultiQC (default: the run's)
+        force: write over files that are in OUT; those in RUN/export are the run's own"""
     from virnuc_core.report.exports import export as write
     from virnuc_core.runfiles import read_record
 
     name = sample or str(read_record(RunDir(run)).spec.get("sample") or run.resolve().name)
-    print(*write(RunDir(run), out or run / "export", name), sep="\n")
+    print(*write(RunDir(run), out or run / "export", name, force=force or out is None), sep="\n")
 
 
 def history(file: Path, /, *, profile: str | None = None) -> int:

@@ -26,7 +26,7 @@ from pydantic import BaseModel, Field, create_model
 from pydantic_core import to_jsonable_python
 
 from flows.parameters import WITHOUT, FlowSettings, OnTerminal, PredictSettings, RunSettings, command
-from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec
+from virnuc_core.config import DEFAULT_MODEL_LENGTH, INPUTS, Devices, EngineSpec, VerdictSpec, reading, small_text
 from virnuc_core.errors import ConfigError, InputError, StorageError, VirnucError, printable, storage_error
 from virnuc_core.lease import command_s
 from virnuc_core.rundir import SAMPLES, RunDir, bound, check_room
@@ -225,6 +225,9 @@ def check(settings: FlowSettings, ahead: ExitStack | None = None) -> Devices:
     from virnuc_core.engine import devices, process
 
     run, remote = RunDir(settings.out), getattr(settings, "cluster", None)
+    if (file := Path(remote or "")).suffix in (".yaml", ".yml"):
+        with reading(f"cluster {file}", "YAML"):
+            small_text(file)
     found = () if remote else devices.resolve(Devices.parse(settings.devices))
     engine = devices.resolve_engine(settings.engine(), found[0].kind) if found else EngineSpec()
     over = any(map(os.path.exists, (run.summary, run.former_summary, settings.out / SAMPLES)))

@@ -199,7 +199,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
         names = _runs(settings, spec, profile, staging, on, label)
         if on.here.ids and on.here.kind == "cuda":  # cores compute in fp32
             steps.precision(out, bench, spec.engine, label=label).result()
-        if on.here.ids and "checkpoint_overhead" in profile.targets:
+        if on.here.ids and "checkpoint_overhead" in profile.targets and staging.counts.n_rows:
             steps.overhead(out, bench, spec.engine, label=label, force=force).result()
     steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()
     judged = steps.report(out, profile, history=settings.history_file, label=label).result()

@@ -212,16 +212,18 @@ class TrainSpec(Spec):
     seed: int = Field(0, ge=0, description="of the splits and of the first weights")
 
 
-def explain(error: ValidationError, *, quoted: bool = False) -> str:
-    """A pydantic error as one line, of its first parts: `engine.token_budget: should be ≥ 64 (given 3)`.
-
-    `quoted`: say what was given; not of a file, for who reads the message may not be whom its content is for."""
+def explain(error: ValidationError, *, quoted: bool = False, model: type[BaseModel] = BaseModel) -> str:
+    """A pydantic error as one line, of its first parts: `engine.token_budget: should be ≥ 64 (given 3)`; where a
+    pattern is missed, how `model` describes the setting, with the forms it has. `quoted`: say what was given; not of a
+    file, for who reads the message may not be whom its content is for."""
     parts = []
     for item in error.errors()[:MOST_FAULTS]:
         said = f"{item['msg'][0].lower()}{item['msg'][1:]}"
         if item["type"] == "json_invalid":  # what was given is a whole file
             return said
         place = re.sub(r"\s", " ", ".".join(map(str, item["loc"])))[:MOST_SHOWN] or "settings"
+        if item["type"] == "string_pattern_mismatch" and (field := model.model_fields.get(place)):
+            said = f"unknown form; {field.description}"
         given = repr(item.get("input"))
         given = given if len(given) <= MOST_SHOWN else f"{given[:MOST_SHOWN]}…"
         parts.append(f"{place}: {said}" + f" (given {given})" * quoted)

@@ -214,6 +214,12 @@ def check_ours(root: Path) -> None:
         raise ConfigError(f"{root} {problem}")
 
 
+def check_free(*files: Path, force: bool) -> None:
+    """`ConfigError` when one of these files is there already, unless by `force`."""
+    if not force and (taken := [path for path in files if os.path.lexists(path)]):
+        raise ConfigError(f"{few(taken)} would be overwritten; choose another name, or --force")
+
+
 def check_output(out: Path, *, models: Path, reads: Iterable[str] = (), force: bool = False) -> None:
     """Refuse an output directory in which input or something of others could be lost; nothing is touched."""
     place, weights = out.resolve(), models.resolve()

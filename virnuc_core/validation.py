@@ -242,10 +242,10 @@ class CosineStats(RunFile):
 class BitwiseEquality(RunFile):
     """Whether two run directories hold the same bytes."""
 
-    identical: bool  # true only when something was compared and nothing differs
+    identical: bool  # true only when files and shards were compared and nothing differs
     files_compared: int
     shards_compared: int
-    differing: tuple[str, ...]  # a few names of what differs, or why nothing could be compared
+    differing: tuple[str, ...]  # a few names of what differs
 
 
 class Comparison(RunFile):

@@ -69,6 +69,7 @@ def cut_short(folder: Path) -> Path:
 
 BAD_READS: dict[str, tuple[MakeReads, str]] = {
     "missing": (lambda f: f / "absent.fq", "absent.fq: no such file"),
+    "too long a name": (lambda f: f / ("x" * 256), ": cannot be read: File name too long; check the path"),
     "folder without reads": (lambda f: file(f, "in/notes.md", b"# notes\n").parent, "in: the folder holds no FASTA"),
     "no sequences": (lambda f: file(f, "notes.txt", b"dear diary\n"), "notes.txt: this is neither FASTA nor FASTQ"),
     "SAM": (lambda f: file(f, "a.sam", b"@HD\tVN:1.6\nr1\t4\n"), "a.sam: the SAM data is damaged"),
@@ -177,6 +178,10 @@ BAD_SETTINGS: dict[str, tuple[tuple[str, ...], int]] = {
     "cpu:4096": (("--devices", "cpu:4096"), 4),
     "fp16": (("--precision", "fp16"), 2),
     "token_budget": (("--token-budget", "3"), 2),
+    "cluster: unknown form; compute on the nodes of a Dask scheduler (tcp://… or tls://…), of FILE.yaml, or of local:N "
+    "(given 'foo')": (("--cluster", "foo"), 2),
+    "nodes: unknown form; nodes that FILE.yaml asks for: 4, or 2:8": (("--cluster", "local:2", "--nodes", "0"), 2),
+    "cluster absent.yaml: cannot be read (No such file": (("--cluster", "absent.yaml"), 2),
     "fdr, abstain: the head has no card": (("--fdr", "0.01"), 2),
     "abstain: the head has no card": (("--abstain",), 2),
 }
@@ -305,6 +310,8 @@ def test_samples_that_cannot_be_told_apart_are_refused(tmp_path: Path, models: P
     sheet, given = tmp_path / "sheet.csv", ["--models", models, "--devices", "cpu:1", "-o", tmp_path / "out"]
     sheet.write_text("sample,fastq_1,fastq_2\na/b,a.fq,\n")
     assert "sheet.csv:2: sample 'a/b': not the name" in virnuc.refuses(2, "predict", "--samples", sheet, *given)
+    sheet.write_text(f"sample,fastq_1,fastq_2\na,a.fq,\nb,{'b' * 140_000},\n")
+    assert "sheet.csv:3: field larger than field limit" in virnuc.refuses(2, "predict", "--samples", sheet, *given)
     reads = file(tmp_path, "r.fa")
     assert "names all reads" in virnuc.refuses(2, "predict", reads, "--samples", sheet, *given)
     assert "reads: none are named" in virnuc.refuses(2, "predict", "--sample-from", "name", *given)

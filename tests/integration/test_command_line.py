@@ -209,6 +209,14 @@ def test_models_simulate_devices_and_profiles(tmp_path: Path, capsys: pytest.Cap
     with gzip.open(tmp_path / "r.fastq.gz", "rt") as handle:
         assert sum(1 for _ in handle) == 40
     assert "1,000 reads" in inside(capsys, "simulate", tmp_path / "usual.fasta")[1]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("r.*")}
+    code, _, err = inside(capsys, "simulate", tmp_path / "r.fasta")  # beside which others of the name lie
+    assert code == 2
+    assert f"{tmp_path / 'r.truth.tsv'}, {tmp_path / 'r.genomes.fasta.gz'} would be overwritten; choose" in err
+    one_line(err)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.glob("r.*")} == before
+    assert inside(capsys, "simulate", tmp_path / "r.fasta", "--reads", "20", "--force")[0] == 0
+    assert len((tmp_path / "r.truth.tsv").read_text().splitlines()) == 21
     code, _, err = inside(capsys, "simulate", tmp_path / "r.odd")
     assert code == 2
     assert "r.odd" in err

@@ -24,6 +24,7 @@ from prefect.client.schemas.objects import State, TaskRun
 import tasks.step
 from flows.predict import predict
 from flows.predict_many import predict_inbox
+from flows.start import exit_code
 from flows.tools import train
 from flows.validate import validate
 from tasks.step import beside, on_host
@@ -392,20 +393,22 @@ def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
         f"lanes\t{few_reads}\t",
         f"steps\t{made[0]}\tothers.fastq",
         "absent\tno.fq\t",
+        f"long\t{'x' * 300}\t",
         "empty\tempty.fastq\t",
     ]
     sheet.write_text("\n".join(["sample\tfastq_1\tfastq_2", *lines, "lanes\t0.fastq\t"]))
     given = {"samples": sheet, "out": out, "models": models, "devices": "cpu:1"}
     state = predict(**given, return_state=True)
     assert state.is_failed()
-    assert (state.message or "").startswith("4 of 10 samples failed, the others are done (")
+    assert (state.message or "").startswith("5 of 11 samples failed, the others are done (")
     assert "; cut off: " in (state.message or "")
-    assert documented(out / "samples.tsv") == 10
+    assert documented(out / "samples.tsv") == 11
     rows = {line.split("\t")[0]: line.split("\t")[1:] for line in (out / "samples.tsv").read_text().splitlines()[1:]}
-    assert list(rows) == ["s0", "s1", "cut off", "lanes", "steps", "absent", "empty", "s2", "s3", "s4"]
-    assert {name for name, row in rows.items() if row[0] == "failed"} == {"cut off", "steps", "absent", "empty"}
+    assert list(rows) == ["s0", "s1", "cut off", "lanes", "steps", "absent", "long", "empty", "s2", "s3", "s4"]
+    assert {name for name, row in rows.items() if row[0] == "failed"} == {"cut off", "steps", "absent", "long", "empty"}
     assert "broken.fastq:1" in rows["cut off"][-1]
     assert "no such file" in rows["absent"][-1]
+    assert "File name too long" in rows["long"][-1]
     assert "empty.fastq: holds no reads" in rows["empty"][-1]
     assert rows["lanes"][1] == "100"
     found = {name: read_summary(RunDir(out / name)) for name, row in rows.items() if row[0] == "predicted"}
@@ -419,7 +422,7 @@ def test_samples_of_a_sheet_share_their_workers_and_a_broken_one_fails_alone(
     times = {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found}
     sheet.write_text(sheet.read_text().replace("broken.fastq", "1.fastq").replace("no.fq", "2.fastq"))
     again = predict(**given, return_state=True)
-    assert "2 of 10 samples failed" in (again.message or "")
+    assert "3 of 11 samples failed" in (again.message or "")
     assert {f"{step} {name}" for step in ("stage", "embed") for name in found}.isdisjoint(task_runs(again))
     assert {name: RunDir(out / name).summary.stat().st_mtime_ns for name in found} == times, (
         "only what was not complete"
@@ -512,6 +515,16 @@ def test_reads_without_an_open_frame_give_files_with_headers_only(tmp_path: Path
     state = predict(reads=[str(stops)], out=tmp_path / "run", models=models, devices="cpu:1", return_state=True)
     assert state.message == "0 of 2 reads are viral"
     assert len((tmp_path / "run" / "prediction_results.txt").read_text().splitlines()) == 1
+
+
+def test_a_validation_of_reads_without_an_open_frame_is_not_judged(tmp_path: Path, models: Path) -> None:
+    stops = tmp_path / "stops.fasta"
+    stops.write_text("".join(f">r{number}\n{'TAACTAGTTAG' * 9}\n" for number in range(3)))
+    given = {"reads": [str(stops)], "out": tmp_path / "run", "models": models, "devices": "cpu:2"}
+    state = validate(**given, profile="production-6m", return_state=True)  # which asks for the cost of commits, too
+    judged = state.result()
+    assert (judged.outcome, judged.failed, exit_code(state)) == ("not judged", (), 7)
+    assert not (tmp_path / "virnuc-history.jsonl").exists(), "it would be held against the next run"
 
 
 def test_no_thread_of_ours_outlives_a_flow(tmp_path: Path, few_reads: Path, models: Path) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from virnuc_core.config import ReadsSpec, reading, small_text
-from virnuc_core.errors import ConfigError, InputError
+from virnuc_core.errors import ConfigError, InputError, few
 from virnuc_core.reads.pairs import arranged
 from virnuc_core.reads.sources import STDIN, alignments_at, find_inputs, hidden, is_remote, sample_of
 from virnuc_core.reads.stage import StageSummary
@@ -62,16 +63,18 @@ def read_sheet(path: Path) -> dict[str, ReadsSpec]:
     with reading(path, "UTF-8", InputError):
         lines = small_text(path, SHEET_BYTES).removeprefix("\ufeff").splitlines()
     table = csv.DictReader(lines, delimiter="\t" if "\t" in "".join(lines[:1]) else ",", restval="")
-    if missing := [name for name in COLUMNS[:2] if name not in (table.fieldnames or ())]:
-        told = f"no column {missing[0]}; the first line names the columns {', '.join(COLUMNS)}"
-        raise InputError(told, file=path, line=1)
     found = defaultdict[str, list[tuple[str, ...]]](list)
-    for row in table:
-        sample, *cells = ((row.get(name) or "").strip() for name in COLUMNS)
-        names = tuple(_found(path, name) for name in cells if name)
-        if problem := _unfit(sample) or _wrong(cells[0], names, found[sample]):
-            raise InputError(f"sample '{sample}': {problem}", file=path, line=table.line_num)
-        found[sample].append(names)
+    try:
+        if missing := [name for name in COLUMNS[:2] if name not in (table.fieldnames or ())]:
+            raise InputError(f"no column {missing[0]}; the first line names {', '.join(COLUMNS)}", file=path, line=1)
+        for row in table:
+            sample, *cells = ((row.get(name) or "").strip() for name in COLUMNS)
+            names = tuple(_found(path, name) for name in cells if name)
+            if problem := _unfit(sample) or _wrong(cells[0], names, found[sample]):
+                raise InputError(f"sample '{few([sample])}': {problem}", file=path, line=table.line_num)
+            found[sample].append(names)
+    except csv.Error as error:  # of a cell beyond any name of a file; `table` counts the lines that it gave
+        raise InputError(f"{error}; is a quotation mark left open?", file=path, line=table.reader.line_num) from error
     if not found:
         raise InputError("names no sample", file=path, hint="write a line for each, below that of the columns")
     return {sample: _spec(lanes) for sample, lanes in found.items()}
@@ -96,8 +99,9 @@ def _wrong(first: str, names: tuple[str, ...], before: list[tuple[str, ...]]) ->
 
 
 def _found(sheet: Path, name: str) -> str:
-    beside = sheet.parent / name
-    return hidden(name) if is_remote(name) or Path(name).exists() or not beside.exists() else str(beside)
+    beside = str(sheet.parent / name)
+    here, there = map(os.path.exists, (name, beside))  # False where a name is too long
+    return beside if there and not here and not is_remote(name) else hidden(name)
 
 
 def _spec(lanes: list[tuple[str, ...]]) -> ReadsSpec:

@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from virnuc_core.config import Share, Spec
 from virnuc_core.errors import ConfigError
 from virnuc_core.reads.sources import reads_file
-from virnuc_core.rundir import whole_file
+from virnuc_core.rundir import check_free, whole_file
 
 PRESETS: Final = {"tiny": 10, "small": 100, "medium": 1000, "large": 10000, "100k": 10**5, "1m": 10**6, "6m": 6 * 10**6}
 LABELS: Final = ("others", "virus")
@@ -73,14 +73,15 @@ class _Genomes(NamedTuple):
     names: list[str]
 
 
-def simulate(spec: SimulateSpec, out: Path) -> SimulateSummary:
+def simulate(spec: SimulateSpec, out: Path, *, force: bool = True) -> SimulateSummary:
     """Write reads to `out` (.fastq, .fasta, either with .gz), and beside it `….truth.tsv` and `….genomes.fasta.gz`: the
-    same bytes for the same spec. Errors: `ConfigError` for another suffix."""
+    same bytes for the same spec. Errors: `ConfigError` for another suffix and, without `force`, for files there."""
     match = _SUFFIX.search(out.name)
     if match is None:
         raise ConfigError(f"{out}: the name must end in .fastq, .fastq.gz, .fasta or .fasta.gz")
     stem, fastq = out.name[: match.start()], match[1] in ("fastq", "fq")
     truth_file, genomes_file = out.with_name(f"{stem}.truth.tsv"), out.with_name(f"{stem}.genomes.fasta.gz")
+    check_free(out, truth_file, genomes_file, force=force)
     quality = b"+\n%b\n" % (b"I" * spec.read_length) if fastq else b""
     rng = np.random.default_rng(spec.seed)
     genomes, viral_reads = _make_genomes(spec, rng), 0

@@ -1,6 +1,7 @@
 """Where reads come from: files, folders and standard input, opened as plain bytes whatever they are packed in."""
 
 import bz2
+import errno
 import gzip
 import hashlib
 import lzma
@@ -17,7 +18,7 @@ from typing import Any, BinaryIO, Final, Self, cast
 
 from isal import isal_zlib  # about three times as fast as zlib; it checks the sums of every member, too
 
-from virnuc_core.errors import ConfigError, InputError, printable
+from virnuc_core.errors import ConfigError, InputError, few, printable
 from virnuc_core.rundir import whole_file
 from virnuc_core.runfiles import FileDigest
 
@@ -115,20 +116,20 @@ def find_inputs(reads: tuple[str, ...]) -> Inputs:
     files, ignored = list[str](), list[str]()
     for name in reads:
         path = Path(name)
-        if name != STDIN and path.is_dir():
-            try:
+        try:
+            if name != STDIN and path.is_dir():
                 inside = sorted(entry for entry in path.iterdir() if entry.is_file() and not entry.name.startswith("."))
-            except OSError as error:
-                raise _unreadable(name, error) from error
-            found = {str(entry): _holds_reads(entry) for entry in inside}
-            if not any(found.values()):
-                raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files themselves")
-            files += [entry for entry, holds in found.items() if holds]
-            ignored += [entry for entry, holds in found.items() if not holds]
-        elif name == STDIN or path.exists():
-            files.append(name)
-        else:
-            raise InputError("no such file or folder", file=path, hint="check the path")
+                found = {str(entry): _holds_reads(entry) for entry in inside}
+                if not any(found.values()):
+                    raise InputError("the folder holds no FASTA or FASTQ file", file=path, hint="name the files")
+                files += [entry for entry, holds in found.items() if holds]
+                ignored += [entry for entry, holds in found.items() if not holds]
+            elif name == STDIN or path.exists():
+                files.append(name)
+            else:
+                raise InputError("no such file or folder", file=path, hint="check the path")
+        except OSError as error:
+            raise _unreadable(name, error) from error
     seen: dict[Path, str] = {}
     for name in files:
         key = Path(name) if name == STDIN else Path(name).resolve()
@@ -272,7 +273,7 @@ def alignments_at(name: str) -> str:
 
 def _unreadable(name: str, error: OSError) -> InputError:
     problem, hint = f"cannot be read: {error.strerror or error}", "check the path and its permissions"
-    return InputError(problem, file=name, hint=hint)
+    return InputError(problem, file=few([name]) if error.errno == errno.ENAMETOOLONG else name, hint=hint)
 
 
 def _unpacker_for(head: bytes) -> tuple[str, Callable[[], Any] | None, tuple[Any, ...]]:

@@ -8,7 +8,7 @@ profile on these devices was made with other reads or weights, the earlier figur
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -42,6 +42,7 @@ LIKE: Final = (*SERIES, "reads", "weights")  # only such runs may be compared
 # whether more is better
 METRICS: Final = {"tokens_per_s": True, "gpu_utilisation": True, "packing_efficiency": True, "total_s": False}
 
+Entries = Sequence[model.HistoryEntry]
 Unlike = Mapping[tuple[str | None, str | None], str]  # names of two parts → why they may not be compared
 
 
@@ -74,7 +75,7 @@ def build_report(out: Path, profile: Profile) -> model.Report:
         losses=metrics.losses(judged),
         findings=metrics.findings(judged),
         regression=None if compared is None else regression(compared.history, compared.entry),
-        history=() if compared is None else points(compared.history, compared.entry),
+        history=(*earlier(compared.history, compared.entry, LIKE), compared.entry) if compared else (),
         charts=charts(raw, judged, None if file is None else file[1], profile),
         overhead=raw.read(validation.OverheadFile, validation.OVERHEAD),
         accounting=_accounting(raw, judged, record),
@@ -230,16 +231,17 @@ class RegressionFile(model.Record):
 
 
 def entry_of(report: model.Report) -> model.HistoryEntry | None:
-    """The history line of a report; `None` when there was no run, or one that was resumed or cut off."""
+    """The history line of a report; `None` when there was no run, or one that was resumed, cut off or without a row."""
     run, made = report.run, report.provenance
-    if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None:
+    if run is None or run.resumed or run.stopped_at_limit or run.n_reads is None or run.n_rows == 0:
         return None
     names, values = sorted(device.name for device in run.devices), {one.id: one.value for one in report.criteria}
+    nodes = {device.id.partition("@")[2] for device in run.devices} - {""}  # of a cluster
     return model.HistoryEntry(
         created=made.created,
         commit=made.git_commit or "unknown",
         profile=report.profile.name,
-        devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}",
+        devices=f"{len(names)}x {' + '.join(dict.fromkeys(names))}" + f" (nodes: {len(nodes)})" * bool(nodes),
         precision=run.precision or "unknown",
         reads=made.fingerprints.get("reads", "unknown"),
         weights="+".join(made.fingerprints.get(part, "unknown") for part in ("esm2", "dnabert_s", "head")),
@@ -291,16 +293,15 @@ def append_history(path: Path, entry: model.HistoryEntry) -> bool:
     return True
 
 
-def earlier(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry) -> list[model.HistoryEntry]:
-    """The runs before `entry` of its profile, devices and precision, oldest first."""
-    found = (old for old in history if old.same(entry, SERIES) and old.created < entry.created)
+def earlier(history: Entries, entry: model.HistoryEntry, fields: Sequence[str] = SERIES) -> list[model.HistoryEntry]:
+    """The runs before `entry` that have these fields in common with it, oldest first."""
+    found = (old for old in history if old.same(entry, fields) and old.created < entry.created)
     return sorted(found, key=lambda old: old.created)
 
 
-def regression(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry) -> model.Regression:
+def regression(history: Entries, entry: model.HistoryEntry) -> model.Regression:
     """Compare `entry` with the newest earlier one that is like it."""
-    series = earlier(history, entry)
-    before = next((old for old in reversed(series) if old.same(entry, LIKE)), None)
+    series, before = earlier(history, entry), next(reversed(earlier(history, entry, LIKE)), None)
     stale = bool(series) and not series[-1].same(entry, LIKE)
     if before is None:
         none = "stale baseline: earlier runs were made with other reads or weights"
@@ -327,11 +328,6 @@ def regression(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry)
     )
 
 
-def points(history: Iterable[model.HistoryEntry], entry: model.HistoryEntry) -> tuple[model.HistoryEntry, ...]:
-    """The trend that `entry` belongs to, itself included, oldest first."""
-    return (*(old for old in earlier(history, entry) if old.same(entry, LIKE)), entry)
-
-
-def trend(history: Sequence[model.HistoryEntry]) -> list[dict[str, object]]:
+def trend(history: Entries) -> list[dict[str, object]]:
     """A row for each run, as given: oldest first, each against the one before that is like it."""
     return told_rows("trend.view.j2", runs=[(entry, regression(history, entry)) for entry in history])

@@ -94,6 +94,7 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
     series, telemetry = report.charts, report.run.telemetry if report.run else None
     used = tuple(line for line in series.utilisation if any(value is not None for value in line.y))
     tokens, several = (series.throughput,) if series.throughput else (), report.scaling[1:]
+    runs = tuple(run for run in report.history if run.total_s is not None)
     bands = tuple(sorted((int(n), *band) for n, band in report.profile.scaling_bands.items()))
     found = (
         ("Stages over time", "When each stage ran", _svg(_draw_gantt, series.gantt)),
@@ -103,15 +104,9 @@ def all_charts(report: Report) -> list[tuple[str, str, str]]:
         ("Queue states", "How ready the next batch was", _svg(_draw_queue, telemetry.queue if telemetry else None)),
         ("Read lengths", "Reads by length", _svg(_draw_histogram, series.read_lengths, "read length (bases)", "reads")),
         ("Scores", "Rows by score of virus", _svg(_draw_histogram, series.scores, "score of virus", "rows")),
-        ("History", "Earlier runs like this one", history(report.history)),
+        ("History", "Earlier runs like this one", _svg(_draw_history, runs if len(runs) > 1 else ())),
     )
     return [(title, what, svg) for title, what, svg in found if svg is not None]
-
-
-def history(points: Sequence[HistoryEntry]) -> str | None:
-    """Total time of the runs like this one, oldest first, as SVG; `None` with fewer than two."""
-    known = tuple(point for point in points if point.total_s is not None)
-    return _svg(_draw_history, known) if len(known) > 1 else None
 
 
 @lru_cache(maxsize=32)  # drawing is pure and slow, and a report is rendered several times

@@ -19,6 +19,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from virnuc_core import validation
+from virnuc_core.config import reading
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns, read_table
@@ -78,11 +79,8 @@ def result_pieces(path: Path) -> Iterator[pd.DataFrame]:
 
 def _kind(path: Path) -> tuple[Part, list[str]]:
     """What a result file holds, and its columns."""
-    try:
-        with path.open(encoding="utf-8", errors="surrogateescape") as handle:
-            header = handle.readline().rstrip("\r\n").split("\t")
-    except OSError as error:
-        raise InputError(f"cannot be read ({error.strerror})", file=path) from error
+    with reading(path, "text", InputError), path.open(encoding="utf-8", errors="surrogateescape") as handle:
+        header = handle.readline().rstrip("\r\n").split("\t")
     for part, columns in COLUMNS.items():
         if columns[0] in header:
             return part, header
@@ -308,11 +306,9 @@ def bitwise(a: Path, b: Path) -> validation.BitwiseEquality:
     _, unlike, alone = filecmp.cmpfiles(a, b, [*files, *shards], shallow=False)
     differing = sorted([*unlike, *(f"{name} is in one run only" for name in alone)])
     shared = sum(name not in alone for name in shards)
-    counts = {"result file": len(files), "shard": shared}
-    differing += [f"no {what} to compare" for what, count in counts.items() if not count]
     more = (f"and {len(differing) - NAMED} more",) if len(differing) > NAMED else ()
     return validation.BitwiseEquality(
-        identical=not differing,
+        identical=bool(files and shared and not differing),
         files_compared=len(files),
         shards_compared=shared,
         differing=(*differing[:NAMED], *more),

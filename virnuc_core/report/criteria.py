@@ -175,9 +175,9 @@ def same_bytes(report: model.Report, _: Run) -> Finding:
     said = "; ".join(f"{name}: {file}" for name, one in found.items() for file in one.differing)
     if len({device.name for run in report.runs for device in run.devices}) > 1:
         return Finding(None, samples, absent="devices of different models need not agree bit for bit")
-    if not samples:
-        return Finding(absent=said)
-    return Finding(1.0 if all(one.identical for one in found.values()) else 0.0, samples, note=said)
+    if not said and not all(one.identical for one in found.values()):
+        return Finding(absent="there were no shards, or no result files, to compare")
+    return Finding(0.0 if said else 1.0, samples, note=said)
 
 
 class Row(model.Record):

@@ -16,7 +16,7 @@ from virnuc_core.errors import ConfigError
 from virnuc_core.pipeline import read_summary
 from virnuc_core.reads.subsets import read_columns
 from virnuc_core.reads.translate import chunk
-from virnuc_core.rundir import RunDir, whole_file, write_text_whole
+from virnuc_core.rundir import RunDir, check_free, whole_file, write_text_whole
 from virnuc_core.runfiles import read_record
 
 VIRUSES: Final = 10239  # in NCBI's taxonomy
@@ -27,15 +27,16 @@ CONTIGS: Final = "id\tlength\tchunks\tscored_chunks\tviral_chunks\tscored_bases\
 SECTIONS: Final = Path(__file__).with_name("templates") / "multiqc.json"
 
 
-def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
+def export(run: RunDir, out: Path, sample: str, *, force: bool = True) -> tuple[Path, ...]:
     """Write `virnuc_*_mqc.json` for MultiQC, both tables of Kraken under nf-core's names and `contigs.tsv` to `out`,
-    and give the files. Errors: `ConfigError` for a run that is not complete; those of its store and shards."""
+    and give them. Errors: `ConfigError` for an incomplete run, or files there without `force`; of store and shards."""
     if (summary := read_summary(run)) is None or not run.reads_table.is_file():
         raise ConfigError(f"{run.root}: holds no complete run; finish it first")
-    out.mkdir(parents=True, exist_ok=True)
     fates, scores = Counter(summary.fates), np.zeros(BINS, np.int64)
-    stem = re.sub(r"[^\w.-]", "_", sample)
+    stem, sections = re.sub(r"[^\w.-]", "_", sample), json.loads(SECTIONS.read_text(encoding="utf-8"))
     lines, report = out / f"{stem}.kraken2.classifiedreads.txt", out / f"{stem}.kraken2.report.txt"
+    files = (out / "contigs.tsv", lines, report, *(out / f"virnuc_{name}_mqc.json" for name in sections))
+    check_free(*files, force=force)
     with whole_file(lines) as table:
         table.touch()
         for reads in read_columns(run.reads_table, dict.fromkeys(READ, "str"), chunksize=PIECE_READS):
@@ -52,11 +53,10 @@ def export(run: RunDir, out: Path, sample: str) -> tuple[Path, ...]:
     general = {"viral": viral, "reads": total} | {name: 100 * n / max(total, 1) for name, n in shares.items()}
     middles = {(place + 0.5) / BINS: count for place, count in enumerate(scores.tolist())}
     data: dict[str, Mapping[Any, float]] = {"general": general, "fates": fates, "scores": middles}
-    for name, section in json.loads(SECTIONS.read_text(encoding="utf-8")).items():
-        text = json.dumps(section | {"data": {sample: data[name]}}, indent=1)
-        write_text_whole(out / f"virnuc_{name}_mqc.json", f"{text}\n")
-    _write_contigs(run, out / "contigs.tsv", THRESHOLD if summary.threshold is None else summary.threshold)
-    return (out / "contigs.tsv", lines, report, *(out / f"virnuc_{name}_mqc.json" for name in data))
+    for path, (name, section) in zip(files[3:], sections.items(), strict=True):
+        write_text_whole(path, json.dumps(section | {"data": {sample: data[name]}}, indent=1) + "\n")
+    _write_contigs(run, files[0], THRESHOLD if summary.threshold is None else summary.threshold)
+    return files
 
 
 def _write_contigs(run: RunDir, path: Path, threshold: float) -> None:

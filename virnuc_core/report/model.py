@@ -194,7 +194,7 @@ class HistoryEntry(Record):
     created: str
     commit: str
     profile: str
-    devices: str  # "2x NVIDIA H200"
+    devices: str  # "2x NVIDIA H200", of a cluster "2x NVIDIA H200 (nodes: 2)"
     precision: str
     reads: str  # fingerprint
     weights: str

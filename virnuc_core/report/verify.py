@@ -112,10 +112,7 @@ def _report(found: Verification, raw: RawFolder, asked: str | None = None) -> No
     shipped = load_profile(name) if name in profile_names() else None
     wanted = load_profile(asked) if asked else began if began and began.name == name else shipped
     if wanted is None:
-        found.wrong(
-            f"profile {name}: the validation was not started with it, and it is none of virnuc's own; if it is "
-            "a file of yours, name it: --profile FILE"
-        )
+        found.wrong(f"profile {name}: neither what the validation began with nor virnuc's own; name it: --profile FILE")
     else:
         found.same("profile", report.profile, wanted)
     if shipped not in (None, wanted):
@@ -275,8 +272,7 @@ def verify_baseline(found: Verification, raw: RawFolder) -> None:
                 found.same(f"{where}: stages.{stage}", summary.stages[stage], summary.measured_stages[stage] * growth)
     if summary.subset is not None and asked_reads is not None and summary.n_reads is not None:
         found.same(f"{where}: subset.reads", summary.subset.reads, min(asked_reads, summary.n_reads))
-    predictions = RunDir(raw.root / BASELINE).predictions
-    if predictions.is_file():
+    if (predictions := RunDir(raw.root / BASELINE).predictions).is_file():
         found.as_told(where, summary, {"measured_rows": sum(map(len, result_pieces(predictions)))})
 
 

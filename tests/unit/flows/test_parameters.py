@@ -84,6 +84,16 @@ def test_the_form_knows_descriptions_bounds_choices_and_defaults() -> None:
     assert parameter_schema(cook).required == ["dish"]
 
 
+def test_a_value_of_no_known_form_is_told_the_forms_and_no_pattern() -> None:
+    good = {"reads": ("a",), "out": Path("o"), "models": Path("m")}
+    for name, value, forms in (
+        ("cluster", "foo", r"compute on the nodes of .* \(tcp://… or tls://…\), of FILE\.yaml, or of local:N"),
+        ("baseline_device", "4090", "what that run was on: 2x RTX 4090"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^{name}: unknown form; {forms} \(given '{value}'\)$"):
+            build(ValidateSettings, good | {name: value})
+
+
 def test_a_bad_value_is_one_sentence_that_names_it() -> None:
     with pytest.raises(ConfigError, match=r"^workers: input should be less than or equal to 8 \(given 9\)$"):
         cook(dish="soup", workers=9)
@@ -181,6 +191,11 @@ def test_a_path_outside_of_the_roots_is_refused_whichever_parameter_it_stands_in
     with pytest.raises(ConfigError, match=f"^{name}: .* lies in none of the folders that VIRNUC_ROOTS names"):
         flow(**good | {name: absolute(OUTSIDE[name])})
     assert len(asked) == 1
+
+
+def test_a_name_too_long_for_a_file_is_not_looked_into(roots: Path) -> None:
+    long = PredictSettings(reads=(str(roots / "reads" / ("x" * 300)),), out=roots / "results", models=roots / "reads")
+    within_roots(long)
 
 
 def test_links_and_what_is_made_beside_the_output_stay_within_the_roots(

@@ -171,10 +171,9 @@ def test_the_messages_of_states() -> None:
     scaled = BaselineSummary(name="v1", wall_s=20, measured_s=2, subset=part)
     assert message("baseline", scaled, None) == "v1: 2.0 s measured on 2,000 reads, 20.0 s scaled by tokens"
     assert message("baseline", BaselineSummary(name="v1", wall_s=20), None) == "v1: 20.0 s measured on all reads"
-    equal = BitwiseEquality(identical=False, files_compared=3, shards_compared=2, differing=())
-    assert (
-        message("compared", [Comparison(a="a", b="b", tolerance=1, bitwise=equal)]) == "a and b NOT equal bit for bit"
-    )
+    for differing, said in ((("x.txt",), "a and b NOT equal bit for bit"), ((), "nothing to compare")):
+        equal = BitwiseEquality(identical=False, files_compared=3, shards_compared=0, differing=differing)
+        assert message("compared", [Comparison(a="a", b="b", tolerance=1, bitwise=equal)]) == said
     assert message("compared", []) == "nothing to compare"
     pair = OverheadPair(
         with_run="", without_run="", with_tokens_per_s=98, without_tokens_per_s=100, seconds=1, restarts=0

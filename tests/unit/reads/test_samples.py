@@ -10,6 +10,7 @@ from tests.columns import documented
 from virnuc_core.config import ReadsSpec
 from virnuc_core.errors import ConfigError, InputError
 from virnuc_core.reads.samples import SampleRow, by_name, read_sheet, write_samples
+from virnuc_core.reads.sources import find_inputs
 
 HEADER = "sample,fastq_1,fastq_2\n"
 
@@ -47,12 +48,25 @@ def test_rows_of_a_sample_are_its_lanes_and_other_columns_are_passed_over(tmp_pa
         (HEADER + "shards,a.fq,\n", r"'shards': a name of virnuc's own"),
         (HEADER + "samples.tsv,a.fq,\n", r"a name of virnuc's own"),
         (HEADER + "a,-,\n", r"no file in fastq_1"),
+        (
+            HEADER + "a,a.fq,\nb," + "b" * 140_000 + ",\n",
+            r"sheet\.csv:3: field larger than .*; is a quotation mark left",
+        ),
+        ("x" * 140_000 + HEADER, r"sheet\.csv:1: field larger"),
+        (HEADER + "a" * 100_000 + ",a.fq,\n", r"sheet\.csv:2: sample 'a{100}': not the name"),
     ],
 )
 def test_a_sheet_that_cannot_be_used_is_told_by_its_line(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(InputError, match=said) as told:
         read_sheet(sheet(tmp_path, text))
     assert "\n" not in str(told.value)
+
+
+def test_a_name_that_no_file_can_have_is_for_its_sample_alone(tmp_path: Path) -> None:
+    found = read_sheet(sheet(tmp_path, f"{HEADER}a,a.fq,\nb,{'b' * 100_000},\n"))
+    assert found["a"].reads == ("a.fq",)
+    with pytest.raises(InputError, match=r"^b{100}: cannot be read: File name too long; check the path"):
+        find_inputs(found["b"].named)
 
 
 def test_a_sheet_that_is_no_text_is_told(tmp_path: Path) -> None:

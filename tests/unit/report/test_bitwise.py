@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 
 from virnuc_core.errors import RunMismatchError
+from virnuc_core.profiles import Profile
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
-from virnuc_core.report.compare import bitwise, compare, cosines
+from virnuc_core.report.build import build_report
+from virnuc_core.report.compare import bitwise, compare, compare_runs, cosines
+from virnuc_core.report.render import message, told
 
 from .validate_directory import edit_json
 
@@ -60,14 +63,23 @@ def test_a_missing_shard_and_a_broken_one_are_named(copied: tuple[Path, object])
     assert found.differing[1] == "shards/00001.h5"
 
 
-def test_runs_without_shards_are_not_identical(copied: tuple[Path, object]) -> None:
-    out = copied[0]
+def test_runs_without_shards_are_not_identical_nor_do_they_differ(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
     for name in ("devices-1", "devices-2"):
         for path in (out / name / "shards").iterdir():
             path.unlink()
-    found = bitwise(out / "devices-1", out / "devices-2")
-    assert not found.identical
-    assert found.differing == ("no shard to compare",)
+    found = compare_runs(out, ("devices-1", "devices-2"), tolerance=0.01, subset=False)
+    equality = next(pair.bitwise for pair in found if pair.bitwise)
+    counts = equality.files_compared, equality.shards_compared
+    assert (equality.identical, *counts, equality.differing) == (False, 4, 0, ())
+    assert "bit for bit" not in message("compared", found)
+    report = build_report(out, profile)
+    (judged,) = [check for check in report.checks if check.id == "same_bytes"]
+    assert (judged.verdict, judged.value) == ("not run", None)
+    assert judged.reason == "there were no shards, or no result files, to compare"
+    assert judged.title not in report.missed
+    said = [line for section in told("correctness.view.j2", comparisons=found) for line in section.prose]
+    assert "devices-1 and devices-2: not all there to compare (4 files, 0 shards)" in said
 
 
 def test_unlike_runs_are_refused(copied: tuple[Path, object]) -> None:

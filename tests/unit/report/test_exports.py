@@ -144,6 +144,25 @@ def test_kraken_and_multiqc_tell_what_reads_tsv_tells(run: Path, tmp_path: Path)
     assert general["scored_percent"] == pytest.approx(100 * scored / len(reads))
 
 
+def test_files_that_are_there_stay_unless_force_is_given(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = tmp_path / "out" / "contigs.tsv"
+    kept.parent.mkdir()
+    kept.write_text("precious")
+    words = ["export", str(run), "-o", str(kept.parent)]
+    assert cli.main(words) == 2
+    said = capsys.readouterr()
+    assert said.err == f"virnuc: {kept} would be overwritten; choose another name, or --force\n"
+    assert [path.name for path in kept.parent.iterdir()] == ["contigs.tsv"]
+    assert kept.read_text() == "precious"
+    assert cli.main([*words, "--force"]) == 0
+    assert documented(kept) > 20
+    assert cli.main(words) == 2
+    for _ in range(2):
+        assert cli.main(["export", str(run)]) == 0, "the run's own are written anew"
+
+
 def test_a_store_of_other_reads_is_not_taken_for_the_runs(run: Path, tmp_path: Path) -> None:
     moved = Path(shutil.copytree(run, tmp_path / "run"))
     other = tmp_path / "other.fasta"

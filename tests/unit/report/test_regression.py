@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flows.cli import main
 from virnuc_core.profiles import Profile
-from virnuc_core.report.build import (
-    append_history,
-    build_report,
-    entry_of,
-    points,
-    read_history,
-    regression,
-    write_report,
-)
-from virnuc_core.report.charts import history as history_chart
-from virnuc_core.report.model import HistoryEntry
+from virnuc_core.report.build import append_history, build_report, entry_of, read_history, regression, write_report
+from virnuc_core.report.charts import all_charts
+from virnuc_core.report.model import HistoryEntry, Report
 
 from .validate_directory import edit_json
 
@@ -71,6 +64,28 @@ def test_ten_percent_worse_fails_in_each_metrics_own_direction(changes: dict[str
 def test_another_series_is_not_compared(key: str) -> None:
     found = regression([entry("2026-03-01", **{key: "other"}, tokens_per_s=1.0)], entry())
     assert (found.verdict, found.stale) == ("not run", False)
+
+
+def test_the_same_devices_on_nodes_of_a_cluster_are_another_series(copied: tuple[Path, Profile]) -> None:
+    out, profile = copied
+    local = entry_of(build_report(out, profile))
+    assert local is not None
+
+    def on_nodes(count: int) -> HistoryEntry:
+        def place(record: dict[str, Any]) -> None:
+            for number, device in enumerate(record["devices"]):
+                device["id"] = f"{device['id'].partition('@')[0]}@node{number % count}"
+
+        edit_json(out / "devices-2" / "run.json", place)
+        found = entry_of(build_report(out, profile))
+        assert found is not None
+        return found.model_copy(update={"created": f"2026-04-0{count}"})
+
+    one, two = on_nodes(1), on_nodes(2)
+    assert local.devices == "2x NVIDIA GeForce RTX 4090"
+    assert [one.devices, two.devices] == [f"{local.devices} (nodes: {count})" for count in (1, 2)]
+    assert regression([local, one], two).reason == "no earlier run of this profile on these devices"
+    assert regression([local, two], two.model_copy(update={"created": "2026-05-01"})).verdict == "pass"
 
 
 @pytest.mark.parametrize("key", ["reads", "weights"])
@@ -168,20 +183,21 @@ def test_a_report_is_held_against_the_last_one(copied: tuple[Path, Profile], tmp
     assert write_report(out, profile, history).regression is None, "what was compared then is not this run"
 
 
-def test_a_resumed_run_is_no_history(copied: tuple[Path, Profile]) -> None:
+@pytest.mark.parametrize("told", [{"resumed": True}, {"n_rows": 0}], ids=["resumed", "nothing to embed"])
+def test_a_run_that_says_nothing_of_speed_is_no_history(copied: tuple[Path, Profile], told: dict[str, object]) -> None:
     out, profile = copied
-    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(resumed=True))
+    assert entry_of(build_report(out, profile)) is not None
+    edit_json(out / "devices-2" / "summary.json", lambda b: b.update(told))
     assert entry_of(build_report(out, profile)) is None
 
 
-def test_the_trend_as_a_chart() -> None:
-    trend = points([OLD, entry("2026-02-01", commit="<script>")], entry())
-    assert [point.created for point in trend] == ["2026-02-01", "2026-03-01", "2026-03-02"]
-    drawn = history_chart(trend)
-    assert drawn is not None
+def test_the_trend_as_a_chart(judged: Report) -> None:
+    trend = (entry("2026-02-01", commit="<script>"), OLD, entry())
+    drawn = {title: svg for title, _, svg in all_charts(judged.model_copy(update={"history": trend}))}["History"]
     assert drawn.startswith("<?xml")
     assert "<script>" not in drawn
-    assert history_chart(trend[:1]) is None
+    for few in (trend[:1], (OLD, entry(total_s=None))):
+        assert "History" not in {title for title, *_ in all_charts(judged.model_copy(update={"history": few}))}
 
 
 def test_the_command_shows_each_run_against_the_one_before(
