@@ -6,11 +6,10 @@ batches, whoever hashes a batch alone knows every leaf within it, and only what 
 neighbours."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
-from typing import Final, Self
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 from mmh3 import mmh3_x64_128_digest
@@ -29,8 +28,7 @@ def digests(strings: Iterable[bytes]) -> NDArray[np.uint64]:
     return np.frombuffer(b"".join(map(mmh3_x64_128_digest, strings)), "<u8").reshape(-1, 2)
 
 
-@dataclass(frozen=True, slots=True)
-class Leaves:
+class Leaves(NamedTuple):
     """A batch, hashed as far as that can be done without its neighbours."""
 
     head: tuple[bytes, ...]  # up to the first end of a leaf; of all reads if there is none
@@ -94,8 +92,7 @@ class Fingerprint:
 # repeats among any number of digests: in one bucket of them after the other, so that few are held
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Those of a file of digests, uint64 [n, 2], that equal ones can be among."""
 
     digests: Path

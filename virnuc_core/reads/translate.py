@@ -8,11 +8,10 @@ length of its protein plus one base: both are part of the method."""
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import product, takewhile
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from Bio.Data import CodonTable
@@ -63,8 +62,7 @@ _COMPLEMENT: Final = _UPPER.translate(bytes.maketrans(b"ACGT", b"TGCA"))
 _ODD: Final = bytes(byte not in b"ACGTacgt" for byte in range(256))
 
 
-@dataclass(frozen=True, slots=True)
-class Chunks:
+class Chunks(NamedTuple):
     """Chunks in order of read and position, as columns; a read without bases has none."""
 
     read: Places  # [n] index of the read
@@ -92,8 +90,7 @@ def _chunks(read: Places, number: Places, length: Places, size: int) -> Chunks:
     return Chunks(read, number.astype(np.int32), start, np.minimum(start + size, length))
 
 
-@dataclass(frozen=True, slots=True)
-class Orfs:
+class Orfs(NamedTuple):
     """Open frames in order of chunk and frame, as columns."""
 
     chunk: Places  # [n] index of the chunk
@@ -123,8 +120,7 @@ def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
         letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         return Orfs(np.zeros(0, np.int64), letters, letters, lengths, np.zeros(0, object), lengths)
     parts = [_translate_group(bases, starts[a:b], ends[a:b], a) for a, b in _groups(starts, ends)]
-    columns = zip(*(map(part.__getattribute__, Orfs.__slots__) for part in parts), strict=True)
-    return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, columns))
+    return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _groups(starts: Places, ends: Places) -> Iterator[tuple[int, int]]:
@@ -192,8 +188,7 @@ def _residues(segment: bytes, pad: bytes) -> tuple[NDArray[np.uint8], NDArray[np
     return ahead, np.frombuffer(back, np.uint8)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """The part of a store that one batch makes; its columns are in a scratch file."""
 
     path: str
@@ -283,8 +278,7 @@ def _write(folder: Path, columns: Mapping[str, NDArray[Any]], chunks: int) -> Se
     return Segment(file.name, {name: len(column) for name, column in whole.items()}, counts)
 
 
-@dataclass(frozen=True, slots=True)
-class LongPart:
+class LongPart(NamedTuple):
     """A part of a long read, whose bases lie in a scratch file until all are there."""
 
     part: Part

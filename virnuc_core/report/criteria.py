@@ -4,9 +4,8 @@ A criterion passes or fails on a measured number only. A number that was not mea
 other hardware than the target is meant for, is `not run`; one that was stretched from fewer reads is `projected`."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from virnuc_core.profiles import CRITERIA_TOML, Profile, Target
 from virnuc_core.report import model
@@ -20,8 +19,7 @@ NO_EXACT: Final = "no part was embedded in fp32, or the runs are in fp32 themsel
 Run = model.RunMetrics | None
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """What was measured for one criterion."""
 
     value: float | None = None
