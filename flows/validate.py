@@ -115,8 +115,13 @@ def validate(settings: ValidateSettings) -> State[Judged]:
     told = message("met", judged) + told
     if not settings.approval:
         return ended(settings, judged, told)
-    approval = _approval(settings, judged)
-    return ended(settings, judged, f"{told}; {approval.verdict} by {approval.reviewer}", approval.verdict)
+    folder = RunDir(settings.out).report
+    approval = ask(folder, steps.approval_form(judged), timeout_s=settings.approval_timeout_s)
+    answered = rerender(settings.out)  # from now on the answer stands in every form of the report
+    said = f"{approval.verdict} by {approval.reviewer}"
+    text = fill("sections.md.j2", answered, only="Approval")
+    publish_markdown(on_host(f"approval-{judged.profile.name}"), text, said, folder)
+    return ended(settings, judged, f"{told}; {said}", approval.verdict)
 
 
 @flow(name="scale", flow_run_name=named("reads", "profile", "devices", "cluster"))
@@ -240,16 +245,6 @@ def _runs(
             else:
                 names.append(name)
     return tuple(names)
-
-
-def _approval(settings: ValidateSettings, judged: Report) -> ApprovalRecord:
-    """The reviewer's answer, which from then on stands in every form of the report."""
-    folder = RunDir(settings.out).report
-    approval = ask(folder, steps.approval_form(judged), timeout_s=settings.approval_timeout_s)
-    text = fill("sections.md.j2", rerender(settings.out), only="Approval")
-    said = f"{approval.verdict} by {approval.reviewer}"
-    publish_markdown(on_host(f"approval-{judged.profile.name}"), text, said, folder)
-    return approval
 
 
 def ask(report_dir: Path, form: type[RunInput], *, timeout_s: int, poll_s: int = POLL_S) -> ApprovalRecord:

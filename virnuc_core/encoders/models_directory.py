@@ -231,25 +231,23 @@ class Seen:
     """Takes the place of an ESM-2's `dense`: keeps the largest inputs of each linear layer, and their sum."""
 
     def __init__(self, esm2: Esm2) -> None:
-        names = [f"layers.{i}.{name}" for i in range(len(esm2.layers)) for name in PRODUCTS]
-        products = (one for layer in esm2.layers for one in layer.products)
-        self._names = {id(one): name for name, one in zip(names, products, strict=True)}
-        self._found = {name: torch.zeros(1) for name in names}
-        self._taken = dict.fromkeys(names, 0)
+        self._layers = esm2.layers
+        self._found = dict[int, tuple[Tensor, Tensor, int]]()  # of each product: both [in], and of how many rows
 
     def __call__(self, x: Tensor, layer: Dense) -> Tensor:
-        name, wide = self._names[id(layer)], x.float()
-        new = torch.stack((wide.abs().amax(0), wide.sum(0)))  # [2, in]
-        before = self._found[name].to(x.device).expand_as(new)
-        self._found[name] = torch.stack((torch.maximum(before[0], new[0]), before[1] + new[1]))
-        self._taken[name] += len(x)
+        wide = x.float()
+        largest, total, rows = self._found.get(id(layer), (wide.new_zeros(1), wide.new_zeros(1), 0))
+        self._found[id(layer)] = torch.maximum(largest, wide.abs().amax(0)), total + wide.sum(0), rows + len(x)
         return dense(x, layer)
 
     def tensors(self) -> dict[str, Tensor]:
         """Largest absolute and mean inputs, float32 [2, in], of each linear layer."""
-        return {
-            name: torch.stack((found[0], found[1] / self._taken[name])).cpu() for name, found in self._found.items()
-        }
+        found = {}
+        for i, layer in enumerate(self._layers):
+            for name, product in zip(PRODUCTS, layer.products, strict=True):
+                largest, total, rows = self._found[id(product)]
+                found[f"layers.{i}.{name}"] = torch.stack((largest, total / rows)).cpu()
+        return found
 
 
 def quantise(models: Path, reads: str, device: torch.device) -> tuple[Path, int]:

@@ -184,9 +184,7 @@ class ParseLog:
 
 def offsets_of(lengths: NDArray[np.integer]) -> NDArray[np.int64]:
     """Where each of the segments starts, and the end of the last: int64 [n + 1]."""
-    offsets = np.zeros(len(lengths) + 1, np.int64)
-    np.cumsum(lengths, out=offsets[1:])
-    return offsets
+    return np.append(np.int64(0), np.cumsum(lengths, dtype=np.int64))
 
 
 def shortened(text: str) -> str:

@@ -195,12 +195,16 @@ class _Text:
         self.form: Format = "fastq"  # until it is known nothing is a comment
         self.line = 1
         self.begin = self._from_first_letter(self.read(block_bytes).removeprefix(b"\xef\xbb\xbf"), block_bytes)
-        if self.begin and (form := _format(self.begin, source.name)) == "fasta":
-            self.form = form
+        if self.begin[:1] in (b">", b";"):
+            self.form = "fasta"
             self.begin = self._from_first_letter(self._without_comments(self.begin), block_bytes)
             if self.begin and not self.begin.startswith(b">"):
                 problem, hint = "text stands before the first header", "expected a line that starts with '>'"
                 raise InputError(problem, file=source.name, line=self.line, hint=hint)
+        elif self.begin and self.begin[:1] != b"@":
+            other = "neither FASTA nor FASTQ: it does not start with '>' or '@'"
+            zipped = self.begin.startswith(b"PK")
+            raise InputError(f"this is {'a zip archive; unpack it first' if zipped else other}", file=source.name)
 
     def _from_first_letter(self, text: bytes, block_bytes: int) -> bytes:
         while True:
@@ -233,13 +237,3 @@ def _whole_records(text: bytes, form: Format) -> int:
 
 def _newlines(text: bytes) -> int:
     return int(np.count_nonzero(np.frombuffer(text, np.uint8) == ord("\n")))  # many times as fast as bytes.count
-
-
-def _format(data: bytes, name: str) -> Format:
-    first = data[:1]
-    if first in (b">", b";"):
-        return "fasta"
-    if first == b"@":
-        return "fastq"
-    zipped, other = "a zip archive; unpack it first", "neither FASTA nor FASTQ: it does not start with '>' or '@'"
-    raise InputError(f"this is {zipped if data.startswith(b'PK') else other}", file=name)

@@ -103,7 +103,11 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
     Errors: `InputError` for reads that cannot be used; `ConfigError` when `out` cannot be written; `RunMismatchError`
     naming what is other, for reads that are not of the `expected` run; `SpentInputError` for what another try might
     mend, where reads came through a pipe."""
-    inputs = _find(spec)
+    inputs = find_inputs(spec.named)
+    if len(inputs.files) != 1 or spec.interleaved or alignments_at(inputs.files[0]):
+        from virnuc_core.reads.pairs import arranged  # one file is the usual case
+
+        inputs = arranged(spec, inputs)
     try:
         with _scratch(out) as folder:
             if (summary := None if anew else _kept(spec, inputs, out)) is not None:
@@ -124,15 +128,6 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
     for warning in summary.warnings():
         _log.warning("%s", warning)
     return summary
-
-
-def _find(spec: StageSpec) -> Inputs:
-    found = find_inputs(spec.named)
-    if len(found.files) == 1 and not spec.interleaved and not alignments_at(found.files[0]):
-        return found
-    from virnuc_core.reads.pairs import arranged  # one file is the usual case
-
-    return arranged(spec, found)
 
 
 def _make(

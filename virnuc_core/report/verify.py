@@ -91,15 +91,14 @@ def _verified(out: Path, check: Callable[..., None]) -> Verification:
 
 def _made_of(found: Verification, raw: RawFolder) -> None:
     """What all runs have in common: reads, weights, and devices that the validation had."""
-    records = {name: raw.read(RunRecord, name, RECORD) for name in (*run_names(raw.root), BASELINE)}
-    made = {name: made_from(record) for name, record in records.items() if record is not None}
-    first = next(iter(made.values()), {})  # all are of the same reads and weights
-    for name, own in made.items():
+    names = (*run_names(raw.root), BASELINE)
+    records = {name: record for name in names if (record := raw.read(RunRecord, name, RECORD)) is not None}
+    first = next(map(made_from, records.values()), {})  # all are of the same reads and weights
+    for name, record in records.items():
+        own, summary = made_from(record), raw.read(RunSummary, name, SUMMARY)
         for part in sorted(own.keys() & first.keys()):
             found.same(f"{name}/{RECORD}: {part}", own[part], first[part])
-    for name, record in records.items():
-        summary = raw.read(RunSummary, name, SUMMARY)
-        if record is not None and summary is not None and summary.devices:
+        if summary is not None and summary.devices:
             used, said = ([one.model_dump() for one in side.devices] for side in (summary, record))
             found.same(f"{name}/{RECORD}: devices", said, used)
 
