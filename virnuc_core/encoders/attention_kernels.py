@@ -24,12 +24,11 @@ def _halves(
     base: tl.tensor,  # first number of the queries or keys of one head, at the row's first token
     at: tl.tensor,  # positions [tokens]
     live: tl.tensor,  # which of them the row has
-    cos: tl.tensor,  # float32 [positions, head_dim / 2], rotary only
+    cos: tl.tensor,  # float32 [positions, head_dim / 2]; None with ALiBi
     sin: tl.tensor,
     stride: tl.constexpr,
     half: tl.constexpr,
     factor: tl.constexpr,
-    rotary: tl.constexpr,
 ) -> tl.tensor:
     """Both halves of some tokens' queries or keys, scaled, then rotated by float32 angles: [tokens, half] each."""
     column = tl.arange(0, half)[None, :]
@@ -37,7 +36,7 @@ def _halves(
     low = tl.load(place, mask=live[:, None], other=0.0)
     high = tl.load(place + half, mask=live[:, None], other=0.0)
     dtype = low.dtype
-    if rotary:
+    if cos is not None:
         c = tl.load(cos + at[:, None] * half + column, mask=live[:, None], other=0.0)
         s = tl.load(sin + at[:, None] * half + column, mask=live[:, None], other=0.0)
         low_wide, high_wide = low.to(tl.float32) * factor, high.to(tl.float32) * factor
@@ -57,13 +56,12 @@ def _scores(
     at_k: tl.tensor,
     length: tl.tensor,
     slope: tl.tensor,
-    rotary: tl.constexpr,
     product: tl.constexpr,
 ) -> tl.tensor:
     """Float32 scores [queries, keys], minus infinity for keys behind the row's end."""
     scores = tl.dot(q_low, tl.trans(k_low), input_precision=product)
     scores = tl.dot(q_high, tl.trans(k_high), scores, input_precision=product)
-    if not rotary:
+    if slope is not None:
         scores -= slope * tl.abs(at_q[:, None] - at_k[None, :]).to(tl.float32)
     return tl.where((at_k < length)[None, :], scores, -float("inf"))
 
@@ -104,7 +102,6 @@ def _whole_row(
     width: tl.constexpr,
     head_dim: tl.constexpr,
     factor: tl.constexpr,
-    rotary: tl.constexpr,
     queries: tl.constexpr,
     near: tl.constexpr,
     far: tl.constexpr,
@@ -114,21 +111,21 @@ def _whole_row(
     stride: tl.constexpr = 3 * width
     half: tl.constexpr = head_dim // 2
     at_near = tl.arange(0, near)
-    low_near, high_near = _halves(base + width, at_near, at_near < length, cos, sin, stride, half, 1.0, rotary)
+    low_near, high_near = _halves(base + width, at_near, at_near < length, cos, sin, stride, half, 1.0)
     v_near = _values(base + 2 * width, at_near, length, stride, head_dim)
     if far > 0:
         at_far = near + tl.arange(0, far)
-        low_far, high_far = _halves(base + width, at_far, at_far < length, cos, sin, stride, half, 1.0, rotary)
+        low_far, high_far = _halves(base + width, at_far, at_far < length, cos, sin, stride, half, 1.0)
         v_far = _values(base + 2 * width, at_far, length, stride, head_dim)
     end = queries if near == queries and far == 0 else length  # the first is known when compiled: no loop is left
     for first in range(0, end, queries):
         at_q = first + tl.arange(0, queries)
         live = at_q < length
-        q_low, q_high = _halves(base, at_q, live, cos, sin, stride, half, factor, rotary)
-        s = _scores(q_low, q_high, low_near, high_near, at_q, at_near, length, slope, rotary, product)
+        q_low, q_high = _halves(base, at_q, live, cos, sin, stride, half, factor)
+        s = _scores(q_low, q_high, low_near, high_near, at_q, at_near, length, slope, product)
         best = tl.max(s, 1)
         if far > 0:
-            t = _scores(q_low, q_high, low_far, high_far, at_q, at_far, length, slope, rotary, product)
+            t = _scores(q_low, q_high, low_far, high_far, at_q, at_far, length, slope, product)
             best = tl.maximum(best, tl.max(t, 1))
         weight = tl.exp(s - best[:, None])
         total = tl.sum(weight, 1)
@@ -148,12 +145,11 @@ def _whole_rows(
     cu_seqlens: tl.tensor,  # int32 [rows + 1]
     cos: tl.tensor,
     sin: tl.tensor,
-    slopes: tl.tensor,  # float32 [heads], ALiBi only
+    slopes: tl.tensor,  # float32 [heads]; None with rotary positions
     slots: tl.tensor,
     width: tl.constexpr,
     head_dim: tl.constexpr,
     factor: tl.constexpr,
-    rotary: tl.constexpr,
     queries: tl.constexpr,
     near: tl.constexpr,
     far: tl.constexpr,
@@ -163,8 +159,8 @@ def _whole_rows(
     head, row = tl.program_id(0), tl.program_id(1)
     start = tl.load(cu_seqlens + row)
     length = tl.load(cu_seqlens + row + 1) - start
-    slope = 0.0
-    if not rotary:
+    slope = None
+    if slopes is not None:
         slope = tl.load(slopes + head)
     base = qkv + start.to(tl.int64) * (3 * width) + head * head_dim
     head_out = out + head * head_dim
@@ -172,11 +168,11 @@ def _whole_rows(
     half: tl.constexpr = far // 2
     if far > 0:
         if length > near + half:
-            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, rotary, queries, near, far, product)
+            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, far, product)
         elif length > 0:
-            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, rotary, queries, near, half, product)
+            _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, half, product)
     elif length > 0:
-        _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, rotary, queries, near, 0, product)
+        _whole_row(base, to, length, cos, sin, slope, width, head_dim, factor, queries, near, 0, product)
     if row == tl.num_programs(1) - 1:
         _clear_tail(head_out, start + length, slots, width, head_dim, queries)
 
@@ -193,7 +189,6 @@ def _long_rows(
     width: tl.constexpr,
     head_dim: tl.constexpr,
     factor: tl.constexpr,
-    rotary: tl.constexpr,
     block: tl.constexpr,
     product: tl.constexpr,
 ) -> None:
@@ -205,20 +200,20 @@ def _long_rows(
     if part * block < length:
         stride: tl.constexpr = 3 * width
         half: tl.constexpr = head_dim // 2
-        slope = 0.0
-        if not rotary:
+        slope = None
+        if slopes is not None:
             slope = tl.load(slopes + head)
         base = qkv + start.to(tl.int64) * stride + head * head_dim
         at_q = part * block + tl.arange(0, block)
         live = at_q < length
-        q_low, q_high = _halves(base, at_q, live, cos, sin, stride, half, factor, rotary)
+        q_low, q_high = _halves(base, at_q, live, cos, sin, stride, half, factor)
         best = tl.full([block], -float("inf"), tl.float32)
         total = tl.zeros([block], tl.float32)
         mixed = tl.zeros([block, head_dim], tl.float32)
         for first in range(0, length, block):
             at_k = first + tl.arange(0, block)
-            k_low, k_high = _halves(base + width, at_k, at_k < length, cos, sin, stride, half, 1.0, rotary)
-            scores = _scores(q_low, q_high, k_low, k_high, at_q, at_k, length, slope, rotary, product)
+            k_low, k_high = _halves(base + width, at_k, at_k < length, cos, sin, stride, half, 1.0)
+            scores = _scores(q_low, q_high, k_low, k_high, at_q, at_k, length, slope, product)
             better = tl.maximum(best, tl.max(scores, 1))
             weight = tl.exp(scores - better[:, None])
             fade = tl.exp(best - better)
@@ -241,14 +236,16 @@ def fused_attention(qkv: Tensor, rows: Rows) -> Tensor:
     out = torch.empty(slots, width, dtype=qkv.dtype, device=qkv.device)
     given = (qkv, out, rows.cu_seqlens, rows.cos, rows.sin, rows.slopes, slots)
     sizes = {"width": width, "head_dim": width // rows.heads, "factor": 1 / math.sqrt(width // rows.heads)}
-    kind = {"rotary": rows.slopes is None, "product": "ieee" if wide else "tf32"}  # the second is for float32 only
+    product = "ieee" if wide else "tf32"  # for float32 only
     grid = (rows.heads, max(1, rows.rows))
     if wide or rows.max_seqlen > WHOLE:
         block = WIDE_QUERIES if wide else QUERIES
         blocks = triton.cdiv(rows.max_seqlen, block)
-        _long_rows[(*grid, blocks)](*given, **sizes, **kind, block=block, num_warps=4, num_stages=2)
+        _long_rows[(*grid, blocks)](*given, **sizes, product=product, block=block, num_warps=4, num_stages=2)
     else:
         near = QUERIES if rows.max_seqlen <= QUERIES else WHOLE // 2
         far = 0 if rows.max_seqlen <= near else WHOLE // 2
-        _whole_rows[grid](*given, **sizes, **kind, queries=QUERIES, near=near, far=far, num_warps=4, num_stages=2)
+        _whole_rows[grid](
+            *given, **sizes, product=product, queries=QUERIES, near=near, far=far, num_warps=4, num_stages=2
+        )
     return out

@@ -18,11 +18,6 @@ Linear = tuple[Tensor, Tensor | None, Tensor | None]  # weight, bias, and of an 
 
 
 @triton.jit
-def exact_gelu(x: tl.tensor) -> tl.tensor:
-    return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-
-
-@triton.jit
 def quick_gelu(x: tl.tensor) -> tl.tensor:
     """Exact GELU without a branch, which keeps rows in registers: the logarithm of the normal distribution's tail by a
     polynomial, within 6e-7 and, where GELU is small, 4e-6 of itself: float32's own erf is no nearer there."""
@@ -42,14 +37,13 @@ def whole(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 @triton.jit
 def _norm(
     x: tl.tensor,  # [rows, width]
-    shift: tl.tensor,  # float32 [width], seen by the norm only
+    shift: tl.tensor,  # float32 [width], seen by the norm only; or None
     weight: tl.tensor,
     bias: tl.tensor,
     out: tl.tensor,  # [rows, width]
     eps: tl.tensor,
     width: tl.constexpr,
     block: tl.constexpr,
-    has_shift: tl.constexpr,
 ) -> None:
     """Layer norm of one row, in float32."""
     row = tl.program_id(0)
@@ -57,7 +51,7 @@ def _norm(
     mask = at < width
     place = row.to(tl.int64) * width + at
     y = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    if has_shift:
+    if shift is not None:
         y += tl.load(shift + at, mask=mask, other=0.0)
     mean = tl.sum(y, 0) / width
     centred = tl.where(mask, y - mean, 0.0)
@@ -72,7 +66,7 @@ def norm(x: Tensor, affine: tuple[Tensor, Tensor], eps: float, shift: Tensor | N
     """Layer norm of `x + shift` [rows, width]; its warps hold a row in registers, 16 numbers or so a thread."""
     out, block = torch.empty_like(x), triton.next_power_of_2(x.shape[1])
     sizes = {"width": x.shape[1], "block": block, "num_warps": max(1, min(16, block // 512))}
-    _norm[(len(x),)](x, shift, *affine, out, eps, has_shift=shift is not None, **sizes)
+    _norm[(len(x),)](x, shift, *affine, out, eps, **sizes)
     return out
 
 
@@ -206,7 +200,8 @@ def _product(
             total = tl.dot(some, others, total, out_dtype=kind)
         if end == "gate":
             first, second = tl.split(tl.permute(tl.reshape(total, (rows, 2, columns)), (0, 2, 1)))
-            out.store([at_m, at_n], (exact_gelu(first) * second).to(out.dtype))
+            first = 0.5 * first * (1.0 + tl.erf(first * 0.7071067811865476))  # exact GELU
+            out.store([at_m, at_n], (first * second).to(out.dtype))
         else:
             row, column = at_m + tl.arange(0, rows), at_n + tl.arange(0, columns)
             real = column < n
