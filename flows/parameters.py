@@ -168,21 +168,19 @@ class ComputeSettings(Spec):
             Devices.parse(value)  # says which part is wrong; the pattern is what the UI's form can check
         return value
 
-    def stock(self) -> EngineSpec:
-        """The profile's settings, or the engine's own. Errors: those of `load_profile`."""
+    def engine(self) -> EngineSpec:
+        """The profile's settings, or the engine's own, with what the file of settings says, and what was set here.
+        Errors: those of `load_profile` and `read_settings`."""
         profile = getattr(self, "profile", None)
         if isinstance(profile, str):
             from virnuc_core.profiles import load_profile  # few runs need it
 
             profile = load_profile(profile)
-        return EngineSpec() if profile is None else profile.engine
-
-    def engine(self) -> EngineSpec:
-        """Those with what the file of settings says, and what was set here. Errors: those of `read_settings`."""
+        stock = EngineSpec() if profile is None else profile.engine
         from_file = {} if self.settings is None else config.read_settings(self.settings)
         own = {name: value for name, value in self if name in EngineSpec.model_fields}
         given = {name: value for name, value in own.items() if value not in (None, "default")}
-        return build(EngineSpec, self.stock().model_dump() | from_file | given, quoted=not from_file)
+        return build(EngineSpec, stock.model_dump() | from_file | given, quoted=not from_file)
 
 
 class FlowSettings(ComputeSettings, ReadingSpec):

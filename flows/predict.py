@@ -2,8 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 from prefect import flow
 from prefect.client.schemas.objects import State
@@ -26,8 +25,7 @@ from virnuc_core.runfiles import RunSummary
 FREE_NOW_S: Final = 1.0  # a device's slot that takes longer to get is another run's
 
 
-@dataclass(frozen=True, slots=True)
-class StagedRun:
+class StagedRun(NamedTuple):
     """A run whose reads are staged and whose settings are known to work."""
 
     run: RunDir

@@ -103,13 +103,12 @@ def stage_rows(summary: RunSummary) -> Rows:
 
 def device_rows(busy: Sequence[DeviceBusy], deaths: Sequence[str]) -> Rows:
     """What each device did: shards, both encoders' tokens a second of computing, workers that died."""
-
-    def row(one: DeviceBusy) -> dict[str, object]:
+    rows = []
+    for one in busy:
         (device, _, node), rate = one.device.partition("@"), one.tokens / one.busy_s if one.busy_s else None
         died = sum(line.startswith(f"worker on {one.device} ") for line in deaths)
-        return {"node": node, "device": device, "shards": one.shards, "tokens/s": rate, "restarts": died}
-
-    return [row(one) for one in busy]
+        rows.append({"node": node, "device": device, "shards": one.shards, "tokens/s": rate, "restarts": died})
+    return rows
 
 
 def fate_rows(summary: RunSummary, tally: Mapping[str, int] | None = None) -> Rows:

@@ -128,7 +128,12 @@ class Pool(AbstractContextManager["Pool"]):
         for device in self._workers.joined(len(self._todo)):
             self._slots.append(WorkerSlot(self.specs[0].model_copy(update={"device": device})))
         if self._todo or self._warm:
-            self._start()
+            # a worker on each device, but no more of them than there are tasks, unless all are to be warm
+            wanted = len(self._slots) if self._warm else len(self._todo) + sum(len(slot.held) for slot in self._slots)
+            wanted -= sum(slot.worker is not None for slot in self._slots)
+            self._warm = False
+            for slot in [slot for slot in self._slots if slot.worker is None][: max(0, wanted)]:
+                slot.worker, slot.record = self._workers.start(slot.spec), None
             self._feed()
         if (received := self._workers.receive(TICK_S)) is None:
             return
@@ -150,14 +155,6 @@ class Pool(AbstractContextManager["Pool"]):
             job, tasks = self._given.popleft()
             self._jobs[job.run] = job
             self._todo.extend(tasks)
-
-    def _start(self) -> None:
-        """A worker on each device, but no more of them than there are tasks, unless all are to be warm."""
-        wanted = len(self._slots) if self._warm else len(self._todo) + sum(len(slot.held) for slot in self._slots)
-        wanted -= sum(slot.worker is not None for slot in self._slots)
-        self._warm = False
-        for slot in [slot for slot in self._slots if slot.worker is None][: max(0, wanted)]:
-            slot.worker, slot.record = self._workers.start(slot.spec), None
 
     def _feed(self) -> None:
         """Give workers tasks until each holds enough; a suspect travels alone, so that a death names it."""

@@ -10,11 +10,10 @@ import stat
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any, BinaryIO, Final, Self, cast
+from typing import Any, BinaryIO, Final, NamedTuple, Self, cast
 
 from isal import isal_zlib  # about three times as fast as zlib; it checks the sums of every member, too
 
@@ -37,8 +36,7 @@ _SAM: Final = (b"@HD\t", b"@SQ\t", b"@RG\t", b"@PG\t")
 _UNPACKER_BYTES: Final = 1 << 28  # memory that a file may ask its unpacker to take
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
+class Inputs(NamedTuple):
     """The files named by a user, folders opened up, in the order they will be read."""
 
     files: tuple[str, ...]  # paths, or "-" for standard input

@@ -20,7 +20,7 @@ from functools import partial
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import h5py
 import numpy as np
@@ -315,8 +315,7 @@ class StoreWriter:
             yield _Part(segment, begin, copies, again)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(NamedTuple):
     """A segment, and all that whoever puts it into the store needs to know of the others."""
 
     segment: Segment
