@@ -84,8 +84,9 @@ def embed(
         return done(summary, f"all {summary.shards} shards were committed: nothing to compute", reused=True)
     kept = f", {summary.shards_reused} were committed before" if summary.shards_reused else ""
     deaths = f"; {len(summary.deaths)} worker deaths survived" if summary.deaths else ""
+    again = f"; {summary.rows_repeated:,} rows near the threshold again in fp16" if summary.rows_repeated else ""
     computed = f"{summary.shards_computed} of {summary.shards} shards computed{kept}"
-    return done(summary, f"{computed} in {summary.wall_s:.1f} s{deaths}")
+    return done(summary, f"{computed} in {summary.wall_s:.1f} s{again}{deaths}")
 
 
 def stage_rows(summary: RunSummary) -> Rows:

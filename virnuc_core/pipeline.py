@@ -24,6 +24,7 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
+from virnuc_core.engine.repeats import repeats
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
 from virnuc_core.lease import still_held
 from virnuc_core.reads.sources import hidden, is_remote, local_files
@@ -213,7 +214,8 @@ def prepare(
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
         discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
-    resolved, plan = shards.plan_run(orfs.protein_offsets, resolved, fingerprints, found[0].kind)
+    near = spec.threshold if repeats(resolved, head) else None
+    resolved, plan = shards.plan_run(orfs.protein_offsets, resolved, fingerprints, found[0].kind, near)
     fresh = runfiles.new_record(
         runfiles.RunRecord,
         found,
@@ -223,7 +225,7 @@ def prepare(
         model_length=length,
         widths=widths,
         fingerprints=fingerprints,
-        resolved={**shards.result_settings(resolved), "kind": found[0].kind},
+        resolved={**shards.result_settings(resolved, near), "kind": found[0].kind},
         store=os.path.relpath(store, run.root),
     )
     record = runfiles.resume_or_refuse(run, fresh)
@@ -285,6 +287,7 @@ def _compute(job: Job, staging: StageSummary, watch: Watch, started_s: float, po
         shards=len(job.plan),
         shards_computed=len(job.todo),
         shards_reused=len(job.plan) - len(job.todo),
+        rows_repeated=computed.repeated,
         restarts=len(deaths),
         deaths=deaths,
         telemetry=next((one.telemetry for one in reversed(earlier) if one.telemetry), None),

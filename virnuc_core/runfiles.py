@@ -300,6 +300,7 @@ class RunSummary(RunCounts):
     rows_virus: Count | None = None
     chunks_virus: Count | None = None
     chunks_scored: Count | None = None
+    rows_repeated: Count | None = None  # of the shards that were computed: uniques that fp16 decided, not int8
     telemetry: str | None = None  # file name within telemetry/; None when nothing had to be computed
     devices: tuple[Device, ...] = ()
     workers: tuple[dict[str, Any], ...] = ()

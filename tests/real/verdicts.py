@@ -1,4 +1,5 @@
-"""Which verdicts on reads int8 keeps, beside int8 with some products in 16 bits, as a table.
+"""Which verdicts on reads int8 keeps, beside int8 with some products in 16 bits, as a table. Its last line is what
+`--precision int8` does; the others are without a second look at frames near the threshold.
 
 `python -m tests.real.verdicts WHEELS TRAINED MODELS OUT`: WHEELS as `make real-data` fetches them, TRAINED a directory
 of `virnuc train --groups`, of whose test's families and of whose host's unused windows reads are cut; MODELS the models
@@ -19,12 +20,14 @@ from numpy.typing import NDArray
 from scipy.stats import binomtest
 from torch import Tensor
 
+from virnuc_core.config import THRESHOLD
 from virnuc_core.encoders.checkpoint import calibration, load_encoder, open_folder, open_part
 from virnuc_core.encoders.layers import PRODUCTS, Layer, Resolved
 from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
 from virnuc_core.encoders.models import DnabertS, Esm2, Head
 from virnuc_core.encoders.models_directory import embed
 from virnuc_core.encoders.tokenize import DnabertTokenizer, Esm2Tokenizer
+from virnuc_core.engine import repeats
 from virnuc_core.measure.training import TRAINED, TrainFile
 from virnuc_core.reads.stage import StageSpec, stage
 from virnuc_core.reads.store import OrfStore
@@ -34,7 +37,6 @@ from .genomes import hosts, viruses, write_reads
 
 CPU: Final = torch.device("cpu")
 NEAR: Final = 0.15  # of the threshold: reads that are embedded again by their float32 score; none may differ by as much
-AGAIN: Final = 0.05  # of the threshold: frames that fp16 decides, in the last line, by their score in int8
 AT_ONCE: Final = 32
 SPEED: Final = {"int8": 166.6, "fp16": 101.0}  # thousand tokens/s, 3B, one H200 (docs/performance.md)
 Kept = Callable[[int, str], bool]  # whether a product of a layer, counted in sixths of all, stays in 16 bits
@@ -183,8 +185,8 @@ def main() -> None:
         share = sum(work * kept(layer, one) for layer in range(6) for one, work in zip(PRODUCTS, works, strict=True))
         found = told(name, share / 6 / sum(works), rounded)
         by_int8 = found if share == 0 else by_int8
-    doubtful = (head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - 0.5).abs() < AGAIN
-    name = f"{100 * doubtful.double().mean():.1f} % of the frames again in fp16"
+    doubtful = (head.scores(torch.cat((reads.dna, by_int8), dim=1))[:, 1:] - THRESHOLD).abs() < repeats.NEAR
+    name = f"int8, {100 * doubtful.double().mean():.1f} % of the frames again in fp16: --precision int8"
     last = line(name, None, reads, exact, reads.margin(head, torch.where(doubtful, by_half, by_int8)))
     print(last.rsplit("|", 2)[0] + "| |")  # differences near the threshold are fp16's, farther off int8's
 

@@ -64,8 +64,9 @@ class Job:
         run, store, plan = str(self.run.root.resolve()), self.store, self.plan
         most = max(0, max(1, int(MOST_NOT_FINITE * store.n_uniques)) - self.lost)
         told: dict[str, Any] = {"run": run, "store": str(store.path.resolve()), "reads": store.fingerprint}
+        told |= {"most_lost": most, "threshold": self.spec.threshold}
         spans = ((shard, *plan.range(shard)) for shard in chosen)
-        return [ShardTask(**told, most_lost=most, shard=shard, lo=lo, hi=hi) for shard, lo, hi in spans]
+        return [ShardTask(**told, shard=shard, lo=lo, hi=hi) for shard, lo, hi in spans]
 
 
 class Embedding:

@@ -34,6 +34,7 @@ from virnuc_core.telemetry.tables import ENCODERS, Encoder
 JOBS_OPEN = 8  # runs whose stores a process keeps open
 SLICE_ROWS = 1024  # uniques tokenised in one call
 SMALLEST_GROUP = 64
+PARTS = (1, 4, 16)  # of a token budget: the shapes of batches
 NEARLY = 16  # a shape is worth launching when less than one part in this many stays empty
 MIN_TOKENS_PER_ROW = 8  # row capacity of a batch = slots / this; only rows shorter than 6 residues could ask for more
 
@@ -53,7 +54,8 @@ Item = ShardTask | Batch | None  # what the launch loop takes: a task, its batch
 Take = Callable[[], tuple[Item, float]]  # the next item, and how long it took to come, in milliseconds
 Source = tuple[Path, str, Path]  # a store, the fingerprint it must have, a models directory
 Slice = tuple[int, int]
-Tokens = tuple[NDArray[np.int64], NDArray[np.int64]]  # all tokens end to end, row offsets
+Ints = NDArray[np.int64]
+Tokens = tuple[Ints, Ints]  # all tokens end to end, row offsets
 
 
 @lru_cache(maxsize=JOBS_OPEN)
@@ -72,7 +74,7 @@ def tokenise(source: Source, span: Slice) -> tuple[Tokens, Tokens]:
     return (protein[0].numpy(), protein[1].numpy()), (dna[0].numpy(), dna[1].numpy())
 
 
-def slices(kept: NDArray[np.int64]) -> list[Slice]:
+def slices(kept: Ints) -> list[Slice]:
     """Runs of consecutive uniques, none longer than `SLICE_ROWS`."""
     cuts = np.flatnonzero((np.diff(kept) != 1) | (kept[1:] % SLICE_ROWS == 0)) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(kept, cuts) if len(run)]
@@ -89,15 +91,15 @@ def join(parts: Sequence[Tokens]) -> Tokens:
 class BatchPlan:
     """One batch: which rows, in order, in how many slots."""
 
-    rows: NDArray[np.int64]
+    rows: Ints
     slots: int
     max_seqlen: int  # the group's bound
     tokens: int
 
 
-def shapes(budget: int) -> tuple[int, ...]:
+def shapes(budget: int, parts: Sequence[int] = PARTS) -> tuple[int, ...]:
     """The batch shapes of a token budget, largest first."""
-    return tuple(dict.fromkeys(max(1, budget // part) for part in (1, 4, 16)))
+    return tuple(dict.fromkeys(max(1, budget // part) for part in parts))
 
 
 def row_capacity(slots: int) -> int:
@@ -105,24 +107,24 @@ def row_capacity(slots: int) -> int:
     return max(1, slots // MIN_TOKENS_PER_ROW)
 
 
-def group_bounds(lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+def group_bounds(lengths: Ints) -> Ints:
     """The power of two each row of `lengths` tokens is grouped under, at least `SMALLEST_GROUP`."""
-    bounds: NDArray[np.int64] = 1 << np.frexp(lengths - 1)[1].astype(np.int64)
+    bounds: Ints = 1 << np.frexp(lengths - 1)[1].astype(np.int64)
     return bounds.clip(SMALLEST_GROUP)
 
 
-def pack(lengths: Sequence[int] | NDArray[np.int64], budget: int) -> list[BatchPlan]:
+def pack(lengths: Sequence[int] | Ints, budget: int, parts: Sequence[int] = PARTS) -> list[BatchPlan]:
     """Place every row of `lengths` (tokens, specials included, each ≥ 1) in exactly one batch; the same gives the same.
 
     A row longer than the budget gets a batch of its own, of the smallest multiple of the budget that holds it."""
     sizes = np.asarray(lengths, dtype=np.int64)
     bounds, batches = group_bounds(sizes), list[BatchPlan]()
     for bound in np.unique(bounds)[::-1].tolist():
-        batches += _pack_group(np.flatnonzero(bounds == bound), sizes, bound, budget)
+        batches += _pack_group(np.flatnonzero(bounds == bound), sizes, bound, shapes(budget, parts))
     return batches
 
 
-def _pack_group(members: NDArray[np.int64], sizes: NDArray[np.int64], bound: int, budget: int) -> list[BatchPlan]:
+def _pack_group(members: Ints, sizes: Ints, bound: int, allowed: Sequence[int]) -> list[BatchPlan]:
     """Batches of one group: first-fit decreasing, bin by bin, over counts of equal lengths."""
     distinct, counts = np.unique(sizes[members], return_counts=True)
     by_size = members[np.argsort(sizes[members], kind="stable")]
@@ -131,7 +133,7 @@ def _pack_group(members: NDArray[np.int64], sizes: NDArray[np.int64], bound: int
     batches = []
     while remaining:
         longest = max(length for length, rows in left.items() if len(rows))
-        slots = _slots(remaining, longest, budget)
+        slots = _slots(remaining, longest, allowed)
         room, places, chosen = slots, row_capacity(slots), []
         for length in sorted(left, reverse=True):
             rows = left[length][: min(room // length, places)]
@@ -144,18 +146,20 @@ def _pack_group(members: NDArray[np.int64], sizes: NDArray[np.int64], bound: int
     return batches
 
 
-def _slots(remaining: int, longest: int, budget: int) -> int:
+def _slots(remaining: int, longest: int, allowed: Sequence[int]) -> int:
     """The largest shape the remaining tokens nearly fill, or the smallest; never too small for the longest row."""
-    fitting = [size for size in shapes(budget) if longest <= size]
+    fitting = [size for size in allowed if longest <= size]
     if not fitting:
-        return -(-longest // budget) * budget
+        return -(-longest // allowed[0]) * allowed[0]
     return next((size for size in fitting if remaining >= size - size // NEARLY), fitting[-1])
 
 
-def packed(tokens: Tokens, budget: int, pad: int) -> Iterator[tuple[BatchPlan, PackedBatch]]:
+def packed(
+    tokens: Tokens, budget: int, pad: int, parts: Sequence[int] = PARTS
+) -> Iterator[tuple[BatchPlan, PackedBatch]]:
     """Rows of tokens in batches of fixed shapes: each batch's rows end to end in its slots, then `pad`."""
     flat, starts = tokens
-    for plan in pack(np.diff(starts), budget):
+    for plan in pack(np.diff(starts), budget, parts):
         lengths = starts[plan.rows + 1] - starts[plan.rows]
         ends = np.cumsum(lengths)
         source = np.repeat(starts[plan.rows] - (ends - lengths), lengths) + np.arange(plan.tokens)

@@ -61,6 +61,7 @@ class PooledJob:
     lost_s: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # by device, from its last commit on
     reduced: dict[int, int] = field(default_factory=dict)  # shards, and what their token budgets were divided by
     lost: int = 0  # rows that were not finite
+    repeated: int = 0  # rows near the threshold that were embedded again
     killed: Counter[int] = field(default_factory=Counter)  # deaths with this shard first in line
     searches: dict[int, Generator[ShardTask, bool, None]] = field(default_factory=dict)
     error: Exception | None = None  # which ends this job alone
@@ -190,7 +191,7 @@ class Pool(AbstractContextManager["Pool"]):
                         job.lost_s[worker.device] += time.monotonic() - slot.since_s
                 slot.since_s = time.monotonic()
                 log.info("%s ready after %.1f s", worker.device, record["ready_s"])
-            case Computed(done=done):
+            case Computed(done=done, repeated=repeated):
                 task = slot.held.popleft()
                 self._tell_log(slot)
                 job = self._jobs[task.run]
@@ -198,6 +199,7 @@ class Pool(AbstractContextManager["Pool"]):
                     self._todo.appendleft(job.searches[task.shard].send(True))
                 elif job.error is None and done is not None:
                     slot.since_s = time.monotonic()
+                    job.repeated += repeated
                     self._count(job, task, done)
             case process.Failed():  # what no other try mends ends the job, or all; all else is left to its death
                 log.error("%s: %s: %s", worker.device, heard.kind, heard.message)

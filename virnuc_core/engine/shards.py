@@ -17,7 +17,7 @@ import h5py
 import numpy as np
 from numpy.typing import NDArray
 
-from virnuc_core.config import RESULT_FIELDS, EngineSpec, Spec
+from virnuc_core.config import RESULT_FIELDS, THRESHOLD, EngineSpec, Spec
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
@@ -36,10 +36,11 @@ READ_BYTES: Final = 1 << 20
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
-def result_settings(engine: EngineSpec) -> dict[str, Any]:
-    """The settings that may change result bytes."""
+def result_settings(engine: EngineSpec, near: float | None = None) -> dict[str, Any]:
+    """The settings that may change result bytes; `near`: the threshold near which rows are embedded again, if any."""
     # the first two are always so; every fingerprint holds them
-    return {"compile": False, "dedup": True} | {name: getattr(engine, name) for name in RESULT_FIELDS}
+    settings = {"compile": False, "dedup": True} | {name: getattr(engine, name) for name in RESULT_FIELDS}
+    return settings if near is None else settings | {"threshold": near}
 
 
 class ShardPlan(Spec):
@@ -69,6 +70,7 @@ class ShardTask(Message):
     hi: int
     divisor: int = 1  # of the token budgets
     skip: tuple[int, ...] = ()  # uniques left out
+    threshold: float = THRESHOLD  # of its run
     probe: bool = False  # compute and say so, commit nothing
 
 
@@ -76,6 +78,7 @@ class Computed(Message):
     """A worker's word that a shard is on disk; of a probe, that it was computed and the worker lives."""
 
     done: ShardDone | None  # None for a probe
+    repeated: int = 0  # rows near the threshold that were embedded again
 
 
 class ShardResult(NamedTuple):
@@ -103,13 +106,13 @@ def make_plan(protein_offsets: NDArray[np.int64], shard_tokens: int, token_budge
 
 
 def plan_run(
-    protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str
+    protein_offsets: NDArray[np.int64], engine: EngineSpec, prints: dict[str, str], kind: str, near: float | None = None
 ) -> tuple[EngineSpec, ShardPlan]:
     """The plan of a run, and its settings: `shard_tokens` is raised to give at most `MOST_SHARDS`. Its fingerprint is
     of all that decides a result: reads and weights (their `prints`), result settings and kind of device."""
     asked = engine.shard_tokens
     while True:
-        body = json.dumps({"prints": prints, "settings": result_settings(engine), "kind": kind}, sort_keys=True)
+        body = json.dumps({"prints": prints, "settings": result_settings(engine, near), "kind": kind}, sort_keys=True)
         fingerprint = hashlib.sha256(body.encode()).hexdigest()
         plan = make_plan(protein_offsets, engine.shard_tokens, engine.token_budget, fingerprint)
         if len(plan) <= MOST_SHARDS or engine.shard_tokens >= LARGEST_SHARD:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,6 +27,7 @@ from virnuc_core.encoders.model_config import KINDS, DnabertShape, HeadShape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
+from virnuc_core.engine.repeats import Repeater, repeats
 from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
 from virnuc_core.errors import NotFiniteError, few
 from virnuc_core.rundir import RunDir
@@ -129,7 +131,8 @@ class Worker:
         import_s, loaded_s = time.monotonic() - self.parent.started_s, list[float]()
         models, engine, cuda = Path(self.spec.models), self.spec.engine, self.spec.device.kind == "cuda"
         self.device = device = torch.device("cuda:0" if cuda else "cpu")
-        longest = open_part(models, HeadShape)[0].model_length // 3 + 2
+        head = open_part(models, HeadShape)[0]
+        longest = head.model_length // 3 + 2
         shorter = [SMALLEST_GROUP << n for n in range(longest.bit_length()) if SMALLEST_GROUP << n < longest]
 
         def warm(encoder: Encoder) -> None:
@@ -138,7 +141,13 @@ class Worker:
                 budget = engine.token_budget if isinstance(encoder, Esm2) else engine.dna_token_budget
                 warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
 
-        self.esm2, self.dnabert_s, self.head = load_all(models, device, engine, warm)
+        with ThreadPoolExecutor(1) as thread:  # beside the others
+            again = thread.submit(Repeater, models, device, engine) if repeats(engine, head) else None
+            self.esm2, self.dnabert_s, self.head = load_all(models, device, engine, warm)
+        self.repeater = again.result() if again else None
+        if self.repeater is not None and cuda:
+            with torch.cuda.stream(self.repeater.stream):
+                warm_up(self.repeater.esm2, self.repeater.slots(self.spec.divisor), device, longest, *shorter)
         self._side = torch.cuda.Stream(device) if cuda else None
         self.said = {
             "device": self.spec.device.id,
@@ -235,6 +244,7 @@ class Worker:
         assert pending.scores is not None
         result = ShardResult(pending.embeddings.numpy(), pending.scores.numpy())
         task = pending.task
+        repeated = self.repeater.repeat(result, task, self.head) if self.repeater is not None else 0
         finished_s = time.monotonic()
         if task.probe:
             self._answer(Computed(done=None))
@@ -266,7 +276,7 @@ class Worker:
             skipped=len(lost),
             allocated_bytes=torch.cuda.max_memory_allocated() if pending.arrived is not None else None,
         )
-        self._answer(Computed(done=done))
+        self._answer(Computed(done=done, repeated=repeated))
 
     def _answer(self, computed: Computed) -> None:
         self._held.popleft()

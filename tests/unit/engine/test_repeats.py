@@ -1,0 +1,320 @@
+"""Rows near the threshold in int8: fp16 decides them, and nothing else changes. On a CPU both run by plain torch."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from virnuc_core import pipeline
+from virnuc_core.config import Devices, EngineSpec
+from virnuc_core.encoders import layers
+from virnuc_core.encoders.checkpoint import load_encoder, open_part, shape_of
+from virnuc_core.encoders.model_config import Esm2Shape, HeadShape
+from virnuc_core.encoders.models import Esm2, Head
+from virnuc_core.encoders.models_directory import quantise
+from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer, PackedBatch
+from virnuc_core.engine import shards
+from virnuc_core.engine.devices import resolve
+from virnuc_core.engine.loader import packed
+from virnuc_core.engine.pool import Pool
+from virnuc_core.engine.process import Closed, LocalWorkers, Message, WorkerSpec, worker_specs
+from virnuc_core.engine.remote_node import moved
+from virnuc_core.engine.repeats import NEAR, Repeater
+from virnuc_core.engine.shards import Computed, ShardPlan, ShardResult, ShardTask
+from virnuc_core.engine.worker import Worker
+from virnuc_core.errors import RunMismatchError
+from virnuc_core.reads.simulate import SimulateSpec, simulate
+from virnuc_core.reads.stage import StageSpec, StageSummary, stage
+from virnuc_core.reads.store import OrfStore
+from virnuc_core.rundir import RunDir
+from virnuc_core.runfiles import Device, read_record
+
+from .test_runs import SMALL, go, result_bytes
+
+CPU = torch.device("cpu")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+ON_GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not HOPPER, reason="int8 needs compute capability 9.0"),
+    pytest.mark.filterwarnings("default"),  # of torch and triton on whatever machine this is
+]
+EIGHT = SMALL.model_copy(update={"precision": "int8", "token_budget": 8192})
+SLOTS = 512  # a sixteenth of that
+LONGEST = 102  # tokens of a row of a head for 300 bases
+THRESHOLD, OTHER = 0.5, 0.7
+PRINTS = {"reads": "r", "esm2": "e"}
+# what a worker's process does where a CPU is let run int8 and fp16
+ON_CPU = """
+from virnuc_core.encoders import layers
+from virnuc_core.engine import worker
+layers.resolve_precision = lambda asked, device: asked
+work = worker.work
+"""
+
+Staged = tuple[Path, StageSummary]
+Compute = Callable[..., list[Computed]]
+
+
+@pytest.fixture(scope="module")
+def staged(reads_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Staged:
+    """Reads of one length, and the mixed ones."""
+    folder = tmp_path_factory.mktemp("store")
+    simulate(SimulateSpec(reads=400, seed=3), folder / "reads.fasta")
+    spec = StageSpec(reads=(str(folder / "reads.fasta"), str(reads_file)), model_length=300)
+    return folder / "orfs.h5", stage(spec, folder / "orfs.h5")
+
+
+@pytest.fixture(scope="module")
+def models(tiny_models: Path, staged: Staged, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny models, calibrated, with a head whose scores are spread out, and that says it was trained."""
+    folder = tmp_path_factory.mktemp("int8") / "models"
+    shutil.copytree(tiny_models, folder)
+    quantise(folder, str(staged[0].with_name("reads.fasta")), CPU)
+    tensors = load_file(folder / "head/model.safetensors")
+    tensors["output_layer.weight"] *= 4
+    tensors["output_layer.bias"][1] += 2.4
+    save_file(tensors, folder / "head/model.safetensors")
+    return _with_origin(folder, "trained on something")
+
+
+@pytest.fixture(scope="module")
+def undecided(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same, but that the head says it is random: no row is repeated for it."""
+    folder = tmp_path_factory.mktemp("int8") / "undecided"
+    shutil.copytree(models, folder)
+    return _with_origin(folder, "random, for a test")
+
+
+def _with_origin(models: Path, origin: str) -> Path:
+    config = models / "head/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"origin": origin}))
+    return models
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=ON_GPU)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    if request.param == "cpu":
+        monkeypatch.setattr(layers, "resolve_precision", lambda asked, device: asked)
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def plan(staged: Staged) -> ShardPlan:
+    return shards.plan_run(OrfStore.open(staged[0]).protein_offsets, EIGHT, PRINTS, "cpu", THRESHOLD)[1]
+
+
+@pytest.fixture
+def compute(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Compute:
+    """What one worker, in this process, answers to tasks."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+    def answers(models: Path, tasks: Sequence[ShardTask], engine: EngineSpec = EIGHT) -> list[Computed]:
+        messages, sent = deque[Message]([*tasks, Closed()]), list[Message]()
+
+        def give_up(error: Exception) -> None:
+            raise error
+
+        parent = SimpleNamespace(started_s=0.0, receive=lambda _: messages.popleft(), send=sent.append, give_up=give_up)
+        it = Device(id="one", kind=cast(Any, device.type), name="a device")
+        Worker(cast(Any, parent), WorkerSpec(models=str(models), device=it, engine=engine)).run()
+        return [message for message in sent if isinstance(message, Computed)]
+
+    return answers
+
+
+def task_of(run: RunDir, staged: Staged, plan: ShardPlan, shard: int, **more: Any) -> ShardTask:
+    """A shard of a run, whose plan lies there."""
+    shards.write_plan(run, plan)
+    lo, hi = plan.range(shard)
+    told = {"run": str(run.root), "store": str(staged[0]), "reads": OrfStore.open(staged[0]).fingerprint}
+    return ShardTask(**{**told, "shard": shard, "lo": lo, "hi": hi, "threshold": THRESHOLD, **more})
+
+
+def near(result: ShardResult, threshold: float) -> np.ndarray[Any, Any]:
+    return np.abs(result.scores[:, 1] - threshold) < NEAR
+
+
+def alone(models: Path, staged: Staged, device: torch.device, unique: int) -> torch.Tensor:
+    """ESM-2's embedding of one row in fp16, the only one in a batch."""
+    encoder = load_encoder(Esm2, models, device, "fp16")
+    tokens, starts = Esm2Tokenizer().encode(OrfStore.open(staged[0]).protein(unique, unique + 1))
+    ((_, batch),) = packed((tokens.numpy(), starts.numpy()), SLOTS, ESM2_PAD, parts=(1,))
+    return encoder.embed(batch.to(device))[0].cpu()
+
+
+def test_rows_near_the_threshold_get_what_fp16_says_and_others_keep_int8(
+    tmp_path: Path,
+    models: Path,
+    undecided: Path,
+    staged: Staged,
+    plan: ShardPlan,
+    device: torch.device,
+    compute: Compute,
+) -> None:
+    runs = [RunDir(tmp_path / name) for name in ("repeated", "plain", "fp16")]
+    ways = ((models, EIGHT), (undecided, EIGHT), (models, EIGHT.model_copy(update={"precision": "fp16"})))
+    told = [
+        compute(weights, [task_of(run, staged, plan, shard) for shard in (0, 1)], engine)
+        for run, (weights, engine) in zip(runs, ways, strict=True)
+    ]
+    head, width = Head(*open_part(models, HeadShape), device), shape_of(models, Esm2Shape).width
+    for shard in (0, 1):
+        got, plain, exact = (shards.read_shard(run, plan, shard) for run in runs)
+        doubtful, lo = near(plain, THRESHOLD), plan.range(shard)[0]
+        assert 3 <= doubtful.sum() <= len(doubtful) // 2, "this shows nothing"
+        assert [one[shard].repeated for one in told] == [doubtful.sum(), 0, 0]
+        for array, before in zip(got, plain, strict=True):
+            assert np.array_equal(array[~doubtful], before[~doubtful])
+        assert np.array_equal(got.embeddings[:, :-width], plain.embeddings[:, :-width]), "DNABERT-S has no int8"
+        assert (got.embeddings[doubtful] != plain.embeddings[doubtful]).any(axis=1).all()
+        for place in np.flatnonzero(doubtful).tolist():
+            expected = alone(models, staged, device, lo + place).numpy()
+            assert np.array_equal(got.embeddings[place, -width:], expected), "its numbers depend on its company"
+        features = torch.from_numpy(got.embeddings[doubtful]).to(device)
+        assert np.array_equal(got.scores[doubtful], head.scores(features).cpu().numpy())
+        # fp16's own run has other batches, which round otherwise in the last digits; int8 is farther off
+        apart = [np.abs(one.scores - exact.scores)[doubtful].max() for one in (got, plain)]
+        assert 5 * apart[0] < apart[1]
+        counted = [(one[shard].done.protein_tokens, one[shard].done.rows) for one in told if one[shard].done]
+        assert counted == [counted[0]] * 3, "no row is counted twice"
+
+
+def test_runs_of_other_thresholds_on_one_worker_do_not_mix(
+    tmp_path: Path, models: Path, undecided: Path, staged: Staged, plan: ShardPlan, compute: Compute
+) -> None:
+    one, other, plain = (RunDir(tmp_path / name) for name in ("one", "other", "plain"))
+    compute(undecided, [task_of(plain, staged, plan, 0)])
+    told = compute(
+        models,
+        [
+            task_of(one, staged, plan, 0),
+            task_of(other, staged, plan, 0, threshold=OTHER),
+            task_of(one, staged, plan, 1),
+            task_of(one, staged, plan, 0),
+        ],
+    )
+    before = shards.read_shard(plain, plan, 0)
+    for run, threshold, answer in ((one, THRESHOLD, told[0]), (other, OTHER, told[1]), (one, THRESHOLD, told[3])):
+        result = shards.read_shard(run, plan, 0)
+        changed = (result.embeddings != before.embeddings).any(axis=1)
+        assert np.array_equal(changed, near(before, threshold)), threshold
+        assert answer.repeated == changed.sum() > 0
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)  # elsewhere, rows left out may move others to other batches
+def test_rows_that_are_left_out_stay_so_and_a_probe_commits_nothing(
+    tmp_path: Path,
+    models: Path,
+    staged: Staged,
+    plan: ShardPlan,
+    compute: Compute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_at, repeat = list[ShardTask](), Repeater.repeat
+
+    def noted(it: Repeater, result: ShardResult, task: ShardTask, head: Head) -> int:
+        looked_at.append(task)
+        return repeat(it, result, task, head)
+
+    monkeypatch.setattr(Repeater, "repeat", noted)
+    whole, parted = RunDir(tmp_path / "whole"), RunDir(tmp_path / "parted")
+    compute(models, [task_of(whole, staged, plan, 1)])
+    every, lo = shards.read_shard(whole, plan, 1), plan.range(1)[0]
+    places = np.flatnonzero(near(every, THRESHOLD))
+    left_out = tuple(lo + place for place in places[:2].tolist())
+    probe, told = compute(
+        models,
+        [
+            task_of(parted, staged, plan, 1, probe=True, lo=lo + 3, hi=lo + 40),
+            task_of(parted, staged, plan, 1, skip=left_out),
+        ],
+    )
+    assert probe == Computed(done=None)
+    assert [task.probe for task in looked_at] == [False, True, False], "a row may end workers only when it is repeated"
+    assert told.done is not None
+    assert told.done.skipped == 2
+    got = shards.read_shard(parted, plan, 1)
+    for array, before in zip(got, every, strict=True):
+        assert np.isnan(array[places[:2]]).all()
+        kept = np.delete(np.arange(len(array)), places[:2])
+        assert np.array_equal(array[kept], before[kept]), "what else is near changes no bit of a row"
+
+
+@pytest.mark.parametrize("device", ["cpu"], indirect=True)
+def test_every_batch_has_one_shape_however_many_rows_are_near(
+    tmp_path: Path,
+    models: Path,
+    staged: Staged,
+    plan: ShardPlan,
+    compute: Compute,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found, embed = dict[str, set[int]](), Esm2.embed
+
+    def noted(it: Esm2, batch: PackedBatch) -> torch.Tensor:
+        found.setdefault(it.precision, set()).add(batch.slots)
+        return embed(it, batch)
+
+    monkeypatch.setattr(Esm2, "embed", noted)
+    tasks = [task_of(RunDir(tmp_path), staged, plan, shard, threshold=at) for shard in (0, 1) for at in (0.5, 0.7)]
+    tasks += [task.model_copy(update={"divisor": 16}) for task in tasks]
+    compute(models, tasks)
+    assert found["fp16"] == {SLOTS, LONGEST}, "of the whole budget and, for want of memory, of the least there can be"
+    assert len(found["int8"]) > 2
+
+
+def test_the_threshold_decides_results_of_int8_and_of_nothing_else() -> None:
+    offsets = np.arange(10) * 30
+    plain, at_half, at_more = (
+        shards.plan_run(offsets, EIGHT, PRINTS, "cuda", threshold)[1].fingerprint for threshold in (None, 0.5, 0.7)
+    )
+    assert len({plain, at_half, at_more}) == 3
+    assert shards.plan_run(offsets, EIGHT, PRINTS, "cuda")[1].fingerprint == plain
+    assert shards.result_settings(EIGHT, 0.7) == shards.result_settings(EIGHT) | {"threshold": 0.7}
+
+
+def test_tasks_carry_the_threshold_over_a_cluster(staged: Staged, plan: ShardPlan, tmp_path: Path) -> None:
+    task = task_of(RunDir(tmp_path), staged, plan, 0, threshold=OTHER)
+    assert moved(task.line(), 5.0) == task
+
+
+def test_a_run_keeps_its_threshold_and_says_how_many_rows_were_repeated(
+    tmp_path: Path, models: Path, undecided: Path, staged: Staged, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "int8_on_cpu.py").write_text(ON_CPU)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(pipeline, "resolve_engine", lambda engine, kind: engine)
+    one = Devices.parse("cpu:1")
+
+    def run(name: str, weights: Path, threshold: float) -> Any:
+        specs = worker_specs(weights, resolve(one), EIGHT)
+        with Pool(specs, LocalWorkers("int8_on_cpu")) as pool:
+            more: dict[str, Any] = {"engine": EIGHT, "threshold": threshold, "pool": pool}
+            return go(tmp_path / name, staged, weights, one, **more)
+
+    summary, plain = run("run", models, OTHER), run("plain", undecided, OTHER)
+    scores = shards.read_scores(RunDir(tmp_path / "plain"))[0]
+    counts = [(np.abs(scores[:, 1] - threshold) < NEAR).sum() for threshold in (OTHER, THRESHOLD)]
+    assert summary.rows_repeated == counts[0] != counts[1]
+    assert plain.rows_repeated == 0
+    assert read_record(RunDir(tmp_path / "run")).resolved["threshold"] == OTHER
+    assert "threshold" not in read_record(RunDir(tmp_path / "plain")).resolved
+    before = result_bytes(tmp_path / "run")
+    said = re.escape("holds another run (threshold 0.7 → 0.5); choose another directory or --force")
+    with pytest.raises(RunMismatchError, match=said):
+        run("run", models, THRESHOLD)
+    assert run("run", models, OTHER).rows_repeated == summary.rows_repeated
+    assert result_bytes(tmp_path / "run") == before
+    assert run("plain", undecided, THRESHOLD).threshold == THRESHOLD, "no score depends on it: it is judged anew"
