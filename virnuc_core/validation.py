@@ -5,6 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
+import torch
 from pydantic import Field
 
 from virnuc_core import runfiles
@@ -47,8 +48,6 @@ def record_validation(
     """`run.json` of the validation: what it was started with, and when it first was.
 
     Errors: `RunMismatchError` names the weights or reads that differ from those of the validation that lies there."""
-    import torch
-
     read = {"files": [str(Path(name).absolute()) for name in staging.files], "ignored_files": staging.ignored_files}
     record = runfiles.new_record(
         ValidationRecord,

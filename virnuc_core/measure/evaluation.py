@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import pandas as pd
+from Bio.Seq import Seq
+from Bio.SeqIO.FastaIO import SimpleFastaParser
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from scipy.sparse import coo_array, csr_array
@@ -18,6 +20,7 @@ from scipy.sparse.csgraph import connected_components
 from sklearn.calibration import calibration_curve
 from sklearn.metrics import precision_recall_curve, roc_curve
 from sklearn.model_selection import StratifiedGroupKFold
+from xopen import xopen
 
 from virnuc_core.config import THRESHOLD, TrainSpec, reading
 from virnuc_core.encoders.model_config import Estimate
@@ -241,8 +244,6 @@ def deal(rows: pd.DataFrame, share: float, seed: int) -> NDArray[np.int64]:
 
 def coding(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Path, genomes: Path) -> NDArray[np.bool_]:
     """Whether each row's protein is part of the translation of a coding region (CDS) of its genome: [rows]."""
-    from Bio.Seq import Seq
-
     letters, texts = read_genomes(genomes), dict.fromkeys(names, "")
     with reading(gff, "GFF", InputError):
         table = pd.read_csv(gff, sep="\t", comment="#", header=None, names=range(9), dtype=str, quoting=3)
@@ -256,9 +257,6 @@ def coding(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", gff: Pat
 
 def read_genomes(path: Path) -> dict[str, str]:
     """The sequences of a FASTA file, plain or compressed, by the first word of their headers."""
-    from Bio.SeqIO.FastaIO import SimpleFastaParser
-    from xopen import xopen
-
     with reading(path, "FASTA", InputError), xopen(path, "rt", threads=0) as file:
         records = SimpleFastaParser(file)  # type: ignore[no-untyped-call]
         return {title.split()[0]: letters.upper() for title, letters in records if title.split()}

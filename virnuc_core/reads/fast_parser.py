@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Final, Literal, Self
+from typing import Final, Literal, NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,8 +65,7 @@ class Strings:
         return Strings.of([name or f"unnamed_{before + i}".encode() for i, name in enumerate(self, 1)])
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """Which part of a FASTA record that is longer than a block a piece or batch holds, and nothing else."""
 
     id: bytes  # first word of the header, as it stands
@@ -77,8 +76,7 @@ class Part:
     dropped: bool = False  # this last part, without bases, says that the record is broken: those before do not count
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Text of one file: whole records, as far as line ends tell, or a part of one."""
 
     file: int  # place of the file among the inputs
@@ -93,7 +91,7 @@ class Piece:
 
     def dropped(self, part: Part) -> "ReadBatch":
         """What says that the long record which ends with this part does not count."""
-        nothing, end = Strings.of([b""]), replace(part, dropped=True)
+        nothing, end = Strings.of([b""]), part._replace(dropped=True)
         return ReadBatch(self.file, self.form, nothing, nothing, np.array([part.line]), nothing, end)
 
 

@@ -9,10 +9,10 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Final, Generic, TypeVar, cast
+from typing import Final, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 
@@ -30,8 +30,7 @@ LONGEST_LINE: Final = 1 << 26  # letters of a header, or of a line of FASTQ
 BLOCK_BYTES: Final = 4_000_000  # of one piece: a tenth less processor time than a million takes
 
 
-@dataclass(frozen=True, slots=True)
-class _Made(Generic[O]):
+class _Made(NamedTuple, Generic[O]):
     """What a worker made of a piece, or of a batch that is read and counted already."""
 
     value: O | None  # none where there are no reads
@@ -104,7 +103,7 @@ def parse_by(
             if made.irregular:
                 again.extendleft(piece for piece in reversed(given) if isinstance(piece, Piece))
                 read = item.data[: -made.irregular].count(b"\n")
-                rest = replace(item, data=item.data[-made.irregular :], line=item.line + read)
+                rest = item._replace(data=item.data[-made.irregular :], line=item.line + read)
                 from virnuc_core.reads.slow_parser import read_irregular  # few runs need it
 
                 irregular = read_irregular(rest, pieces(), log, block_bytes)
@@ -160,7 +159,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             end = text.find(b"\n>") + 1
             if ended and not end:
                 break
-            part, after = replace(part, last=end > 0), None if end else part
+            part, after = part._replace(last=end > 0), None if end else part
             # line ends are left for the next part, where it can be seen whether a header follows
             end = end or len(text.rstrip(b"\r\n")) or len(text) - 1
         elif ended and source.damage is None:
@@ -171,7 +170,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
             yield Piece(number, source.name, form, text[:end], line, part=part)
             if after is not None:
                 bases = text[text.index(b"\n") if after.first else 0 : end].translate(None, BLANKS)
-                after = replace(after, first=False, before=after.before + len(bases))
+                after = after._replace(first=False, before=after.before + len(bases))
             part, text, line, wanted = after, text[end:], line + _newlines(text[:end]), block_bytes
         elif ended:
             break
@@ -183,7 +182,7 @@ def _pieces_of_one(number: int, source: Source, block_bytes: int) -> Iterator[Pi
         else:
             # a record longer than a block doubles it, so that its bytes are looked at a bounded number of times
             wanted = min(2 * len(text), last_line + LONGEST_LINE + 1)
-    part = replace(part, last=True, dropped=source.damage is not None) if part else None
+    part = part._replace(last=True, dropped=source.damage is not None) if part else None
     yield Piece(number, source.name, form, text, line, True, source.damage, part=part)
 
 

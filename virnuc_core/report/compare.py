@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from virnuc_core import validation
 from virnuc_core.config import reading
+from virnuc_core.engine.loader import slices
 from virnuc_core.errors import InputError, RunMismatchError
 from virnuc_core.reads.store import OrfStore
 from virnuc_core.reads.subsets import read_columns, read_table
@@ -387,6 +388,5 @@ def _same_sequences(a: RunDir, b: RunDir, files: list[h5py.File]) -> tuple[Place
 
 
 def _rows_at(table: h5py.Dataset, at: Places) -> NDArray[np.float64]:
-    """The rows of a table at these places, read in as few stretches as they form."""
-    stretches = np.split(at, np.flatnonzero(np.diff(at) != 1) + 1)
-    return np.concatenate([np.asarray(table[part[0] : part[-1] + 1], dtype=np.float64) for part in stretches])
+    """The rows of a table at these places, read in the stretches that they form."""
+    return np.concatenate([np.asarray(table[low:high], dtype=np.float64) for low, high in slices(at)])
