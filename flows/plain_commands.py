@@ -18,7 +18,7 @@ from rich.table import Table
 
 from flows.parameters import ENVIRONMENT, Flag, Json, command
 from virnuc_core.config import DEFAULT_MODEL_LENGTH, VerdictSpec
-from virnuc_core.encoders.model_config import DnabertSize, Esm2Size, Storage
+from virnuc_core.encoders.model_config import DnabertShape, DnabertSize, Esm2Shape, Esm2Size, Storage
 from virnuc_core.errors import ConfigError, InputError, WeightsError
 from virnuc_core.profiles import load_profile, profile_names
 from virnuc_core.reads.simulate import SimulateSpec
@@ -110,7 +110,6 @@ def convert(
 ) -> None:
     """Turn public checkpoints on disk into a models directory."""
     from virnuc_core.encoders.convert import convert_encoder, convert_head
-    from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape
 
     if not (esm2 or dnabert_s or head):
         raise ConfigError("nothing to convert; give --esm2, --dnabert-s or --head")

@@ -76,10 +76,13 @@ def run_baseline(
     identity = hashlib.sha256(made_of.encode()).hexdigest()
     with run_lock(run.root):
         before = read_or_set_aside(run.summary, BaselineSummary)
-        if before is not None and before.fingerprint == identity and _sound(run, before):
-            if read_or_set_aside(run.record, RunRecord) is None:
-                write(run.record, record)
-            return before.model_copy(update={"reused": True})
+        if before is not None and before.fingerprint == identity:
+            wrong = [name for name, left in (before.files or {}).items() if digest(run.root / name) != left]
+            if not wrong:
+                if read_or_set_aside(run.record, RunRecord) is None:
+                    write(run.record, record)
+                return before.model_copy(update={"reused": True})
+            log.warning("%s: %s not as the baseline left it; it is measured again", run.root, ", ".join(wrong))
         run.summary.unlink(missing_ok=True)
         summary = _Measurement(run, orfs, models, chosen, spec, workers, on_progress).measure(seed)
         discard(run.root, FILES)
@@ -88,14 +91,6 @@ def run_baseline(
         write(run.record, record)
         write(run.summary, summary)
     return summary
-
-
-def _sound(run: RunDir, summary: BaselineSummary) -> bool:
-    """Whether a finished baseline's result files are what it left."""
-    wrong = [name for name, left in (summary.files or {}).items() if digest(run.root / name) != left]
-    if wrong:
-        log.warning("%s: %s not as the baseline left it; it is measured again", run.root, ", ".join(wrong))
-    return not wrong
 
 
 def _recorded(store: OrfStore, spec: BaselineSpec) -> BaselineSummary:

@@ -82,11 +82,6 @@ def save(path: Path, array: NDArray[np.float32]) -> None:
         path.write_bytes(buffer.getbuffer())
 
 
-def read_fasta(path: Path) -> list[bytes]:
-    """The sequences that `write_fasta` wrote."""
-    return path.read_bytes().split(b"\n")[1::2]
-
-
 def sorted_batches(lengths: Sequence[int], budget: int = TOKENS_PER_BATCH) -> Batches:
     """Vanilla ESM-2 batches: shortest first, each as wide as its longest row plus one token, within the budget.
 
@@ -146,12 +141,6 @@ BATCHES: Final[dict[tuple[BaselineName, Operation], Callable[[Sequence[int]], Ba
 }
 
 
-def pad(flat: Tensor, offsets: Tensor, pad_id: int) -> tuple[Tensor, Tensor]:
-    """Token rows laid end to end, as a padded batch: int64 [rows, longest] and lengths int64 [rows]."""
-    lengths = offsets.diff()
-    return pad_sequence(flat.split(lengths.tolist()), batch_first=True, padding_value=pad_id), lengths
-
-
 def placed(read: Callable[[str], Tensor], names: Iterable[str], device: torch.device, dtype: torch.dtype) -> Tensors:
     """The tensors of these names on the device, one at a time, in `dtype`; rotary frequencies stay float32."""
     return {name: read(name).to(device).to(torch.float32 if name == "inv_freq" else dtype) for name in names}
@@ -175,7 +164,9 @@ class Padded(ABC):
         """Mean over each sequence's tokens: float32 [rows, width] on the CPU.
 
         Each row's mean is taken in the precision of the run and fetched by itself, as the originals do."""
-        tokens, lengths = pad(*self.tokenizer.encode(sequences), self.tokenizer.pad_id)
+        flat, offsets = self.tokenizer.encode(sequences)
+        lengths = offsets.diff()
+        tokens = pad_sequence(flat.split(lengths.tolist()), batch_first=True, padding_value=self.tokenizer.pad_id)
         real = torch.arange(tokens.shape[1]) < lengths[:, None]  # [rows, longest]
         out = self.hidden(tokens.to(self.device), real.to(self.device))
         counts = (lengths - 2 * self.ENDS).clamp(max=self.LIMIT).tolist()
@@ -310,7 +301,8 @@ class FileWorker:
     def embed(self, folder: Path, task: FileTask) -> float:
         """The embeddings of a file of sequences."""
         v1, dna = task.algorithm == "v1", task.op == "dnabert_s"
-        sequences = read_fasta(file_path(folder, "nucleotide.fa" if dna else "protein.fa", task.file))
+        rows = file_path(folder, "nucleotide.fa" if dna else "protein.fa", task.file)
+        sequences = rows.read_bytes().split(b"\n")[1::2]
         dtype = torch.float16 if v1 and self.device.type == "cuda" else torch.float32
         started = time.monotonic()
         if not (dna and v1):  # v1 alone keeps DNABERT-S; ESM-2 is loaded for each file by both

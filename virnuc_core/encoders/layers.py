@@ -293,7 +293,9 @@ class Encoder(ABC):
         self.dense = dense  # another takes its place to see what products take
         self._attend: Callable[[Tensor, Rows], Tensor] = reference
         self._mean: Callable[[Tensor, Tensor, Tensor], Tensor] = segment_mean
-        self._norm: Callable[[Tensor, Affine, float, Tensor | None], Tensor] = layer_norm
+        self._norm: Callable[[Tensor, Affine, float, Tensor | None], Tensor] = (
+            lambda x, affine, eps, _: F.layer_norm(x, x.shape[1:], *affine, eps)  # products have added their biases
+        )
         if attention == "fused":  # triton is needed here only
             from virnuc_core.encoders.attention_kernels import fused_attention
             from virnuc_core.encoders.kernels import norm, span_means
@@ -336,11 +338,6 @@ class Encoder(ABC):
     @abstractmethod
     def pooled_spans(self, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
         """First and last-but-one slot of what is averaged of each row, int32 [row_capacity] each."""
-
-
-def layer_norm(x: Tensor, affine: Affine, eps: float, shift: Tensor | None = None) -> Tensor:
-    """Layer norm of `x` [rows, width]; nothing is shifted where products have added their biases."""
-    return F.layer_norm(x, x.shape[1:], *affine, eps)
 
 
 def segment_mean(x: Tensor, starts: Tensor, ends: Tensor) -> Tensor:

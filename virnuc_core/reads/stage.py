@@ -109,12 +109,16 @@ def stage(spec: StageSpec, out: Path, *, anew: bool = False, expected: RunRecord
 
         inputs = arranged(spec, inputs)
     try:
-        with _scratch(out) as folder:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{out.name}.scratch"
+        for left in out.parent.glob(f"{prefix}*"):  # by killed ones: nobody stages beside us
+            shutil.rmtree(left, ignore_errors=True)
+        with tempfile.TemporaryDirectory("", prefix, out.parent, ignore_cleanup_errors=True) as folder:
             if (summary := None if anew else _kept(spec, inputs, out)) is not None:
                 _accept(spec, inputs, out, summary.fingerprint, expected)
             else:
                 with _log_of(spec, out) as log, Workers(spec.workers) as workers:
-                    seconds = _make(spec, inputs, out, folder, log, workers, expected)
+                    seconds = _make(spec, inputs, out, Path(folder), log, workers, expected)
                 summary = _summary(spec, inputs, out, log, seconds)
                 write(out.with_suffix(MADE), summary)
     except OSError as error:  # reading tells its troubles by InputError: this is the output's
@@ -287,14 +291,3 @@ def _log_of(spec: StageSpec, out: Path) -> Iterator[ParseLog]:
 
         listing.write("file\tline\tread\tproblem\n")
         yield ParseLog(spec.on_error, note, spec.read_group)
-
-
-@contextmanager
-def _scratch(out: Path) -> Iterator[Path]:
-    """A folder beside `out` for this run of staging, which nobody does beside it; those of killed ones are removed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    prefix = f".{out.name}.scratch"
-    for entry in out.parent.glob(f"{prefix}*"):
-        shutil.rmtree(entry, ignore_errors=True)
-    with tempfile.TemporaryDirectory("", prefix, out.parent, ignore_cleanup_errors=True) as folder:
-        yield Path(folder)

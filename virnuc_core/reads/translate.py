@@ -119,19 +119,16 @@ def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
     if not len(starts):
         letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         return Orfs(np.zeros(0, np.int64), letters, letters, lengths, np.zeros(0, object), lengths)
-    parts = [_translate_group(bases, starts[a:b], ends[a:b], a) for a, b in _groups(starts, ends)]
-    return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, zip(*parts, strict=True)))
-
-
-def _groups(starts: Places, ends: Places) -> Iterator[tuple[int, int]]:
-    """Ranges of chunks that span a bounded number of bases, and bounded when each is padded to the longest."""
-    a = 0
-    while a < len(starts):
+    parts, a = list[Orfs](), 0
+    while a < len(
+        starts
+    ):  # groups span a bounded number of bases, and a bounded one when each is padded to the longest
         b = max(a + 1, int(np.searchsorted(ends, starts[a] + _GROUP_BASES, side="right")))
         widest = int((ends[a:b] - starts[a:b]).max()) + 1
         b = max(a + 1, min(b, a + 2 * _GROUP_BASES // widest))
-        yield a, b
+        parts.append(_translate_group(bases, starts[a:b], ends[a:b], a))
         a = b
+    return parts[0] if len(parts) == 1 else Orfs(*map(np.concatenate, zip(*parts, strict=True)))
 
 
 def _translate_group(bases: bytes, starts: Places, ends: Places, first_chunk: int) -> Orfs:

@@ -20,7 +20,6 @@ from virnuc_core.baseline.worker import (
     file_path,
     filled_batches,
     merge_file,
-    read_fasta,
     sorted_batches,
     write_fasta,
 )
@@ -103,10 +102,9 @@ def test_cut() -> None:
 
 
 @given(st.lists(st.tuples(st.text("abZ9_.|é-", min_size=1), st.text("ACGTN").map(str.encode)), max_size=20))
-def test_fasta_survives_a_round_trip(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, bytes]]) -> None:
+def test_fasta_has_two_lines_a_row(tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[str, bytes]]) -> None:
     path = tmp_path_factory.mktemp("fasta") / "rows.fa"
     write_fasta(path, [name for name, _ in rows], [sequence for _, sequence in rows])
-    assert read_fasta(path) == [sequence for _, sequence in rows]
     assert path.read_bytes() == b"".join(b">%s\n%s\n" % (name.encode(), sequence) for name, sequence in rows)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from virnuc_core.baseline.worker import embed_rows, load, pad, placed, plain_scores
+from virnuc_core.baseline.worker import embed_rows, load, placed, plain_scores
 from virnuc_core.encoders.checkpoint import open_part
 from virnuc_core.encoders.convert import init_random
 from virnuc_core.encoders.model_config import DnabertShape, Esm2Shape, HeadShape
@@ -125,7 +125,7 @@ def test_padding_changes_nothing(models: Path, which: str) -> None:
 def test_esm2_mean_leaves_out_the_ends_and_what_is_beyond_the_limit(models: Path) -> None:
     reader = load(models, "esm2", CPU, torch.float32)
     protein = b"MKVLAGWY" * 130  # 1040 residues
-    tokens, _ = pad(*reader.tokenizer.encode([protein]), 1)
+    tokens = reader.tokenizer.encode([protein])[0][None]
     with torch.inference_mode():
         hidden = reader.hidden(tokens, torch.ones_like(tokens, dtype=torch.bool))[0]
     torch.testing.assert_close(embed_rows(reader, [protein], [[0]])[0], hidden[1:1025].mean(0))
