@@ -14,9 +14,9 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -181,23 +181,15 @@ def read_pickled(path: Path, most: int | None = None) -> dict[str, Tensor]:
         raise WeightsError(f"{path}: refused, no tensors that can be read safely: {first_line(error)}") from error
 
 
-@contextmanager
-def _at_most(room: int) -> Iterator[None]:
-    """While the body runs this process may take so many bytes more, whatever a file claims to hold."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    limits = [limit for limit in (soft, hard, taken + room) if limit != resource.RLIM_INFINITY]
-    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
 def _tensors(path: Path, *, mmap: bool) -> dict[str, Tensor]:
     """The tensors of a module, of a state dictionary, or of one under a usual key. Errors: of all kinds."""
-    size = path.stat().st_size
-    with _at_most(SHARED * size + BESIDES), warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
+    size, (soft, hard) = path.stat().st_size, resource.getrlimit(resource.RLIMIT_AS)
+    # so many bytes more may this process take meanwhile, whatever the file claims to hold
+    taken = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (soft, hard, taken + SHARED * size + BESIDES) if limit != resource.RLIM_INFINITY]
+    with ExitStack() as undone, warnings.catch_warnings(), torch.serialization.safe_globals(ALLOWED):
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+        undone.callback(resource.setrlimit, resource.RLIMIT_AS, (soft, hard))
         warnings.simplefilter("ignore")  # of old formats; what cannot be loaded raises
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     content = content.tensors if isinstance(content, ModuleState) else content
