@@ -129,7 +129,13 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     left["reads without an open frame"] = store.n_reads - store.counts.n_open_reads
     long = np.diff(store.dna_offsets)[unique] >= K
     rows, left[f"frames of fewer than {K} bases"] = rows[long], int((~long).sum())
-    _one_label(rows, store)
+    mixed = rows[rows.groupby("sequence")["label"].transform("nunique") > 1]  # on whichever strand
+    if len(mixed):
+        pair = mixed[mixed["sequence"] == mixed["sequence"].iloc[0]].drop_duplicates("label").sort_values("label")
+        others, virus = (store.read_ids(one, one + 1)[0] for one in pair["read"])
+        same, more = f"reads {virus!r} (virus) and {others!r} (others) hold the same", mixed["sequence"].nunique() - 1
+        problem = f"{same} sequence, on either strand, as do {more} more"
+        raise InputError(problem, hint="correct the truth or leave reads out")
     enough(rows.groupby("label")["genome"].nunique(), what=" have open frames")
     cluster = clusters(rows, store, names, spec)
     rows = rows.assign(cluster=cluster[rows["genome"]])
@@ -147,17 +153,6 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     known = table.drop_duplicates("genome")[["genome", "label"]].reset_index(drop=True).assign(cluster=cluster, side="")
     known.loc[rows["genome"], "side"] = rows["side"].map(SIDES.__getitem__).to_numpy()
     return Examples(rows, known, {what: count for what, count in left.items() if count})
-
-
-def _one_label(rows: pd.DataFrame, store: OrfStore) -> None:
-    """Refuse a sequence that stands under both labels, on whichever strand."""
-    mixed = rows[rows.groupby("sequence")["label"].transform("nunique") > 1]
-    if len(mixed):
-        pair = mixed[mixed["sequence"] == mixed["sequence"].iloc[0]].drop_duplicates("label").sort_values("label")
-        others, virus = (store.read_ids(read, read + 1)[0] for read in pair["read"])
-        same, more = f"reads {virus!r} (virus) and {others!r} (others) hold the same", mixed["sequence"].nunique() - 1
-        problem = f"{same} sequence, on either strand, as do {more} more"
-        raise InputError(problem, hint="correct the truth or leave reads out")
 
 
 def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generator) -> "pd.Index[Any]":

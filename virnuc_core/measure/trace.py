@@ -142,6 +142,20 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
     averages = profiler.key_averages(group_by_input_shape=spec.shapes)
     spans = [event.time_range for event in profiler.events() or ()]
     first, last = min((span.start for span in spans), default=0.0), max((span.end for span in spans), default=0.0)
+    rows = [  # each without the time of what it calls
+        Operation(
+            name=row.key,
+            on=_on(row),
+            calls=row.count,
+            host_ms=row.self_cpu_time_total / 1e3,
+            device_ms=row.self_device_time_total / 1e3 if _on(row) == "device" else 0.0,
+            shapes=str(row.input_shapes)[:SHAPES_WIDTH] if getattr(row, "input_shapes", None) else "",
+        )
+        for row in averages
+        if row.key not in MARKS
+    ]
+    rows.sort(key=lambda row: row.device_ms if row.on == "device" else row.host_ms, reverse=True)
+    kernels, host = ([row for row in rows if row.on == on][: spec.operations] for on in ("device", "host"))
     table = TraceTable(
         device=device.id,
         kind=device.kind,
@@ -150,7 +164,7 @@ def write_table(profiler: profile, spec: TraceSpec, device: Device, *, shards: i
         tokens=tokens,
         window_ms=(last - first) / 1e3,
         marks=_marks(averages),
-        operations=_operations(averages, spec.operations),
+        operations=(*kernels, *host),
         trace=trace.name if size <= (spec.max_trace_mb << 20) else None,
         trace_bytes=size,
     )
@@ -166,25 +180,6 @@ def _marks(averages: Any) -> tuple[Operation, ...]:
         Operation(name=name, on="host", calls=calls, host_ms=host / 1e3, device_ms=device / 1e3)
         for name, (calls, host, device) in sums.items()
     )
-
-
-def _operations(averages: Any, limit: int) -> tuple[Operation, ...]:
-    """Rows of torch's table, each without the time of what it calls; those that took most time of either side."""
-    rows = [
-        Operation(
-            name=row.key,
-            on=_on(row),
-            calls=row.count,
-            host_ms=row.self_cpu_time_total / 1e3,
-            device_ms=row.self_device_time_total / 1e3 if _on(row) == "device" else 0.0,
-            shapes=str(row.input_shapes)[:SHAPES_WIDTH] if getattr(row, "input_shapes", None) else "",
-        )
-        for row in averages
-        if row.key not in MARKS
-    ]
-    rows.sort(key=lambda row: row.device_ms if row.on == "device" else row.host_ms, reverse=True)
-    kernels, host = ([row for row in rows if row.on == on][:limit] for on in ("device", "host"))
-    return (*kernels, *host)
 
 
 def _on(row: Any) -> Literal["host", "device"]:

@@ -154,8 +154,7 @@ def recommend(entries: Sequence[Candidate], *, tolerance: float) -> Recommendati
     return Recommendation(best, gain, f"{best.label}: {said} than the base (scatter {100 * scatter:.1f} %)")
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
+class Sweep(NamedTuple):
     """Where candidates are measured, and what with. `base` names every setting; none is `auto`."""
 
     out: Path
