@@ -91,25 +91,22 @@ def convert_head(source: Path, out: Path, model_length: int | None = None, dna_w
 def fetch(out: Path, head: Path, *, model_length: int | None = None, dtype: Storage | None = None) -> None:
     """Make a models directory of the public ESM-2 3B and DNABERT-S, and a head file of VirNucPro, which is at hand.
     Parts that `out` already holds are left as they are. Raises `WeightsError` when the network does not answer."""
+    import huggingface_hub
+
     if not head.is_file():
         raise WeightsError(f"{head}: no such file; 300_model.pth and 500_model.pth come with VirNucPro's repository")
     if not (out / "head").exists():
         convert_head(head, out, model_length)
-    for kind, published in ((DnabertShape, DNABERT_REPOSITORY), (Esm2Shape, ESM2_REPOSITORY)):
-        if not (out / kind.part()).exists():
-            convert_encoder(kind, _download(*published), out, dtype)
-
-
-def _download(repository: str, revision: str) -> Path:
-    """Folder of a repository's weights at one revision, in the cache of huggingface_hub."""
-    import huggingface_hub
-
-    try:
-        return Path(huggingface_hub.snapshot_download(repository, revision=revision, allow_patterns=FETCHED_FILES))
-    except Exception as error:  # the library and what it stands on raise many kinds
-        problem = f"{repository} at {revision[:12]}: cannot be downloaded ({first_line(error)})"
-        advice = "without a network, copy its files here and use virnuc models convert"
-        raise WeightsError(f"{problem}; {advice}") from error
+    for kind, (name, revision) in ((DnabertShape, DNABERT_REPOSITORY), (Esm2Shape, ESM2_REPOSITORY)):
+        if (out / kind.part()).exists():
+            continue
+        try:
+            folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=FETCHED_FILES)
+        except Exception as error:  # the library and what it stands on raise many kinds
+            problem = f"{name} at {revision[:12]}: cannot be downloaded ({first_line(error)})"
+            advice = "without a network, copy its files here and use virnuc models convert"
+            raise WeightsError(f"{problem}; {advice}") from error
+        convert_encoder(kind, Path(folder), out, dtype)
 
 
 def open_public(source: Path, most: int | None = None) -> dict[str, Tensor]:

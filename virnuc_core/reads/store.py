@@ -250,14 +250,19 @@ class StoreWriter:
     def write(self, path: Path, fingerprint: str, workers: Workers, *, paired: bool = False) -> None:
         """Write the store to `path`, whole, once repeats have been found; `fingerprint` is that of all reads."""
         mark = self._free_mark(workers)
-        uniques = self._uniques()
-        self._counts["n_uniques"] = int(uniques["unique"][-1])
+        held = [(0, 0, 0)]  # uniques, and letters of them
+        for number, segment in enumerate(self._segments):
+            dropped = self._repeats_of("row", number)[:, 0] - self._at["row"][number]
+            protein, dna = (np.delete(segment.read(f"{kind}_length"), dropped) for kind in ("protein", "dna"))
+            held.append((len(dna), int(protein.sum()), int(dna.sum())))
+        self._at |= zip(("unique", "protein", "dna"), np.array(held, np.int64).cumsum(axis=0).T, strict=True)
+        self._counts["n_uniques"] = int(self._at["unique"][-1])
         about: dict[str, str | int] = {"format": FORMAT, "schema_version": SCHEMA_VERSION, "fingerprint": fingerprint}
         about |= {"model_length": self._model_length, "duplicate_mark": mark}
         about |= {name: self._counts[name] for name in StoreCounts.__slots__} | ({"paired": 1} if paired else {})
         with whole_file(path) as aside:
-            starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in (self._at | uniques).items()})
-            for _ in workers.map(partial(_write_part, aside, starts), self._parts(uniques), may_start=False):
+            starts = self._create(aside, about, {axis: int(at[-1]) for axis, at in self._at.items()})
+            for _ in workers.map(partial(_write_part, aside, starts), self._parts(), may_start=False):
                 pass
             seal(aside)
 
@@ -276,15 +281,6 @@ class StoreWriter:
             if sum(map(len, workers.map(repeats_in, Bucket.all_of(both), may_start=False))) == known:
                 return mark
         return "."
-
-    def _uniques(self) -> dict[str, NDArray[np.int64]]:
-        """Uniques, and letters of them, before each segment and in all."""
-        held = [(0, 0, 0)]
-        for number, segment in enumerate(self._segments):
-            dropped = self._repeats_of("row", number)[:, 0] - self._at["row"][number]
-            protein, dna = (np.delete(segment.read(f"{kind}_length"), dropped) for kind in ("protein", "dna"))
-            held.append((len(dna), int(protein.sum()), int(dna.sum())))
-        return dict(zip(("unique", "protein", "dna"), np.array(held, np.int64).cumsum(axis=0).T, strict=True))
 
     def _create(self, path: Path, about: Mapping[str, str | int], entries: Mapping[str, int]) -> dict[str, _Place]:
         """Make the file with room for all columns, as zeros; gives where each is."""
@@ -306,9 +302,9 @@ class StoreWriter:
                 starts[name] = dataset.id.get_offset() if length else 0, dataset.dtype
         return starts
 
-    def _parts(self, uniques: dict[str, NDArray[np.int64]]) -> Iterator[_Part]:
+    def _parts(self) -> Iterator[_Part]:
         for number, segment in enumerate(self._segments):
-            begin = {axis: int(at[number]) for axis, at in (self._at | uniques).items()}
+            begin = {axis: int(at[number]) for axis, at in self._at.items()}
             copies, rows = (self._repeats_of(axis, number) for axis in ("read", "row"))
             before = np.searchsorted(self._repeats["row"][:, 0], rows[:, 1])  # what repeats is no unique
             again = np.column_stack([rows[:, 0], rows[:, 1] - before])
