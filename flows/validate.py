@@ -162,8 +162,7 @@ def tune_round(settings: ValidateSettings, judged: Report) -> TuningRound | None
         sweep = Sweep(out, bench, base, judged.profile, TUNED_REPEATS, "halving", tokens=TUNED_TOKENS)
         chosen = sweep_all(sweep, candidates(base, knobs), sample_of(settings.named))
         beyond.insert(0, f"against {loss.kind}, {', '.join(knobs)} were swept: {chosen.reason}")
-    better = None if chosen is None or chosen.candidate.number == 0 else chosen.candidate.engine
-    found = None if better is None else better.model_dump(mode="json")
+    found = chosen.candidate.engine.model_dump(mode="json") if chosen and chosen.candidate.number else None
     this = TuningRound(missed=missed, said="; ".join(beyond), engine=found)
     write(out / TUNING, TuningFile(rounds=(*before, this)))
     return this

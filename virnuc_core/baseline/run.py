@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 SILENCE_S: Final = 1_800.0  # loading 3 B weights from a slow disk is silent
 DEVICE_WAIT_S: Final = 60.0  # for another run to finish with it
+SEED: Final = 0
 _, _, SPLIT_DNA, SPLIT_PROTEIN, DNABERT_S, ESM2, MERGING, PREDICTION, CONSENSUS = STAGES
 
 T = TypeVar("T")
@@ -44,13 +45,11 @@ def run_baseline(
     models: Path,
     devices: Devices,
     spec: BaselineSpec,
-    *,
-    seed: int = 0,
     on_progress: Callable[[float], None] = lambda _: None,
 ) -> BaselineSummary:
     """Measure a baseline on `store` and write its result files, `summary.json` and `run.json` into `run`.
 
-    With `spec.reads` it runs on that many reads, drawn by `seed`, and its time is scaled. A finished baseline of the
+    With `spec.reads` it runs on that many reads, drawn by `SEED`, and its time is scaled. A finished baseline of the
     same reads, weights, devices and settings is returned as it is, marked `reused`. Nothing it started outlives the
     call. `on_progress` hears the share of the embedding that is done. Errors: `ConfigError` for a recorded baseline
     without its numbers; `WeightsError`, `DeviceError`, `InputError`; `WorkerError` with the worker's traceback for a
@@ -69,7 +68,7 @@ def run_baseline(
         spec=spec.model_dump(mode="json", exclude={"recorded_reads", "results"}),  # which say nothing of a run
         model_length=orfs.model_length,
         fingerprints={"reads": orfs.fingerprint, **fingerprint(models)},
-        seeds={"baseline": seed},
+        seeds={"baseline": SEED},
         store=os.path.relpath(orfs.path, run.root),
     )
     made_of = record.model_dump_json(include={"spec", "fingerprints", "devices", "seeds"})
@@ -84,7 +83,7 @@ def run_baseline(
                 return before.model_copy(update={"reused": True})
             log.warning("%s: %s not as the baseline left it; it is measured again", run.root, ", ".join(wrong))
         run.summary.unlink(missing_ok=True)
-        summary = _Measurement(run, orfs, models, chosen, spec, workers, on_progress).measure(seed)
+        summary = _Measurement(run, orfs, models, chosen, spec, workers, on_progress).measure()
         discard(run.root, FILES)
         files = {path.name: digest(path) for path in (run.predictions, run.consensus)}
         summary = summary.model_copy(update={"fingerprint": identity, "files": files})
@@ -128,9 +127,9 @@ class _Measurement:
     def folder(self) -> Path:
         return self.run.root / "baseline_files"
 
-    def measure(self, seed: int) -> BaselineSummary:
+    def measure(self) -> BaselineSummary:
         """The result files, and everything that the summary says but the fingerprint."""
-        reads = choose_reads(self.store.n_reads, self.spec.reads, seed)
+        reads = choose_reads(self.store.n_reads, self.spec.reads, SEED)
         covered = np.zeros(self.store.n_reads, dtype=bool)
         covered[reads] = True
         rows = np.flatnonzero(covered[np.asarray(self.store.row_read)])
@@ -140,7 +139,7 @@ class _Measurement:
         if len(rows) and len(reads) < self.store.n_reads:
             tokens = (np.diff(np.asarray(self.store.protein_offsets)) + 2)[np.asarray(self.store.row_unique)]
             counts = {"tokens": int(tokens[rows].sum()), "total_tokens": int(tokens.sum())}
-            subset = BaselineSubset(reads=len(reads), seed=seed, **counts)
+            subset = BaselineSubset(reads=len(reads), seed=SEED, **counts)
             # so that every device has work, as it would have on the whole input
             file_rows = max(1, min(worker.FILE_ROWS, -(-len(rows) // len(self.devices))))
         began = time.monotonic()
