@@ -260,7 +260,12 @@ def run_lock(root: Path) -> Iterator[None]:
             try:
                 if other := holding.enter_context(lease(mark, root)):
                     raise ConfigError(f"{root}: {other} is working here; wait for it or choose another directory")
-                fresh = _marked(mark)
+                fresh = not os.path.lexists(mark)
+                if not fresh and (mark.is_symlink() or not mark.is_file()):
+                    raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
+                if _json(mark).get("product") != "virnuc":  # new or damaged
+                    about = {"product": "virnuc", "version": virnuc_core.__version__}
+                    write_text_whole(mark, json.dumps(about) + "\n")
             except OSError as error:
                 told = None if error.errno == errno.EROFS else storage_error(error, mark)
                 why = f"{mark}: cannot be written: {error.strerror}; choose another directory"
@@ -279,16 +284,6 @@ def run_lock(root: Path) -> Iterator[None]:
         if (made or not fresh) and not mark.exists():
             with suppress(OSError):  # something else is in it
                 root.rmdir()
-
-
-def _marked(mark: Path) -> bool:
-    """Whether a directory's mark was made just now; a damaged one is made whole. Errors: `ConfigError` for no file."""
-    fresh = not os.path.lexists(mark)
-    if not fresh and (mark.is_symlink() or not mark.is_file()):
-        raise ConfigError(f"{mark} is not a file of virnuc's; choose another directory")
-    if _json(mark).get("product") != "virnuc":
-        write_text_whole(mark, json.dumps({"product": "virnuc", "version": virnuc_core.__version__}) + "\n")
-    return fresh
 
 
 def discard(root: Path, *patterns: str) -> None:
