@@ -124,7 +124,10 @@ def choose(store: OrfStore, spec: TrainSpec) -> Examples:
     genome_of, label_of = names.get_indexer(table["genome"])[line], table["label"].to_numpy()[line]
     read, unique = np.asarray(store.row_read), np.asarray(store.row_unique)
     rows = pd.DataFrame({"read": read, "chunk": np.asarray(store.row_chunk), "unique": unique})
-    rows["label"], rows["genome"], rows["sequence"] = label_of[read], genome_of[read], same_dna(store)[unique]
+    rows["label"], rows["genome"] = label_of[read], genome_of[read]
+    blocks = (store.dna(low, min(low + BLOCK, store.n_uniques)) for low in range(0, store.n_uniques, BLOCK))
+    found = [digests(min(one, one.translate(_COMPLEMENT)[::-1]) for one in pieces)[:, 0] for pieces in blocks]
+    rows["sequence"] = pd.factorize(np.concatenate([np.zeros(0, np.uint64), *found]))[0][unique]
     left = {"lines of the truth without a read": len(table) - len(np.unique(line))}
     left["reads without an open frame"] = store.n_reads - store.counts.n_open_reads
     long = np.diff(store.dna_offsets)[unique] >= K
@@ -163,13 +166,6 @@ def draw(table: pd.DataFrame, limit: int, sampling: str, rng: np.random.Generato
     if sampling == "even":
         table = table.iloc[np.argsort(table.groupby("genome").cumcount(), kind="stable")]
     return table.index[table.groupby("label")["rows"].cumsum() <= limit]
-
-
-def same_dna(store: OrfStore) -> NDArray[np.int64]:
-    """A number for each unique, the same for the same DNA on either strand: [n_uniques]."""
-    blocks = (store.dna(low, min(low + BLOCK, store.n_uniques)) for low in range(0, store.n_uniques, BLOCK))
-    found = [digests(min(one, one.translate(_COMPLEMENT)[::-1]) for one in pieces)[:, 0] for pieces in blocks]
-    return pd.factorize(np.concatenate([np.zeros(0, np.uint64), *found]))[0]
 
 
 def clusters(rows: pd.DataFrame, store: OrfStore, names: "pd.Index[Any]", spec: TrainSpec) -> NDArray[np.int64]:
