@@ -129,14 +129,11 @@ class Head:
 
     def scores(self, features: Tensor) -> Tensor:
         """P(others) and P(virus) of each row of `features` (float32 [n, dna_width + protein_width], DNA first)."""
-        with torch.inference_mode():
-            padded = F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS))
-            blocks = [self._block(block) for block in padded.split(HEAD_ROWS)]
-            return torch.cat(blocks)[: len(features)] if blocks else padded.new_empty(0, 2)
-
-    def _block(self, features: Tensor) -> Tensor:
-        w = self._weights
+        w, blocks = self._weights, []
         mean, variance, *norm = (w[f"bn1.{name}"] for name in ("running_mean", "running_var", "weight", "bias"))
-        hidden = F.linear(features, w["hidden_layer.weight"], w["hidden_layer.bias"])
-        hidden = F.batch_norm(hidden, mean, variance, norm[0], norm[1], training=False, eps=self.shape.norm_eps)
-        return F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1)
+        with torch.inference_mode():
+            for block in F.pad(features.float(), (0, 0, 0, -len(features) % HEAD_ROWS)).split(HEAD_ROWS):
+                hidden = F.linear(block, w["hidden_layer.weight"], w["hidden_layer.bias"])
+                hidden = F.batch_norm(hidden, mean, variance, norm[0], norm[1], training=False, eps=self.shape.norm_eps)
+                blocks.append(F.linear(hidden.relu(), w["output_layer.weight"], w["output_layer.bias"]).softmax(-1))
+            return torch.cat(blocks)[: len(features)]  # of no rows one block is split, too

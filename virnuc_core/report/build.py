@@ -63,9 +63,14 @@ def build_report(out: Path, profile: Profile) -> model.Report:
     scaled = [metrics.scaling_metrics(single, run) for run in runs if (f"{RUN_PREFIX}1", run.name) not in unlike]
     file = None if judged is None or judged.telemetry is None else raw.telemetry(judged.name, judged.telemetry.file)
     compared, comparisons = raw.read(RegressionFile, REGRESSION), raw.read(validation.ComparisonFile, COMPARISON)
+    records = record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)
+    own, other = (one.model_dump(exclude_defaults=True) if one else {} for one in records)
+    made = {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
+    # of the settings the sample's name alone: addresses among them may be signed, and a report is passed on
+    made["spec"] = {"sample": str((own.get("spec") or other.get("spec", {})).get("sample", ""))}
     report = model.Report(
         profile=profile,
-        provenance=_provenance(record, None if judged is None else raw.read(RunRecord, judged.name, RECORD)),
+        provenance=RunRecord.model_validate(other | own | made | {"attempts": ()}),
         run=judged,
         single=single,
         runs=runs,
@@ -132,15 +137,6 @@ def _unlike(raw: RawFolder, parts: list[str]) -> Unlike:
         if said or absent:
             reasons[a, b] = reasons[b, a] = f"{a} and {b} differ in {', '.join(said)}" if said else absent[0]
     return reasons
-
-
-def _provenance(whole: validation.ValidationRecord | None, run: RunRecord | None) -> RunRecord:
-    """The validation's own record, the run's where that says nothing; of its settings the sample's name alone, for
-    addresses among them may be signed, and a report is passed on."""
-    own, other = (record.model_dump(exclude_defaults=True) if record else {} for record in (whole, run))
-    parts = {part: other.get(part, {}) | own.get(part, {}) for part in ("fingerprints", "seeds", "versions")}
-    parts["spec"] = {"sample": str((own.get("spec") or other.get("spec", {})).get("sample", ""))}
-    return RunRecord.model_validate(other | own | parts | {"attempts": ()})
 
 
 def _accounting(
