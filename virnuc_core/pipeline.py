@@ -24,7 +24,6 @@ from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.pool import Pool
 from virnuc_core.engine.process import WORKER, local_workers, worker_specs
-from virnuc_core.engine.repeats import repeats
 from virnuc_core.errors import ConfigError, InputError, RunMismatchError, ShardError
 from virnuc_core.lease import still_held
 from virnuc_core.reads.sources import hidden, is_remote, local_files
@@ -214,7 +213,7 @@ def prepare(
     widths = {"dna": head.dna_width, "protein": head.protein_width}
     if spec.force:
         discard(run.root, *RUN_FILES)  # what cannot be removed must not be mistaken for the new run's
-    near = spec.threshold if repeats(resolved, head) else None
+    near = spec.threshold if shards.repeats(resolved, head) else None
     resolved, plan = shards.plan_run(orfs.protein_offsets, resolved, fingerprints, found[0].kind, near)
     fresh = runfiles.new_record(
         runfiles.RunRecord,

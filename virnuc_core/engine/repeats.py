@@ -11,19 +11,13 @@ import torch
 
 from virnuc_core.config import EngineSpec
 from virnuc_core.encoders.checkpoint import load_encoder, shape_of
-from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
+from virnuc_core.encoders.model_config import HeadShape
 from virnuc_core.encoders.models import Esm2, Head
 from virnuc_core.encoders.tokenize import ESM2_PAD, Esm2Tokenizer
-from virnuc_core.engine.loader import opened, packed, shapes
+from virnuc_core.engine.loader import PARTS, opened, packed
 from virnuc_core.engine.shards import ShardResult, ShardTask
 
 NEAR: Final = 0.05  # of the threshold: 1.2 % of the frames on which this was chosen (docs/performance.md)
-
-
-def repeats(engine: EngineSpec, head: HeadShape) -> bool:
-    """Whether rows near the threshold are embedded again. A head of random weights, as training begins with, decides
-    nothing: embeddings must not depend on it."""
-    return engine.precision == "int8" and not head.origin.startswith(RANDOM_ORIGIN)
 
 
 class Repeater:
@@ -38,8 +32,9 @@ class Repeater:
         self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def slots(self, divisor: int) -> int:
-        """Of each batch: the smallest of the launch loop's shapes, and room for any row."""
-        return max(self._longest, shapes(self._budget // divisor)[-1])
+        """Of each batch: the middle one of the launch loop's shapes, and room for any row. The rows of a shard that are
+        near fill one or a few; the smallest, measured first, does them at half the speed."""
+        return max(self._longest, self._budget // divisor // PARTS[1])
 
     def repeat(self, result: ShardResult, task: ShardTask, head: Head) -> int:
         """Put what fp16 gives in the place of what `result` has for the rows near the threshold; how many they are."""

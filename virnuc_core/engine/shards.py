@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from virnuc_core.config import RESULT_FIELDS, THRESHOLD, EngineSpec, Spec
+from virnuc_core.encoders.model_config import RANDOM_ORIGIN, HeadShape
 from virnuc_core.engine.process import Message
 from virnuc_core.errors import ConfigError, ShardError
 from virnuc_core.reads.store import SEAL_BYTES, OrfStore, sealed
@@ -33,6 +35,7 @@ SMALLEST_SHARE = 4  # the last shards shrink to 1/4, so that unequal devices end
 MOST_SHARDS: Final = 800  # a reader of embeddings.h5 opens them all: most systems let a process have 1,024 files open
 LARGEST_SHARD: Final = 4_194_304  # tokens: a gigabyte of embeddings, held in memory until the commit
 READ_BYTES: Final = 1 << 20
+READERS: Final = 8  # threads that prove shards: digests let others run
 FILL = 0.997  # of a whole number of batches: what rows of mixed lengths fill
 
 
@@ -41,6 +44,12 @@ def result_settings(engine: EngineSpec, near: float | None = None) -> dict[str, 
     # the first two are always so; every fingerprint holds them
     settings = {"compile": False, "dedup": True} | {name: getattr(engine, name) for name in RESULT_FIELDS}
     return settings if near is None else settings | {"threshold": near}
+
+
+def repeats(engine: EngineSpec, head: HeadShape) -> bool:
+    """Whether rows near the threshold are embedded again. A head of random weights, as training begins with, decides
+    nothing: embeddings must not depend on it."""
+    return engine.precision == "int8" and not head.origin.startswith(RANDOM_ORIGIN)
 
 
 class ShardPlan(Spec):
@@ -211,19 +220,27 @@ def committed(run: RunDir, plan: ShardPlan) -> tuple[list[int], list[str]]:
     """Shards that are proven committed, and a word on each damaged file, which has been moved to `shards/damaged/`."""
     good, moved = [], []
     look_anew(run.shards)
-    for shard in range(len(plan)):
-        if not shard_path(run, shard).exists():
-            continue
-        try:
-            read_shard(run, plan, shard)
-        except ShardError as error:
-            source, folder = shard_path(run, shard), run.shards / "damaged"
-            folder.mkdir(exist_ok=True)
-            number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
-            moved.append(f"{error}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}")
-        else:
+    there = [shard for shard in range(len(plan)) if shard_path(run, shard).exists()]
+    with ThreadPoolExecutor(READERS) as threads:
+        problems = list(threads.map(partial(_problem, run, plan), there))
+    for shard, problem in zip(there, problems, strict=True):
+        if not problem:
             good.append(shard)
+            continue
+        source, folder = shard_path(run, shard), run.shards / "damaged"
+        folder.mkdir(exist_ok=True)
+        number = sum(1 for _ in folder.glob(f"{source.stem}.*"))
+        moved.append(f"{problem}; moved to {source.rename(folder / f'{source.stem}.{number}.h5')}")
     return good, moved
+
+
+def _problem(run: RunDir, plan: ShardPlan, shard: int) -> str:
+    """What is wrong with a shard's file; its seal, of the whole file, speaks for the embeddings, too."""
+    try:
+        _read(run, plan, shard, ("scores",), whole=True)
+    except ShardError as error:
+        return str(error)
+    return ""
 
 
 def read_scores(run: RunDir, only: Sequence[int] | None = None) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:

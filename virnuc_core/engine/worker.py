@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -27,11 +27,13 @@ from virnuc_core.encoders.model_config import KINDS, DnabertShape, HeadShape
 from virnuc_core.encoders.models import Esm2
 from virnuc_core.engine.loader import SMALLEST_GROUP, Batch, Loader, Take, opened, packed, shapes
 from virnuc_core.engine.process import Parent, Ready, WorkerSpec
-from virnuc_core.engine.repeats import Repeater, repeats
-from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan
+from virnuc_core.engine.shards import Computed, ShardResult, ShardTask, commit, read_plan, repeats
 from virnuc_core.errors import NotFiniteError, few
 from virnuc_core.rundir import RunDir
 from virnuc_core.telemetry.tables import BatchRecord, ShardDone
+
+if TYPE_CHECKING:
+    from virnuc_core.engine.repeats import Repeater
 
 COMMITS_AHEAD = 2  # results that may wait for the disk before the launch loop does
 TERM_GRACE_S = 3.5
@@ -142,12 +144,9 @@ class Worker:
                 warm_up(encoder, budget // self.spec.divisor, device, longest, *shorter)
 
         with ThreadPoolExecutor(1) as thread:  # beside the others
-            again = thread.submit(Repeater, models, device, engine) if repeats(engine, head) else None
+            again = thread.submit(self._repeater, longest, shorter) if repeats(engine, head) else None
             self.esm2, self.dnabert_s, self.head = load_all(models, device, engine, warm)
         self.repeater = again.result() if again else None
-        if self.repeater is not None and cuda:
-            with torch.cuda.stream(self.repeater.stream):
-                warm_up(self.repeater.esm2, self.repeater.slots(self.spec.divisor), device, longest, *shorter)
         self._side = torch.cuda.Stream(device) if cuda else None
         self.said = {
             "device": self.spec.device.id,
@@ -159,6 +158,16 @@ class Worker:
             "attention": {"esm2": self.esm2.attention, "dnabert_s": self.dnabert_s.attention},
             "precision": {"esm2": self.esm2.precision, "dnabert_s": self.dnabert_s.precision},
         }
+
+    def _repeater(self, longest: int, shorter: list[int]) -> "Repeater":
+        """What embeds rows near the threshold again, its kernels compiled."""
+        from virnuc_core.engine.repeats import Repeater  # int8 needs it alone
+
+        repeater = Repeater(Path(self.spec.models), self.device, self.spec.engine)
+        if repeater.stream is not None:
+            with torch.cuda.stream(repeater.stream):
+                warm_up(repeater.esm2, repeater.slots(self.spec.divisor), self.device, longest, *shorter)
+        return repeater
 
     def _launch_all(self, take: Take) -> None:
         """Launch all that `take` gives; each finished shard goes to the writer, for which this may wait."""
