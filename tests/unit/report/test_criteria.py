@@ -455,6 +455,9 @@ def test_what_a_precision_keeps_is_measured_beside_fp32(copied: tuple[Path, Prof
     assert verdict.value is not None
     assert verdict.value < -0.9
     assert any("at worst" in note for note in report.notes)
+    text = fill("beside.txt.j2", report)
+    assert f"{verdict.value:.4f} (target: >=0.97) [FAIL]" in text
+    assert text.count("Same bytes on all devices") == 1, "each check goes by its own name"
     edit_json(out / "comparison.json", lambda body: body["comparisons"][-1]["cosines"][-1].update(minimum=0.99))
     write_report(out, profile)
     said = "\n".join(verify_report(out).differences)
