@@ -147,11 +147,12 @@ class Cluster(AbstractContextManager["Cluster"]):
             if node.problem is not None:
                 raise node.problem
         wait_s = min(self.spec.node_wait_s, ANSWER_S if self._local else math.inf)
-        if self._kind:
-            if self.used and all(node.heard_s < math.inf for node in nodes):
-                self._ready.set()
+        if self.used and all(node.heard_s < math.inf for node in nodes):
+            self._ready.set()
+        elif self._kind and nodes:
+            self._began_s = time.monotonic()  # from now on: since when there is none
         elif waited_s > wait_s and not nodes:
-            raise self.problem(f"no node has come in {wait_s:.0f} s; start Dask workers, or use --node-wait-s")
+            raise self.problem(f"no node has answered in {wait_s:.0f} s; start Dask workers, or use --node-wait-s")
         elif (len(nodes) >= fewest or waited_s > wait_s) and all(node.facts for node in nodes):
             if len(nodes) < fewest:
                 log.warning("%d of %d nodes have come in %.0f s; they begin", len(nodes), fewest, wait_s)

@@ -24,7 +24,7 @@ import h5py
 import numpy as np
 
 from virnuc_core.encoders.checkpoint import PARTS, fingerprint
-from virnuc_core.engine.node import End, Ended, Facts, Told
+from virnuc_core.engine.node import HEAR_S, End, Ended, Facts, Told
 from virnuc_core.engine.pool import OF_A_JOB
 from virnuc_core.engine.process import GRACE_S, Child, Closed, Failed, Message, WorkerSpec
 from virnuc_core.engine.shards import Computed, ShardTask, is_sealed, read_plan, shard_path
@@ -132,11 +132,23 @@ class RemoteNode:
         """Have it hold the models on its own disk, in the folder `local` if there is one."""
         prints = json.dumps(await asyncio.to_thread(fingerprint, models), sort_keys=True)
         what = "models" if self.transfer else str(models), str(local or ""), prints
-        if not await self.actor.bring(*what):
+        if not await self._brought(*what):
             for path in sorted(path for part in PARTS for path in (models / part).rglob("*") if path.is_file()):
                 with path.open("rb") as file:
                     await self.send(f"models/{path.relative_to(models)}", file)
-            await self.actor.bring(*what)
+            await self._brought(*what)
+
+    async def _brought(self, *what: str) -> bool:
+        """Whether it holds the models. To copy and prove them may take long, but it answers meanwhile."""
+        asked = asyncio.ensure_future(self.actor.bring(*what))
+        try:
+            while not asked.done():
+                async with asyncio.timeout(ANSWER_S):
+                    await self.actor.tell("[]")  # no orders
+                await asyncio.wait([asked], timeout=HEAR_S)
+            return bool(asked.result())
+        finally:
+            asked.cancel()
 
     async def send(self, name: str, data: BinaryIO) -> None:
         """Write a file there, whole. Errors: `DeviceError` of its disk; `OSError` where a piece arrives otherwise."""

@@ -8,6 +8,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
@@ -296,6 +297,41 @@ def test_nodes_that_see_neither_run_nor_models_give_the_same_bytes(
     assert len(asked) > found.shards_computed == found.shards
     assert "import time" in next((run / "logs").glob("worker-cpu-core-*@*.log")).read_text()
     assert not list(run.rglob("*.part"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 1])
+def test_a_node_that_is_stopped_as_it_is_given_the_models_is_not_waited_for(
+    tmp_path: Path,
+    staged: Staged,
+    tiny_models: Path,
+    reference: Path,
+    scheduler: str,
+    count: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The other computes it all; where there is no other, the run ends, as where none has come."""
+    from virnuc_core.engine.remote_node import RemoteNode
+
+    bring = RemoteNode.bring
+
+    async def struck(node: RemoteNode, models: Path, local: Path | None) -> None:
+        if node.name == "n0":
+            nodes[0].send_signal(signal.SIGSTOP)
+        await bring(node, models, local)
+
+    monkeypatch.setattr(RemoteNode, "bring", struck)
+    monkeypatch.setattr("virnuc_core.engine.remote_node.ANSWER_S", 3.0)
+    run, cluster = tmp_path / "run", {"cluster": scheduler, "nodes": str(count), "transfer": True}
+    spec = ClassifySpec(models=tiny_models, devices=Devices.parse("cpu"), engine=SMALL, node_wait_s=15, **cluster)
+    with ExitStack() as held:
+        nodes = [held.enter_context(dask_worker(scheduler, f"n{i}", tmp_path / f"dask{i}")) for i in range(count)]
+        if count == 1:
+            held.enter_context(pytest.raises(DeviceError, match="no node has answered in 15 s"))
+        with workers_for(spec, run) as pool:
+            found = go(run, staged, tiny_models, Devices.parse("cpu"), pool=pool, **cluster)
+        assert result_bytes(run) == result_bytes(reference)
+        assert {worker["device"].partition("@")[0] for worker in found.workers} == {"cpu-core-0"}
 
 
 def test_a_scheduler_that_is_not_there_is_said(
