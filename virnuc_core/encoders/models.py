@@ -94,7 +94,6 @@ class DnabertS(Encoder):
             from virnuc_core.encoders.kernels import can_gate, gated_unit, interleave
 
             self._gated_unit = gated_unit
-
             if can_gate(self.shape.ffn_width, table.device):
                 self._gated = [interleave(layer.up.weight) for layer in self.layers]
 

@@ -33,7 +33,7 @@ class Repeater:
 
     def slots(self, divisor: int) -> int:
         """Of each batch: the middle one of the launch loop's shapes, and room for any row. The rows of a shard that are
-        near fill one or a few; the smallest, measured first, does them at half the speed."""
+        near fill one or a few of them; of the smallest it would be four times as many launches."""
         return max(self._longest, self._budget // divisor // PARTS[1])
 
     def repeat(self, result: ShardResult, task: ShardTask, head: Head) -> int:

@@ -120,9 +120,8 @@ def translate(bases: bytes, starts: Places, ends: Places) -> Orfs:
         letters, lengths = np.zeros(0, np.uint8), np.zeros(0, np.int32)
         return Orfs(np.zeros(0, np.int64), letters, letters, lengths, np.zeros(0, object), lengths)
     parts, a = list[Orfs](), 0
-    while a < len(
-        starts
-    ):  # groups span a bounded number of bases, and a bounded one when each is padded to the longest
+    while a < len(starts):
+        # a group spans a bounded number of bases, and a bounded one when each chunk is padded to the longest
         b = max(a + 1, int(np.searchsorted(ends, starts[a] + _GROUP_BASES, side="right")))
         widest = int((ends[a:b] - starts[a:b]).max()) + 1
         b = max(a + 1, min(b, a + 2 * _GROUP_BASES // widest))
