@@ -202,7 +202,7 @@ def measure(settings: ValidateSettings | ScaleSettings) -> tuple[Report, str]:
             subset = found.subset is not None
         names = _runs(settings, spec, profile, staging, on, label)
         if on.here.ids and on.here.kind == "cuda":  # cores compute in fp32
-            steps.precision(out, bench, spec.engine, label=label).result()
+            steps.precision(out, bench, spec.engine, profile.fp32_sequences, label=label).result()
         if on.here.ids and "checkpoint_overhead" in profile.targets and staging.counts.n_rows:
             steps.overhead(out, bench, spec.engine, label=label, force=force).result()
     steps.compare(out, names, tolerance=profile.score_tolerance, subset=subset, label=label).result()

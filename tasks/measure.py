@@ -93,10 +93,10 @@ def overhead(
 
 
 @step("precision", "fp32 sequences of {label}")
-def precision(out: Path, bench: Bench, engine: EngineSpec, *, label: str) -> State[bool]:
-    """Some hundred sequences in fp32 in `out/fp32`, unless the runs compute in fp32 themselves."""
+def precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int, *, label: str) -> State[bool]:
+    """About so many sequences in fp32 in `out/fp32`, unless the runs compute in fp32 themselves."""
     with device_slots(resolve(bench.devices)[:1]):
-        made = measure_precision(out, bench, engine)
+        made = measure_precision(out, bench, engine, sequences)
     return done(made, f"a part of {label} was embedded in fp32" if made else "the runs are in fp32 themselves")
 
 

@@ -26,7 +26,7 @@ from virnuc_core.encoders.layers import Layer, quantise_rows
 from virnuc_core.engine.devices import resolve, resolve_engine
 from virnuc_core.engine.embedding import Embedding, Job, Watch
 from virnuc_core.engine.process import LocalWorkers, Parent, Ready, WorkerSpec, worker_specs
-from virnuc_core.engine.shards import read_shard
+from virnuc_core.engine.shards import make_plan, read_shard, write_plan
 from virnuc_core.engine.worker import warm_up
 from virnuc_core.errors import ConfigError, VirnucError
 from virnuc_core.pipeline import model_flops, prepare
@@ -41,8 +41,8 @@ from virnuc_core.validation import MIN_PAIRS, OVERHEAD, OverheadFile, OverheadPa
 log = logging.getLogger(__name__)
 
 SHARDS_A_DEVICE: Final = 16  # a minute or so on a GPU: long beside the first batches, short beside a whole run
-EXACT_TOKENS: Final = 4_096  # of a batch and of a shard in fp32, whose activations are large
-EXACT_UNIQUES: Final = 1_000
+EXACT_TOKENS: Final = 4_096  # of a batch in fp32, whose activations are large; of a shard at least
+STRETCHES: Final = 64  # of neighbouring sequences, so that no part of the reads speaks for all
 AHEAD: Final = 4  # passes launched before the oldest is waited for
 SECONDS: Final = {"esm2": 2.0, "dnabert_s": 1.0}  # each long enough to reach the card's power limit
 NEVER_S: Final = 86_400.0  # between samples: none is taken
@@ -179,8 +179,8 @@ def validated(out: Path) -> Profile:
     return record.profile
 
 
-def measure_precision(out: Path, bench: Bench, engine: EngineSpec) -> bool:
-    """Whether some thousand sequences of a validation lie in `out/fp32`, embedded by plain torch on one device, now or
+def measure_precision(out: Path, bench: Bench, engine: EngineSpec, sequences: int) -> bool:
+    """Whether about so many sequences of a validation lie in `out/fp32`, embedded by plain torch on one device, now or
     before: result files of the reads that are covered whole and `embeddings.h5` with its `uniques`. False where the
     runs compute in fp32 themselves. Errors: those of the pool."""
     run, orfs, kind = RunDir(out / EXACT), OrfStore.open(bench.store), resolve(bench.devices)[0].kind
@@ -190,22 +190,25 @@ def measure_precision(out: Path, bench: Bench, engine: EngineSpec) -> bool:
     alone = replace(bench, devices=bench.devices.model_copy(update={"ids": bench.devices.ids[:1]}))
     budgets = dict.fromkeys(("token_budget", "dna_token_budget", "shard_tokens"), EXACT_TOKENS)
     exact = engine.model_copy(update={"precision": "fp32", "attention": "reference", **budgets})
-    identity = alone.fingerprint(exact)
+    identity = alone.fingerprint(exact, sequences)
     with run_lock(run.root):
         if run.embeddings.is_file():
             with h5py.File(run.embeddings, "r") as file:
                 if file.attrs["fingerprint"] == identity:
                     return True
-        embed_sample(run, alone.job(run, exact), identity)
+        embed_sample(run, alone.job(run, exact), sequences, identity)
     return True
 
 
-def embed_sample(run: RunDir, job: Job, identity: str) -> None:
-    """Compute shards that lie evenly over the plan, of `EXACT_UNIQUES` sequences or more, and keep what they gave."""
-    plan, orfs = job.plan, job.store
-    wanted = min(len(plan), max(2, -(-EXACT_UNIQUES * len(plan) // orfs.n_uniques)))
+def embed_sample(run: RunDir, job: Job, sequences: int, identity: str) -> None:
+    """Compute about so many sequences, in shards that lie evenly over the store, and keep what they gave."""
+    orfs = job.store
+    tokens = (int(orfs.protein_offsets[-1]) + 2 * orfs.n_uniques) * sequences // (STRETCHES * orfs.n_uniques)
+    plan = make_plan(orfs.protein_offsets, max(EXACT_TOKENS, tokens), EXACT_TOKENS, job.plan.fingerprint)
+    write_plan(run, plan)
+    wanted = min(len(plan), max(2, -(-sequences * len(plan) // orfs.n_uniques)))
     chosen = tuple(dict.fromkeys(np.linspace(0, len(plan) - 1, wanted).astype(int).tolist()))
-    Embedding(replace(job, todo=chosen), Watch(), time.monotonic()).run()
+    Embedding(replace(job, plan=plan, todo=chosen), Watch(), time.monotonic()).run()
     results = [read_shard(run, plan, shard) for shard in chosen]
     uniques = np.concatenate([np.arange(*plan.range(shard)) for shard in chosen])
     scores = np.full((orfs.n_uniques, 2), np.nan, dtype=np.float32)

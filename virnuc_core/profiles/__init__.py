@@ -51,6 +51,7 @@ class Profile(Spec):
     min_reads: int = Field(1, ge=1, description="fewer reads than this: no evidence")
     target_reads: int | None = Field(None, ge=1, description="what time targets speak of; fewer are projected, no pass")
     min_compared_chunks: int = Field(1, ge=1, description="agreement over fewer chunks than this: no evidence")
+    fp32_sequences: int = Field(1_000, ge=1, description="embedded in fp32, too, on a GPU: what a run is held against")
     price_per_device_hour: float | None = Field(None, gt=0, description="for the cost line; in any currency")
     time_limit_s: float | None = Field(None, gt=0, description="a run over this is ended and reported as failed")
     score_tolerance: float = Field(0.01, gt=0)

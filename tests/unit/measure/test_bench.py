@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import h5py
+import numpy as np
 import pytest
 
 from virnuc_core.config import SWITCHES, ClassifySpec, EngineSpec
@@ -41,26 +43,27 @@ def test_a_pair_leaves_its_telemetry_and_no_shards(tmp_path: Path, bench: Bench,
 
 
 @pytest.mark.slow
-def test_a_part_in_fp32_is_what_a_run_is_held_against(
-    tmp_path: Path, bench: Bench, engine: EngineSpec, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_in_fp32_is_what_a_run_is_held_against(tmp_path: Path, bench: Bench, engine: EngineSpec) -> None:
     reads = StageSpec(reads=(str(bench.store.with_name("reads.fasta")),), model_length=300)
     spec = ClassifySpec(models=bench.models, devices=bench.devices, engine=engine)
     classify(RunDir(tmp_path / "devices-1"), stage(reads, bench.store), spec)
-    monkeypatch.setattr("virnuc_core.measure.bench.EXACT_UNIQUES", 150)
     part = RunDir(tmp_path / "fp32")
-    embed_sample(part, bench.job(part, engine.model_copy(update={"attention": "reference"})), "of this test")
+    large = engine.model_copy(update={"attention": "reference", "shard_tokens": 1 << 20})  # as of very many reads
+    embed_sample(part, bench.job(part, large), 150, "of this test")
     assert not list(part.shards.glob("*.h5"))
     (found,) = compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False)
     assert (found.a, found.b, found.bitwise) == ("fp32", "devices-1", None)
     joined = found.cosines[0]
     assert 150 <= joined.n < OrfStore.open(bench.store).n_uniques
+    with h5py.File(part.embeddings) as file:
+        ends = np.flatnonzero(np.diff(file["uniques"][:]) > 1)
+    assert len(ends), "from one place only"
     assert joined.minimum > 0.9999
     for compared in (found.frames, found.consensus):
         assert compared is not None
         assert (compared.agreement, compared.only_in_a, compared.only_in_b) == (1.0, 0, 0)
         assert compared.in_both > 20
-    assert not measure_precision(tmp_path, bench, engine), "cores compute in fp32"
+    assert not measure_precision(tmp_path, bench, engine, 150), "cores compute in fp32"
     assert compare_runs(tmp_path, ("devices-1",), tolerance=0.01, subset=False) == ()
 
 
