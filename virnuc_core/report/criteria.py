@@ -5,6 +5,7 @@ other hardware than the target is meant for, is `not run`; one that was stretche
 
 from collections.abc import Callable
 from functools import partial
+from math import ceil, sqrt
 from typing import Final, Literal, NamedTuple
 
 from virnuc_core.profiles import CRITERIA_TOML, Profile, Target
@@ -14,6 +15,7 @@ from virnuc_core.report.render import message
 from virnuc_core.rundir import EXACT
 
 CORRECTNESS: Final = "correctness"
+Z2: Final = 1.959964**2  # squared standard deviations to either side that hold 95 %
 MIN_SAMPLES: Final = 10  # utilisation samples of a device; fewer say nothing
 NO_EXACT: Final = "no part was embedded in fp32, or the runs are in fp32 themselves"
 Run = model.RunMetrics | None
@@ -160,7 +162,15 @@ def verdicts_held(report: model.Report, _: Run) -> Finding:
     found = next((one.consensus for one in report.comparisons if one.a == EXACT), None)
     if found is None or found.agreement is None:
         return Finding(absent=NO_EXACT)
-    return Finding(100.0 * found.agreement, found.total)
+    asked, n = report.profile.targets.get("verdicts_held") or Target(op=">=", value=0.0), found.total
+    room = sqrt(Z2 * (found.agreement * (1.0 - found.agreement) + Z2 / (4 * n)) / n)  # Wilson's interval
+    low, high = (100.0 * (found.agreement + Z2 / (2 * n) + side) / (1.0 + Z2 / n) for side in (-room, room))
+    note = f"95 % interval {low:.3f} to {high:.3f} %"
+    most = min(asked.value / 100.0, 0.999999)  # no sample shows more
+    enough = ceil(Z2 * most / (1.0 - most))  # the interval of so many without a change begins at what is asked
+    few = f"{n:,} chunks, {note}; {enough:,} are needed" if n < enough else ""
+    missed = not (asked.met(low) or asked.met(high))
+    return Finding(100.0 * found.agreement, n, absent=few, note=note, failed=missed)
 
 
 def same_bytes(report: model.Report, _: Run) -> Finding:
